@@ -1,0 +1,49 @@
+"""Errors that users see: what happened and where, what to try, and the exit code that says which kind."""
+
+from __future__ import annotations
+
+
+class MemplanError(Exception):
+    """Base of every error raised on purpose.
+
+    Attributes:
+        message: what happened, and where.
+        hint: what to try; empty when nothing useful can be said.
+        exit_code: the process exit code of a command that ends with this error.
+    """
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  try: {self.hint}" if self.hint else self.message
+
+
+class InternalError(MemplanError):
+    """A fault of memplan itself."""
+
+    exit_code = 1
+
+
+class UsageError(MemplanError):
+    """The command line, an option's value or an input file is not usable as given."""
+
+    exit_code = 2
+
+
+class FormatError(UsageError):
+    """A file from outside is truncated, foreign, too large or hostile."""
+
+
+class NoAnswerError(MemplanError):
+    """The question is sound but could not be answered: not capturable, or out of time."""
+
+    exit_code = 4
+
+
+class CaptureError(NoAnswerError):
+    """The script could not be captured."""

@@ -1,0 +1,312 @@
+"""The `Trace`: everything a training job asked of a device's memory, in columns.
+
+The unit is the *storage generation*: a number that is never used twice. Resizing a storage ends one
+generation and begins the next. Time is one integer, the index of an event: the order in which the
+allocator sees requests. Lifetimes are half-open on that index, `[alloc, free)`.
+
+Strings (op names, module paths, source lines) are interned: columns hold indices into
+`Trace.strings`, and index 0 is always the empty string. All sizes are bytes as requested, before
+an allocator rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+I64: TypeAlias = npt.NDArray[np.int64]
+I32: TypeAlias = npt.NDArray[np.int32]
+I16: TypeAlias = npt.NDArray[np.int16]
+U8: TypeAlias = npt.NDArray[np.uint8]
+
+
+class EventKind(IntEnum):
+    """What the allocator sees. The comment says what `aux` holds."""
+
+    ALLOC = 0
+    """A storage generation begins. aux: its address, or -1 when unknown."""
+    FREE = 1
+    """The host lets go. The memory may be reused at once, unless another stream recorded it or
+    a FREE_COMPLETED follows. aux: address or -1."""
+    FREE_COMPLETED = 2
+    """Observed only (imported logs): from here on the memory may be reused. aux: address or -1."""
+    RECORD_STREAM = 3
+    """`stream` uses the storage: after FREE it may be reused once that stream has passed."""
+    EVENT_RECORD = 4
+    """`stream` records a CUDA event. aux: the event's number."""
+    EVENT_WAIT = 5
+    """`stream` waits for a CUDA event. aux: the event's number."""
+    SYNCHRONIZE = 6
+    """The host waits for `stream`, or for the whole device when stream is -1."""
+    EMPTY_CACHE = 7
+    """`torch.cuda.empty_cache()`."""
+    SEGMENT_ALLOC = 8
+    """Observed only: the allocator asked the device for `bytes`. aux: address."""
+    SEGMENT_FREE = 9
+    """Observed only: the allocator gave `bytes` back to the device. aux: address."""
+    SEGMENT_MAP = 10
+    """Observed only: pages of an expandable segment were mapped. aux: address."""
+    SEGMENT_UNMAP = 11
+    """Observed only: pages of an expandable segment were unmapped. aux: address."""
+    RESET_PEAK = 12
+    """`torch.cuda.reset_peak_memory_stats()`; the simulator keeps the whole run's peak anyway."""
+    OUT_OF_MEMORY = 13
+    """Observed only: a request of `bytes` failed."""
+
+
+class Phase(IntEnum):
+    """What the job was doing."""
+
+    SETUP = 0
+    """Before the first forward: building the model, moving it, making the optimizer."""
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    EVALUATION = 4
+    """A forward outside autograd (`no_grad`, `inference_mode`)."""
+    OTHER = 5
+
+
+class Provenance(IntEnum):
+    """How an event is known; the width of an estimate's interval comes from it."""
+
+    OBSERVED = 0
+    """The framework asked for it, here, with this size."""
+    RULE = 1
+    """Derived by a documented rule (a workspace, a kernel's scratch)."""
+    ASSUMED = 2
+    """Depends on values of data that do not exist here; the assumption is in `TraceMeta`."""
+
+
+class Role(IntEnum):
+    """What a storage is for."""
+
+    UNKNOWN = 0
+    """Left to be derived from its lifetime: an activation or a temporary."""
+    PARAMETER = 1
+    """Parameters and buffers of modules."""
+    GRADIENT = 2
+    OPTIMIZER_STATE = 3
+    ACTIVATION = 4
+    TEMPORARY = 5
+    INPUT = 6
+    WORKSPACE = 7
+    COMMUNICATION = 8
+
+
+class Assumption(msgspec.Struct, frozen=True):
+    """Something about the job that was not known and had to be decided."""
+
+    kind: str
+    """Short key, such as `routing`, `branch`, `loop`, `value`, `steady-step`."""
+    text: str
+    """One sentence for a person."""
+    op: str = ""
+    source: str = ""
+    count: int = 1
+
+
+class KernelChoice(msgspec.Struct, frozen=True):
+    """A kernel that the real device would choose, and why."""
+
+    op: str
+    kernel: str
+    reason: str
+    count: int = 1
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Part of a segment that existed before the first event; `[address, address + bytes)`."""
+
+    address: int
+    bytes: int
+    requested_bytes: int
+    storage: int
+    """The storage generation that lives in it; -1 when free."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Memory that the process held before the first event."""
+
+    address: int
+    bytes: int
+    stream: int
+    device: int
+    blocks: list[Block]
+    expandable: bool = False
+
+
+class TraceMeta(msgspec.Struct, kw_only=True):
+    """Where a trace comes from."""
+
+    schema_version: int = 1
+    memplan_version: str = ""
+    torch_version: str = ""
+    origin: str = "capture"
+    """`capture`, `snapshot` or `csv`."""
+    method: str = "fake-cuda"
+    """`fake-cuda`, `fake-cpu` (the wider fallback) or `observed`."""
+    gpu: str = ""
+    """Name of the device profile that the script saw; empty when unknown."""
+    command: list[str] = []
+    alloc_conf: str = ""
+    """Allocator settings in force, in the syntax of `PYTORCH_ALLOC_CONF`."""
+    optimizer_steps: int = 0
+    stop_reason: str = ""
+    host_peak_bytes: int = 0
+    """Resident memory of the capturing process and its children, not of the real job."""
+    assumptions: list[Assumption] = []
+    kernels: list[KernelChoice] = []
+    initial_segments: list[Segment] = []
+    notes: list[str] = []
+
+
+@dataclass(frozen=True)
+class Events:
+    """One row an event, in the order the allocator sees them."""
+
+    kind: U8
+    storage: I64
+    """Storage generation; -1 where none is meant."""
+    bytes: I64
+    bytes_low: I64
+    """Equal to `bytes` unless the provenance is RULE or ASSUMED."""
+    bytes_high: I64
+    stream: I32
+    """Stream number; 0 is the default stream."""
+    device: I16
+    op: I64
+    """Row of `Ops` that caused it; -1 for none."""
+    module: I32
+    phase: U8
+    step: I32
+    """Optimizer steps completed before this event."""
+    source: I32
+    provenance: U8
+    aux: I64
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One row an operator, in program order. `reads` and `writes` are CSR: row i owns
+    `reads[reads_start[i]:reads_start[i + 1]]`."""
+
+    name: I32
+    event: I64
+    """Index of the first event at or after the op's start."""
+    module: I32
+    phase: U8
+    step: I32
+    source: I32
+    stream: I32
+    reads_start: I64
+    reads: I64
+    """Storage generations read."""
+    writes_start: I64
+    writes: I64
+    """Storage generations written, new ones and mutated ones alike."""
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True)
+class Storages:
+    """One row a storage generation; row number = generation number."""
+
+    role: U8
+    name: I32
+    """Parameter or buffer name where there is one."""
+    dtype: I32
+    shape: I32
+    """Shape of the tensor it was made for, as text: `8x1024x768`."""
+
+    def __len__(self) -> int:
+        return len(self.role)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A captured or imported job. Immutable; every later stage is a function of it."""
+
+    meta: TraceMeta
+    strings: list[str]
+    events: Events
+    ops: Ops
+    storages: Storages
+    _cache: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def event(self, index: int) -> EventView:
+        """A row as an object. Raises IndexError outside `[0, len(self))`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"event {index} of a trace of {len(self)}")
+        return EventView(self, index)
+
+    def __iter__(self) -> Iterator[EventView]:
+        return (EventView(self, i) for i in range(len(self)))
+
+
+@dataclass(frozen=True)
+class EventView:
+    """One event of a trace; attributes read the columns."""
+
+    trace: Trace
+    index: int
+
+    @property
+    def kind(self) -> EventKind:
+        return EventKind(int(self.trace.events.kind[self.index]))
+
+    @property
+    def storage(self) -> int:
+        return int(self.trace.events.storage[self.index])
+
+    @property
+    def bytes(self) -> int:
+        return int(self.trace.events.bytes[self.index])
+
+    @property
+    def stream(self) -> int:
+        return int(self.trace.events.stream[self.index])
+
+    @property
+    def device(self) -> int:
+        return int(self.trace.events.device[self.index])
+
+    @property
+    def op(self) -> str:
+        """Name of the operator, or the empty string."""
+        row = int(self.trace.events.op[self.index])
+        return self.trace.strings[int(self.trace.ops.name[row])] if row >= 0 else ""
+
+    @property
+    def module(self) -> str:
+        return self.trace.strings[int(self.trace.events.module[self.index])]
+
+    @property
+    def source(self) -> str:
+        return self.trace.strings[int(self.trace.events.source[self.index])]
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(int(self.trace.events.phase[self.index]))
+
+    @property
+    def step(self) -> int:
+        return int(self.trace.events.step[self.index])
+
+    @property
+    def provenance(self) -> Provenance:
+        return Provenance(int(self.trace.events.provenance[self.index]))
