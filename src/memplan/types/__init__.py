@@ -1,0 +1,1 @@
+"""The vocabulary of memplan and its file formats. Imports nothing else of memplan."""

@@ -1,0 +1,182 @@
+"""Builds a `Trace` row by row; the only place that knows how the columns are laid out in growth."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+
+from memplan.types.trace import (
+    EventKind,
+    Events,
+    Ops,
+    Phase,
+    Provenance,
+    Role,
+    Storages,
+    Trace,
+    TraceMeta,
+)
+
+_EVENT_COLUMNS = {
+    "kind": "B",
+    "storage": "q",
+    "bytes": "q",
+    "bytes_low": "q",
+    "bytes_high": "q",
+    "stream": "i",
+    "device": "h",
+    "op": "q",
+    "module": "i",
+    "phase": "B",
+    "step": "i",
+    "source": "i",
+    "provenance": "B",
+    "aux": "q",
+}
+_OP_COLUMNS = {
+    "name": "i",
+    "event": "q",
+    "module": "i",
+    "phase": "B",
+    "step": "i",
+    "source": "i",
+    "stream": "i",
+    "reads_start": "q",
+    "reads": "q",
+    "writes_start": "q",
+    "writes": "q",
+}
+_STORAGE_COLUMNS = {"role": "B", "name": "i", "dtype": "i", "shape": "i"}
+
+
+class TraceBuilder:
+    """Appends events, operators and storages, then `build()`s the columns.
+
+    The context of an event (operator, module, phase, step, source line) is whatever the public
+    attributes hold when it is appended. Not thread-safe: callers hold the GIL between the reads
+    and writes of one row anyway, and a capture appends from one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._strings: dict[str, int] = {"": 0}
+        self._events = {name: array(code) for name, code in _EVENT_COLUMNS.items()}
+        self._ops = {name: array(code) for name, code in _OP_COLUMNS.items()}
+        self._storages = {name: array(code) for name, code in _STORAGE_COLUMNS.items()}
+        self.op = -1
+        self.module = 0
+        self.phase = Phase.SETUP
+        self.step = 0
+        self.source = 0
+
+    def __len__(self) -> int:
+        return len(self._events["kind"])
+
+    def intern(self, text: str) -> int:
+        """The number of a string; the empty string is 0."""
+        number = self._strings.get(text)
+        if number is None:
+            number = self._strings[text] = len(self._strings)
+        return number
+
+    def begin_op(self, name: str, *, reads: Iterable[int] = (), stream: int = 0) -> int:
+        """Start an operator; the events that follow belong to it. Returns its row."""
+        ops = self._ops
+        ops["name"].append(self.intern(name))
+        ops["event"].append(len(self))
+        ops["module"].append(self.module)
+        ops["phase"].append(self.phase)
+        ops["step"].append(self.step)
+        ops["source"].append(self.source)
+        ops["stream"].append(stream)
+        ops["reads_start"].append(len(ops["reads"]))
+        ops["reads"].extend(reads)
+        ops["writes_start"].append(len(ops["writes"]))
+        self.op = len(ops["name"]) - 1
+        return self.op
+
+    def op_writes(self, storages: Iterable[int]) -> None:
+        """The storages that the operator begun last writes."""
+        self._ops["writes"].extend(storages)
+
+    def new_storage(
+        self,
+        *,
+        role: Role = Role.UNKNOWN,
+        name: str = "",
+        dtype: str = "",
+        shape: str = "",
+    ) -> int:
+        """Number of a new storage generation."""
+        columns = self._storages
+        columns["role"].append(role)
+        columns["name"].append(self.intern(name))
+        columns["dtype"].append(self.intern(dtype))
+        columns["shape"].append(self.intern(shape))
+        return len(columns["role"]) - 1
+
+    def set_role(self, storage: int, role: Role, name: str = "") -> None:
+        """Say what a storage is for once that is known."""
+        self._storages["role"][storage] = role
+        if name:
+            self._storages["name"][storage] = self.intern(name)
+
+    def role_of(self, storage: int) -> Role:
+        return Role(self._storages["role"][storage])
+
+    def describe(self, storage: int, *, dtype: str, shape: str) -> None:
+        """Dtype and shape of the tensor that a storage was made for."""
+        self._storages["dtype"][storage] = self.intern(dtype)
+        self._storages["shape"][storage] = self.intern(shape)
+
+    def append(
+        self,
+        kind: EventKind,
+        storage: int = -1,
+        nbytes: int = 0,
+        *,
+        low: int | None = None,
+        high: int | None = None,
+        stream: int = 0,
+        device: int = 0,
+        provenance: Provenance = Provenance.OBSERVED,
+        aux: int = -1,
+    ) -> int:
+        """Append one event; returns its index. `low` and `high` default to `nbytes`."""
+        events = self._events
+        events["kind"].append(kind)
+        events["storage"].append(storage)
+        events["bytes"].append(nbytes)
+        events["bytes_low"].append(nbytes if low is None else low)
+        events["bytes_high"].append(nbytes if high is None else high)
+        events["stream"].append(stream)
+        events["device"].append(device)
+        events["op"].append(self.op)
+        events["module"].append(self.module)
+        events["phase"].append(self.phase)
+        events["step"].append(self.step)
+        events["source"].append(self.source)
+        events["provenance"].append(provenance)
+        events["aux"].append(aux)
+        return len(self) - 1
+
+    def build(self, meta: TraceMeta) -> Trace:
+        """The finished trace. The builder can go on; columns are copied."""
+        ops = {name: _column(column) for name, column in self._ops.items()}
+        ops["reads_start"] = np.append(ops["reads_start"], len(self._ops["reads"]))
+        ops["writes_start"] = np.append(ops["writes_start"], len(self._ops["writes"]))
+        return Trace(
+            meta=meta,
+            strings=list(self._strings),
+            events=Events(**{name: _column(column) for name, column in self._events.items()}),
+            ops=Ops(**ops),
+            storages=Storages(**{name: _column(column) for name, column in self._storages.items()}),
+        )
+
+
+_DTYPES = {"B": np.uint8, "h": np.int16, "i": np.int32, "q": np.int64}
+
+
+def _column(values: array) -> np.ndarray:  # type: ignore[type-arg]
+    return np.array(values, dtype=_DTYPES[values.typecode])
