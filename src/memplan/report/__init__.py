@@ -1,0 +1,1 @@
+"""Artefacts rendered for people and for other tools."""
