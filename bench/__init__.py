@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench` measures, `python -m bench.check` checks the goals."""
