@@ -1,0 +1,115 @@
+"""`memplan`: finds the command, runs it, and turns what went wrong into a message and an exit code.
+
+Exit codes: 0 yes (fits, done), 1 a fault of memplan, 2 usage, 3 no (does not fit), 4 no answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import cast
+
+from memplan import __version__
+from memplan.cli.command import EXIT_YES, Command, Parser
+from memplan.cli.program import split_program
+from memplan.cli.streams import write_answer
+from memplan.types.errors import MemplanError, UsageError
+
+_COMMANDS = {
+    "estimate": "memplan.cli.estimate",
+    "simulate": "memplan.cli.simulate",
+    "export": "memplan.cli.export",
+    "env": "memplan.cli.env",
+}
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line (`sys.argv[1:]` by default); the exit code. Raises nothing."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _dispatch(words)
+    except MemplanError as error:
+        _complain(f"error: {error.message}", error.hint)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted", "")
+        return _EXIT_INTERRUPTED
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_YES
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if "memplan" in frame.filename][-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        _complain(
+            f"a fault of memplan itself: {type(error).__name__}: {error} (at {place})",
+            "MEMPLAN_DEBUG=1 in the environment shows the traceback; please report it",
+        )
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        write_answer(_overview())
+        return EXIT_YES
+    name, rest = words[0], words[1:]
+    if name in ("-V", "--version"):
+        write_answer(f"memplan {__version__}\n")
+        return EXIT_YES
+    if name not in _COMMANDS:
+        raise _unknown_command(name)
+    command = _load(name)
+    parser = Parser(prog=f"memplan {name}", description=command.__doc__, allow_abbrev=False)
+    command.prepare_parser(parser)
+    program = None
+    if command.TAKES_PROGRAM:
+        rest, program = split_program(parser, rest)
+    args = parser.parse_args(rest)
+    args.program, args.own_words = program, rest
+    return command.run(args)
+
+
+def _load(name: str) -> Command:
+    return cast(Command, importlib.import_module(_COMMANDS[name]))
+
+
+def _overview() -> str:
+    lines = [
+        "memplan tells you, before you train, whether a PyTorch job fits on a GPU.",
+        "",
+        "usage: memplan COMMAND [options]",
+        "",
+    ]
+    for name in _COMMANDS:
+        summary = (_load(name).__doc__ or "").strip().splitlines()[0]
+        lines.append(f"  {name:<10}{summary}")
+    lines += [
+        "",
+        "memplan COMMAND --help says more; memplan --version prints the version.",
+        "",
+        "start with: memplan estimate --gpu 24GiB train.py",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _unknown_command(name: str) -> UsageError:
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    if near:
+        return UsageError(f"no command {name!r}", f"memplan {near[0]}")
+    if name.endswith(".py") or Path(name).exists():
+        return UsageError(f"no command {name!r}", f"memplan estimate {name}")
+    return UsageError(f"no command {name!r}", f"one of {', '.join(_COMMANDS)}; memplan --help")
+
+
+def _complain(message: str, hint: str) -> None:
+    if os.environ.get("MEMPLAN_DEBUG") == "1":
+        traceback.print_exc()
+    text = f"memplan: {message}\n"
+    if hint:
+        text += f"  try: {hint}\n"
+    sys.stderr.write(text)
+    sys.stderr.flush()

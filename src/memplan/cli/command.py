@@ -1,0 +1,44 @@
+"""What a command is, and the exit codes that are answers."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import NoReturn, Protocol
+
+from memplan.types.errors import UsageError
+
+EXIT_YES = 0
+"""It fits; done."""
+EXIT_NO = 3
+"""It does not fit."""
+
+
+class Command(Protocol):
+    """A module of this package: its docstring is the help text, its first line the summary."""
+
+    __doc__: str | None
+    TAKES_PROGRAM: bool
+    """Whether a user's script or module follows our own options."""
+
+    def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; the exit code. Raises MemplanError."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError, with near options for a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        known = [option for action in self._actions for option in action.option_strings]
+        near = [
+            match
+            for word in re.findall(r"(?<!\S)--?[a-z-]+", message)
+            if word not in known
+            for match in difflib.get_close_matches(word, known, n=1)
+        ]
+        hint = f"{near[0]}, or `{self.prog} --help`" if near else f"`{self.prog} --help`"
+        raise UsageError(f"{self.prog}: {message}", hint)

@@ -1,0 +1,106 @@
+"""Peak GPU memory of a training script, without a GPU.
+
+The script runs unchanged on fake CUDA: data are real, the model costs no memory, nothing outside
+is touched. Options of memplan come before the script; everything after it is the script's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.cli.advice import next_command
+from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.files import output_path
+from memplan.cli.machine import machine_profile
+from memplan.cli.program import check_program
+from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+
+if TYPE_CHECKING:
+    from memplan.types.estimate import Estimate
+    from memplan.types.trace import Trace
+
+TAKES_PROGRAM = True
+_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_USAGE = "memplan estimate --gpu 24GiB train.py"
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "memplan estimate [options] SCRIPT [ARGS…]\n"
+        "       memplan estimate [options] -m MODULE [ARGS…]"
+    )
+    add = parser.add_argument
+    add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
+    add("--steps", type=_count, metavar="N", help="optimizer steps to run (default: until steady)")
+    add("--routing", choices=("balanced", "worst"), default="balanced",
+        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
+    add("--allow-network", action="store_true", help="let the script use the network")
+    add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
+    add("-f", "--force", action="store_true", help="write over an existing file")
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+    add("-m", metavar="MODULE", help="run a module instead of a script")
+
+
+def run(args: argparse.Namespace) -> int:
+    program = check_program(args.program, _USAGE)
+    path = output_path(args.output, force=args.force) if args.output else None
+    named = find_profile(args.gpu) if args.gpu else machine_profile()
+    from memplan.estimate import estimate
+    from memplan.simulate import AllocatorSettings
+
+    if args.alloc_conf:
+        AllocatorSettings.parse(args.alloc_conf)
+    trace = _with_settings(_capture(args, program, named), args.alloc_conf)
+    if path is not None:
+        from memplan.types.trace_file import save_trace
+
+        save_trace(trace, path, overwrite=args.force)
+    result = estimate(trace, named)
+    if args.json:
+        write_json(result)
+    else:
+        _print(result, next_command(result, args.own_words, program, args.output))
+    return EXIT_NO if result.fits is False else EXIT_YES
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1 step")
+    return number
+
+
+def _capture(args: argparse.Namespace, program: ScriptTarget, named: DeviceProfile | None) -> Trace:
+    with stdout_to_stderr(), progress_line() as progress:
+        progress("starting PyTorch")
+        from memplan.capture.script import capture_script
+
+        options = CaptureOptions(
+            profile=named or find_profile(DEFAULT_PROFILE),
+            steps=args.steps,
+            routing=args.routing,
+            allow_network=args.allow_network,
+            progress=progress,
+        )
+        return capture_script(program, options)
+
+
+def _with_settings(trace: Trace, alloc_conf: str | None) -> Trace:
+    """The option wins over what the script set, that over the environment, in PyTorch's order."""
+    inherited = [os.environ.get(name, "") for name in _CONF_VARIABLES]
+    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, *inherited)), "")
+    return replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=conf))
+
+
+def _print(result: Estimate, hint: str) -> None:
+    from memplan.report.terminal import print_estimate
+
+    write_report(lambda console: print_estimate(result, console, next_command=hint))

@@ -1,0 +1,105 @@
+"""The user's program on our command line: where our options end, and whether it exists."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import sys
+from pathlib import Path
+
+from memplan.capture.options import ScriptTarget
+from memplan.types.errors import UsageError
+
+
+def split_program(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[list[str], ScriptTarget | None]:
+    """Our own words, and the program with its arguments, verbatim.
+
+    The program begins at the first word that is neither an option of ours nor an option's value,
+    at `-m MODULE`, or after `--`; argparse alone would look for our options behind it as well.
+    """
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            index += 1
+            break
+        if word.startswith("-m") and not word.startswith("--"):
+            return words[:index], _module(word[2:], words[index + 1 :])
+        if not word.startswith("-") or word == "-":
+            break
+        index += _option_length(parser, word)
+    own = [word for word in words[:index] if word != "--"]
+    rest = words[index:]
+    return own, ScriptTarget("script", rest[0], tuple(rest[1:])) if rest else None
+
+
+def _module(attached: str, rest: list[str]) -> ScriptTarget:
+    words = [attached, *rest] if attached else rest
+    if not words:
+        raise UsageError("-m needs the name of a module", "-m package.train")
+    return ScriptTarget("module", words[0], tuple(words[1:]))
+
+
+def _option_length(parser: argparse.ArgumentParser, word: str) -> int:
+    """Words that an option takes, itself included. An unknown one takes one: argparse will refuse
+    it, with everything behind it kept out of the complaint."""
+    name, equals, _ = word.partition("=")
+    actions = {option: action for action in parser._actions for option in action.option_strings}
+    if word.startswith("--"):
+        action = actions.get(name)
+        return 1 if equals or action is None or action.nargs == 0 else 2
+    for position, letter in enumerate(word[1:], start=1):
+        action = actions.get(f"-{letter}")
+        if action is None:
+            return 1
+        if action.nargs != 0:
+            return 2 if position == len(word) - 1 else 1
+    return 1
+
+
+def check_program(program: ScriptTarget | None, usage: str) -> ScriptTarget:
+    """The program, once it is sure that it can be found. Raises UsageError, with near names."""
+    if program is None:
+        raise UsageError("no script given", usage)
+    if program.kind == "module":
+        _check_module(program.name)
+    else:
+        _check_script(Path(program.name))
+    return program
+
+
+def _check_script(path: Path) -> None:
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", f"-m {path.name}, or a script inside it")
+    folder = path.parent
+    names = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    if near:
+        hint = ", ".join(str(folder / name) for name in near)
+    elif folder.is_dir():
+        hint = f"a script in {folder.resolve()}"
+    else:
+        hint = f"another folder: {folder} does not exist"
+    raise UsageError(f"no script {path}", hint)
+
+
+def _check_module(name: str) -> None:
+    """Only the top level is looked up: finding a submodule would import its parents."""
+    top = name.partition(".")[0]
+    path = sys.path
+    sys.path = ["", *path]
+    try:
+        found = top.isidentifier() and importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        sys.path = path
+    if not found:
+        raise UsageError(
+            f"no module {name} from {Path.cwd()}", "run it from the folder that holds the package"
+        )

@@ -1,0 +1,110 @@
+"""Memory over time in a few lines of text: braille dots, or plain ASCII where needed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from memplan.report.text import format_bytes
+from memplan.types.estimate import MemoryCurve
+
+_GUTTER = 10
+# Bit of each dot of a braille cell, [column][row from the top].
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_BLANK = 0x2800
+_SHOW_ROOM = 1.6
+"""The room on the card is drawn when it is at most this many times the reserved peak: farther
+away it would flatten the curve."""
+
+
+def memory_plot(
+    curve: MemoryCurve,
+    *,
+    width: int,
+    height: int = 8,
+    room_bytes: int | None = None,
+    peak_event: int = -1,
+    ascii_only: bool = False,
+) -> list[str]:
+    """Lines of at most `width` characters: allocated memory as an area, reserved as a line above
+    it, the room left for PyTorch on the card as a broken line, the peak marked below.
+
+    Empty for an empty curve or less than 30 characters.
+    """
+    cells = width - _GUTTER - 2
+    if not curve.events or cells < 18:
+        return []
+    peak = max(curve.reserved_bytes)
+    show_room = room_bytes is not None and 0 < room_bytes <= _SHOW_ROOM * max(peak, 1)
+    top = max(peak, room_bytes if show_room and room_bytes else 0, 1)
+    across, down = (1, 1) if ascii_only else (2, 4)
+    columns, rows = cells * across, height * down
+    allocated = [_level(n, top, rows) for n in _spread(curve.allocated_bytes, columns)]
+    reserved = [_level(n, top, rows) for n in _spread(curve.reserved_bytes, columns)]
+    room = _level(room_bytes, top, rows) if show_room and room_bytes else 0
+    draw = _ascii_rows if ascii_only else _braille_rows
+    body = draw(allocated, reserved, room, height)
+    labels = {
+        height - 1: "0",
+        height - 1 - (_level(peak, top, rows) - 1) // down: format_bytes(peak),
+    }
+    if room and room_bytes:
+        labels.setdefault(height - 1 - (room - 1) // down, format_bytes(room_bytes))
+    edge = "|" if ascii_only else "│"
+    lines = [f"{labels.get(i, ''):>{_GUTTER}} {edge}{row}".rstrip() for i, row in enumerate(body)]
+    lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, ascii_only))
+    return [line[:width] for line in lines]
+
+
+def _spread(values: list[int], columns: int) -> list[int]:
+    """Resample to `columns`, keeping each column's maximum."""
+    count = len(values)
+    return [
+        max(
+            values[i * count // columns : max((i + 1) * count // columns, i * count // columns + 1)]
+        )
+        for i in range(columns)
+    ]
+
+
+def _level(value: int | None, top: int, rows: int) -> int:
+    """Dots from the bottom; anything above zero shows."""
+    return min(rows, -(-(value or 0) * rows // top))
+
+
+def _braille_rows(allocated: list[int], reserved: list[int], room: int, height: int) -> list[str]:
+    rows = height * 4
+    grid = [[_BLANK] * (len(allocated) // 2) for _ in range(height)]
+    for column, (filled, line) in enumerate(zip(allocated, reserved, strict=True)):
+        dots = set(range(1, filled + 1)) | {line}
+        if room and column % 4 < 2:
+            dots.add(room)
+        for dot in dots - {0}:
+            down = rows - dot
+            grid[down // 4][column // 2] |= _DOTS[column % 2][down % 4]
+    return ["".join(chr(cell) for cell in row) for row in grid]
+
+
+def _ascii_rows(allocated: list[int], reserved: list[int], room: int, height: int) -> list[str]:
+    lines = []
+    for level in range(height, 0, -1):
+        lines.append(
+            "".join(
+                "#" if level <= filled else "-" if level == line else "=" if level == room else " "
+                for filled, line in zip(allocated, reserved, strict=True)
+            )
+        )
+    return lines
+
+
+def _marks(curve: MemoryCurve, cells: int, peak_event: int, ascii_only: bool) -> str:
+    """The line below: the peak's place, and the steps at both ends."""
+    left, right = f"step {curve.steps[0]}", f"step {curve.steps[-1]}"
+    line = list(left + " " * (cells - len(left) - len(right)) + right)
+    if peak_event >= 0:
+        bucket = max(bisect_right(curve.events, peak_event) - 1, 0)
+        place = min(bucket * cells // len(curve.events), cells - 1)
+        mark = ("^" if ascii_only else "▲") + " peak"
+        start = place if place + len(mark) <= cells else place - len(mark) + 1
+        text = mark if start == place else "peak " + mark[0]
+        line[start : start + len(text)] = text
+    return "".join(line)

@@ -1,0 +1,162 @@
+"""An `Estimate` for a person at a terminal; the first line is the answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from memplan.report.plot import memory_plot
+from memplan.report.text import clean, format_bytes, headline, shorten
+from memplan.types.estimate import Estimate, TensorInfo
+
+_MAX_WIDTH = 110
+_BAR = 24
+_KERNELS = 6
+
+
+def print_estimate(estimate: Estimate, console: Console, *, next_command: str = "") -> None:
+    """Write the report. Colour, width and character set follow the console; `next_command` is what
+    the reader will most likely want to type next."""
+    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
+    width = min(console.width, _MAX_WIDTH)
+    for line in estimate_lines(estimate, width, ascii_only, next_command):
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+
+
+def estimate_lines(
+    estimate: Estimate, width: int, ascii_only: bool, next_command: str = ""
+) -> Iterator[Text]:
+    """The report's lines."""
+    yield _headline(estimate, ascii_only)
+    yield Text()
+    yield from _breakdown(estimate, ascii_only)
+    yield Text()
+    yield from _peak(estimate, width, ascii_only)
+    yield from _largest(estimate, width, ascii_only)
+    yield from _curve(estimate, width, ascii_only)
+    yield from _basis(estimate, ascii_only)
+    if next_command:
+        yield Text()
+        yield Text.assemble(("next: ", "bold"), clean(next_command, ascii_only=ascii_only))
+
+
+def _headline(estimate: Estimate, ascii_only: bool) -> Text:
+    line = headline(estimate)
+    if ascii_only:
+        line = line.replace("–", "-")
+    style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
+    return Text(line, style=style)
+
+
+def _breakdown(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+    items = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    block = "#" if ascii_only else "█"
+    for name, nbytes in items:
+        share = nbytes / max(estimate.peak_bytes, 1)
+        if nbytes:
+            yield Text.assemble(
+                f"  {name.replace('_', ' '):<16}{format_bytes(nbytes):>10}{share:>6.0%}  ",
+                (block * round(share * _BAR), "cyan"),
+            )
+
+
+def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+    peak = estimate.peak
+    if peak.event < 0:
+        yield Text("no event: the trace is empty")
+        return
+    where = [peak.op or "an unnamed operation"]
+    if peak.module:
+        where.append(f"in {peak.module}")
+    yield Text.assemble(
+        ("at the peak  ", "bold"),
+        clean(f"{' '.join(where)}, {peak.phase}, step {peak.step}", ascii_only=ascii_only),
+    )
+    if peak.source:
+        yield Text("             " + _fit(peak.source, width - 13, ascii_only), style="dim")
+    yield Text(
+        f"PyTorch      reserved {format_bytes(estimate.reserved_peak_bytes)}, "
+        f"allocated {format_bytes(estimate.allocated_peak_bytes)}",
+        style="dim",
+    )
+
+
+def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+    if not estimate.largest:
+        return
+    yield Text()
+    yield Text("largest tensors at the peak", style="bold")
+    rows = [_tensor_row(tensor) for tensor in estimate.largest]
+    what = min(max(len(row[1]) for row in rows), 34)
+    for size, description, origin, source in rows:
+        room = max(width - 12 - what - 4, 12)
+        text = f"{origin}  {source}" if source else origin
+        yield Text(
+            f"{size:>10}  {_fit(description, what, ascii_only):<{what}}  "
+            f"{_fit(text, room, ascii_only)}"
+        )
+
+
+def _tensor_row(tensor: TensorInfo) -> tuple[str, str, str, str]:
+    description = " ".join(filter(None, (tensor.shape, tensor.dtype))) or "unknown shape"
+    origin = tensor.name or " in ".join(filter(None, (tensor.op, tensor.module)))
+    return (
+        format_bytes(tensor.bytes),
+        description,
+        f"{tensor.role.replace('_', ' ')}: {origin}" if origin else tensor.role.replace("_", " "),
+        tensor.source,
+    )
+
+
+def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+    room = None
+    if estimate.gpu is not None:
+        room = estimate.gpu.total_bytes - estimate.gpu.context_bytes
+    lines = memory_plot(
+        estimate.curve,
+        width=width,
+        room_bytes=room,
+        peak_event=estimate.peak.event,
+        ascii_only=ascii_only,
+    )
+    if lines:
+        yield Text()
+        yield Text.assemble(
+            ("memory over time", "bold"), "  allocated (area), reserved (line), room (broken line)"
+        )
+        for line in lines:
+            yield Text(line, style="cyan")
+
+
+def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+    """What the answer rests on: assumptions, kernels, notes, the capture's end."""
+    yield Text()
+    if estimate.assumptions:
+        yield Text("assumed", style="bold")
+        for item in estimate.assumptions:
+            times = f" ({item.count} times)" if item.count > 1 else ""
+            where = f" [{item.source}]" if item.source else ""
+            yield Text("  " + clean(f"{item.text}{times}{where}", ascii_only=ascii_only))
+    kernels: Counter[str] = Counter()
+    for choice in estimate.kernels:
+        kernels[choice.kernel] += choice.count
+    if kernels:
+        shown = [f"{kernel} ({count})" for kernel, count in kernels.most_common(_KERNELS)]
+        more = len(kernels) - len(shown)
+        tail = f", and {more} more in --json" if more > 0 else ""
+        yield Text.assemble(
+            ("kernels  ", "bold"), clean(", ".join(shown) + tail, ascii_only=ascii_only)
+        )
+    captured = f"{estimate.steps} optimizer steps, {estimate.events} events"
+    if estimate.stop_reason:
+        captured += f"; {estimate.stop_reason}"
+    yield Text.assemble(("captured ", "bold"), clean(captured, ascii_only=ascii_only))
+    for note in estimate.notes:
+        yield Text.assemble(("note     ", "bold"), clean(note, ascii_only=ascii_only))
+
+
+def _fit(text: str, width: int, ascii_only: bool) -> str:
+    return shorten(clean(text, ascii_only=ascii_only), width)

@@ -1,0 +1,51 @@
+"""Bytes and foreign strings as text for a terminal."""
+
+from __future__ import annotations
+
+from memplan.types.estimate import Estimate
+
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def format_bytes(nbytes: int) -> str:
+    """`21.4 GiB`, `512 MiB`, `17 B`: one decimal from GiB on, else whole numbers."""
+    name, unit = _unit(nbytes)
+    return f"{_number(nbytes, unit)} {name}"
+
+
+def headline(estimate: Estimate) -> str:
+    """The answer in one line: peak, interval, card and verdict."""
+    name, unit = _unit(estimate.peak_bytes)
+    low, peak, high = (
+        _number(n, unit) for n in (estimate.low_bytes, estimate.peak_bytes, estimate.high_bytes)
+    )
+    line = f"peak {peak} {name} ({low}–{high})"
+    if estimate.gpu is None:
+        return line
+    line += f" of {format_bytes(estimate.gpu.total_bytes)}: "
+    if estimate.fits:
+        return line + f"fits, {format_bytes(estimate.spare_bytes or 0)} spare"
+    verdict = "does not fit" if estimate.peak_bytes > estimate.gpu.total_bytes else "may not fit"
+    return line + f"{verdict}, {format_bytes(estimate.missing_bytes or 0)} missing"
+
+
+def clean(text: str, *, ascii_only: bool = False) -> str:
+    """Text from a trace, safe to print: control characters would reach the terminal as commands."""
+    safe = "".join(c if c.isprintable() else "?" for c in text)
+    return safe.encode("ascii", "replace").decode() if ascii_only else safe
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut to `width` from the left: the end of a path or a module says most."""
+    return text if len(text) <= width else "..." + text[len(text) - max(width - 3, 0) :]
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    for name, unit in _UNITS:
+        if abs(nbytes) >= unit:
+            return name, unit
+    return "B", 1
+
+
+def _number(nbytes: int, unit: int) -> str:
+    return f"{nbytes / unit:.1f}" if unit >= 1 << 30 else f"{nbytes / unit:.0f}"

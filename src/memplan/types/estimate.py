@@ -1,0 +1,132 @@
+"""The `Estimate`: the answer to "will it fit", as data. `docs/json.md` describes it for readers.
+
+All sizes are bytes of one process on one device. Three totals nest: requested (what tensors asked
+for) <= allocated (rounded to the allocator's blocks) <= reserved (segments taken from the device);
+the process peak is reserved plus what PyTorch's allocator never sees (the context).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from memplan.types.trace import Assumption, KernelChoice
+
+SCHEMA_VERSION = 1
+
+
+class GpuInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The card that the verdict is about."""
+
+    name: str
+    device_name: str
+    capability: str
+    total_bytes: int
+    context_bytes: int
+    context_low_bytes: int
+    context_high_bytes: int
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process peak consists of, at the peak event; the fields sum to `peak_bytes`."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    inputs: int = 0
+    workspaces: int = 0
+    fragmentation: int = 0
+    """Reserved but requested by nobody: rounding, unused parts of segments, cached blocks."""
+    communication: int = 0
+    context: int = 0
+    """Device memory of the process outside PyTorch's allocator."""
+
+    def items(self) -> list[tuple[str, int]]:
+        """(name, bytes) in declaration order."""
+        return [(name, getattr(self, name)) for name in self.__struct_fields__]
+
+    def total(self) -> int:
+        return sum(nbytes for _, nbytes in self.items())
+
+
+class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job stands at its peak. Empty strings where unknown."""
+
+    event: int
+    """Index of the event in the trace; -1 for an empty trace."""
+    op: str = ""
+    module: str = ""
+    phase: str = ""
+    step: int = 0
+    source: str = ""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A storage alive at the peak, and who asked for it."""
+
+    bytes: int
+    shape: str
+    dtype: str
+    role: str
+    name: str
+    op: str
+    module: str
+    source: str
+
+
+class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory over time, thinned: bucket i covers events `[events[i], events[i + 1])` (the last one
+    up to the end of the trace) and holds the largest values inside it."""
+
+    events: list[int]
+    steps: list[int]
+    allocated_bytes: list[int]
+    reserved_bytes: list[int]
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Peak memory of a job on a card, with the reasons."""
+
+    schema_version: int = SCHEMA_VERSION
+    memplan_version: str
+    torch_version: str
+    gpu: GpuInfo | None
+    """None when no card was named and the machine has none."""
+    fits: bool | None
+    """Whether `high_bytes` is within the card; None without a card."""
+    peak_bytes: int
+    """The process peak, what nvidia-smi would show: reserved plus context."""
+    low_bytes: int
+    high_bytes: int
+    spare_bytes: int | None
+    """Card minus `peak_bytes` when it fits; None otherwise."""
+    missing_bytes: int | None
+    """`high_bytes` minus the card when it does not fit; None otherwise."""
+    reserved_peak_bytes: int
+    reserved_low_bytes: int
+    reserved_high_bytes: int
+    allocated_peak_bytes: int
+    allocated_low_bytes: int
+    allocated_high_bytes: int
+    requested_peak_bytes: int
+    breakdown: Breakdown
+    peak: PeakPoint
+    largest: list[TensorInfo]
+    """The ten largest storages alive at the peak, largest first."""
+    assumptions: list[Assumption]
+    kernels: list[KernelChoice]
+    curve: MemoryCurve
+    steps: int
+    """Optimizer steps that the script ran while it was captured."""
+    stop_reason: str
+    method: str
+    """How the trace came to be: `fake-cuda`, `fake-cpu` or `observed`."""
+    alloc_conf: str
+    """Allocator settings in force, in the syntax of `PYTORCH_ALLOC_CONF`."""
+    num_alloc_retries: int
+    """Times the allocator had to give cached segments back to go on, on this card."""
+    events: int
+    host_peak_bytes: int
+    command: list[str]
+    notes: list[str]
