@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory_resource>
+#include <set>
+#include <tuple>
+#include <vector>
+
+namespace memplan::caching {
+
+struct Block;
+struct Pool;
+
+// One range of virtual addresses whose pages are mapped on demand.
+struct ExpandableSegment {
+  std::int64_t base;
+  std::int64_t bytes;
+  std::int64_t page;
+};
+
+struct FreeKey {
+  std::int64_t size;
+  std::int64_t address;
+  Block* block;
+};
+
+struct BySizeThenAddress {
+  bool operator()(const FreeKey& a, const FreeKey& b) const {
+    return a.size != b.size ? a.size < b.size : a.address < b.address;
+  }
+};
+
+using FreeList = std::pmr::set<FreeKey, BySizeThenAddress>;
+using UnmappedList = std::map<std::int64_t, Block*>;  // By address.
+
+// The blocks of one stream in one pool that are not in use.
+struct Bin {
+  explicit Bin(std::pmr::memory_resource* memory) : free(memory) {}
+  FreeList free;
+  UnmappedList unmapped;
+};
+
+struct Pool {
+  bool small;
+  std::int64_t searches = 0;  // Counted while garbage collection is on: the blocks' age.
+  std::map<std::int32_t, Bin> bins;  // By stream.
+};
+
+// A range of a segment, in use or cached. Neighbours in the same segment are linked.
+struct Block {
+  std::int64_t address = 0;
+  std::int64_t size = 0;
+  std::int64_t requested = 0;
+  Pool* pool = nullptr;
+  Bin* bin = nullptr;
+  Block* prev = nullptr;
+  Block* next = nullptr;
+  ExpandableSegment* expandable = nullptr;
+  FreeList::iterator place{};       // Valid while cached and mapped.
+  std::int64_t searches_then = 0;   // Of the pool, when the block was cached.
+  std::int32_t stream = 0;
+  int pending = 0;                  // Uses by other streams that may not have passed.
+  int waiting_slot = -1;            // Position among those that wait for their observed end.
+  bool allocated = false;
+  bool mapped = true;
+  std::vector<std::int32_t> stream_uses;  // Other streams that recorded it.
+
+  bool is_split() const { return prev != nullptr || next != nullptr; }
+  bool is_cached() const {
+    return !allocated && pending == 0 && waiting_slot < 0 && stream_uses.empty();
+  }
+};
+
+}  // namespace memplan::caching

@@ -1,0 +1,67 @@
+"""memplan's native code: see `native/module.cpp`."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+class Statistics(TypedDict):
+    """Sums in bytes."""
+
+    requested: int
+    allocated: int
+    active: int
+    reserved: int
+
+class ReplaySummary(TypedDict):
+    """What a replay returns beside the columns that it fills."""
+
+    start: Statistics
+    num_alloc_retries: int
+    oom_event: int
+    oom_bytes: int
+    unknown_frees: int
+    segment_events: list[tuple[int, int, int, int, int]]
+    """(event, EventKind number, bytes, stream, address), in order."""
+
+class ReplaySettings(TypedDict):
+    """`AllocatorSettings` in bytes; 2**63 - 1 stands for no limit."""
+
+    expandable_segments: bool
+    throw_on_cudamalloc_oom: bool
+    max_split_size: int
+    max_non_split_rounding: int
+    large_segment_size: int
+    garbage_collection_threshold: float
+    roundup_divisions: tuple[int, ...]
+    allowed_bytes: int
+    capacity_bytes: int
+    reserve_bytes: int
+
+def replay(
+    kind: npt.NDArray[np.uint8],
+    storage: npt.NDArray[np.int64],
+    bytes: npt.NDArray[np.int64],
+    stream: npt.NDArray[np.int32],
+    device: npt.NDArray[np.int16],
+    aux: npt.NDArray[np.int64],
+    segments: npt.NDArray[np.int64],
+    blocks: npt.NDArray[np.int64],
+    settings: ReplaySettings,
+    storages: int,
+    device_index: int,
+    reuse_early: bool,
+    requested: npt.NDArray[np.int64],
+    allocated: npt.NDArray[np.int64],
+    active: npt.NDArray[np.int64],
+    reserved: npt.NDArray[np.int64],
+    address: npt.NDArray[np.int64],
+) -> ReplaySummary:
+    """Fill the last five columns with the state after each event.
+
+    `segments` holds rows of (address, bytes, stream, small, expandable), flattened; `blocks` rows
+    of (segment row, bytes, requested bytes, in use, storage or -1), those of a segment in order of
+    address and filling it. Releases the GIL. Raises ValueError for events that cannot be.
+    """
