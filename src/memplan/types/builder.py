@@ -161,6 +161,18 @@ class TraceBuilder:
         events["aux"].append(aux)
         return len(self) - 1
 
+    def clear_events(self) -> None:
+        """Forget every row; interned strings stay."""
+        for columns in (self._events, self._ops, self._storages):
+            for column in columns.values():
+                del column[:]
+        self.op = -1
+
+    def requests(self, start: int, stop: int) -> bytes:
+        """What events `[start, stop)` asked of the allocator: equal bytes, equal requests."""
+        columns = (self._events[name][start:stop] for name in ("kind", "bytes", "stream", "device"))
+        return b"".join(column.tobytes() for column in columns)
+
     def build(self, meta: TraceMeta) -> Trace:
         """The finished trace. The builder can go on; columns are copied."""
         ops = {name: _column(column) for name, column in self._ops.items()}

@@ -1,0 +1,149 @@
+"""Where the job is: module, phase, step, source line and stream of the operator being run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from memplan.types.trace import Phase
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from memplan.types.builder import TraceBuilder
+
+_TORCH = str(Path(torch.__file__).parent)
+_MEMPLAN = str(Path(__file__).parents[1])
+_HIDDEN = (_TORCH, _MEMPLAN, "<", str(Path(sys.modules["threading"].__file__ or "").parent) + "/")
+_MAX_REMEMBERED = 400_000
+
+
+class Origin(NamedTuple):
+    """Where the forward operator ran that a backward node belongs to."""
+
+    module: int
+    source: int
+    stream: int
+
+
+class Context:
+    """Follows module calls, optimizer steps and the autograd engine.
+
+    Operators of the backward pass are ascribed to the module and line of the forward operator they
+    differentiate, by the sequence number that autograd gives to both.
+    """
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self.builder = builder
+        self.in_optimizer = 0
+        self.forward_seen = False
+        self._stack: list[int] = []
+        self._names: dict[int, str] = {}
+        self._origins: dict[int, Origin] = {}
+        self._code_text: dict[CodeType, str] = {}
+
+    # Modules
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module's `__call__` begins."""
+        name = self._names.get(id(module))
+        if name is None or not self._stack:
+            name = self._name(module)
+        self._stack.append(self.builder.intern(name))
+        self.forward_seen = True
+
+    def leave_module(self) -> None:
+        """The module's `__call__` ended, by whatever way."""
+        self._stack.pop()
+
+    def _name(self, module: torch.nn.Module) -> str:
+        prefix = type(module).__name__
+        if not self._stack:
+            for path, child in module.named_modules():
+                self._names[id(child)] = f"{prefix}.{path}" if path else prefix
+        return self._names.setdefault(id(module), prefix)
+
+    @property
+    def in_module(self) -> bool:
+        return bool(self._stack)
+
+    # Operators
+
+    def locate(self, frame: FrameType | None, stream: int) -> int:
+        """Set the builder's module, phase and source line for the operator about to run.
+
+        Returns the stream it runs on: a backward operator runs where its forward one did.
+        """
+        builder = self.builder
+        if torch._C._current_graph_task_id() != -1:
+            builder.phase = Phase.BACKWARD
+            node = torch._C._current_autograd_node()
+            origin = self._origins.get(node._sequence_nr()) if node is not None else None
+            if origin is not None and not self._recomputing(frame):
+                builder.module, builder.source = origin.module, origin.source
+                return origin.stream
+            builder.module = self._stack[-1] if self._stack else builder.module
+            builder.source = self._source(frame) or builder.source
+            return stream
+        builder.module = self._stack[-1] if self._stack else 0
+        builder.source = self._source(frame)
+        if self.in_optimizer:
+            builder.phase = Phase.OPTIMIZER
+        elif not self.forward_seen:
+            builder.phase = Phase.SETUP
+        elif torch.is_grad_enabled():
+            builder.phase = Phase.FORWARD
+            self._remember(stream)
+        else:
+            builder.phase = Phase.EVALUATION if self._stack else Phase.OTHER
+        return stream
+
+    def _recomputing(self, frame: FrameType | None) -> bool:
+        return bool(self._stack) and frame is not None
+
+    def _remember(self, stream: int) -> None:
+        if len(self._origins) > _MAX_REMEMBERED:
+            self._origins.clear()
+        # The node was made just before its operator is dispatched, hence the last number given out.
+        number = torch._C._autograd._get_sequence_nr() - 1
+        self._origins[number] = Origin(self.builder.module, self.builder.source, stream)
+
+    # Source lines
+
+    def _source(self, frame: FrameType | None) -> int:
+        while frame is not None:
+            text = self._code_text.get(frame.f_code)
+            if text is None:
+                text = self._code_text[frame.f_code] = _shown_path(frame.f_code.co_filename)
+            if text:
+                return self.builder.intern(f"{text}:{frame.f_lineno}")
+            frame = frame.f_back
+        return 0
+
+    def source_text(self, frame: FrameType | None) -> str:
+        """`file:line` of the innermost frame that is not PyTorch's or ours, or the empty string."""
+        while frame is not None:
+            text = _shown_path(frame.f_code.co_filename)
+            if text:
+                return f"{text}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+def _shown_path(filename: str) -> str:
+    if filename.startswith(_HIDDEN) and "site-packages" not in filename.removeprefix(_TORCH):
+        return ""
+    if filename.startswith((_TORCH, _MEMPLAN)):
+        return ""
+    path = Path(filename)
+    for folder in path.parents:
+        if folder.name in ("site-packages", "dist-packages"):
+            return str(path.relative_to(folder))
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return filename

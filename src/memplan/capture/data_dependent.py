@@ -1,0 +1,238 @@
+"""Operators whose result depends on values: answered from known values, else from an assumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capture.mode import CaptureMode, Handler, Observer
+from memplan.capture.routing import assumed_mask, assumed_topk
+from memplan.capture.values import MAX_INTEGER_ELEMENTS, small_enough
+
+aten = torch.ops.aten
+
+_MAX_READ_BACK = 1 << 20
+_MAX_ROUTING_OPTIONS = 4096
+
+
+def local_scalar(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`.item()`, `float()`, `int()`, `bool()`: the known value, or an answer by origin."""
+    tensor = args[0]
+    value = mode.values.of(tensor)
+    if value is not None:
+        return value.item()
+    return mode.answers.scalar(tensor.dtype, mode.values.origin(tensor))
+
+
+def equal(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
+    """`torch.equal`."""
+    left, right = (mode.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
+    if left is not None and right is not None:
+        return torch.equal(left, right)
+    return bool(mode.answers.scalar(torch.bool, "equal"))
+
+
+def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """A small tensor read back to the host becomes a real one; a large one stays fake."""
+    source = args[0]
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "cpu" or not isinstance(source, FakeTensor):
+        return NotImplemented
+    if source.fake_device.type != mode.device_type or mode.device_type == "cpu":
+        return NotImplemented
+    if source.numel() > _MAX_READ_BACK:
+        return NotImplemented
+    return read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
+
+
+def read_back(mode: CaptureMode, source: FakeTensor) -> torch.Tensor:
+    """A real CPU tensor with the values of a fake one, assumed where unknown."""
+    value = mode.values.of(source)
+    if value is not None:
+        return value.clone()
+    fill = 1 if source.dtype.is_floating_point else 0
+    if source.numel() > 1:
+        mode.assumptions.add(
+            "value",
+            f"device values read back to the host are all {fill}",
+            op=mode.values.origin(source),
+            source=mode.source(),
+        )
+    elif source.numel() == 1:
+        fill = mode.answers.scalar(source.dtype, mode.values.origin(source))  # type: ignore[assignment]
+    return torch.full(source.shape, fill, dtype=source.dtype)
+
+
+def copy_into_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`real.copy_(fake)`: the real tensor gets what is known or assumed."""
+    target, source = args[0], args[1]
+    if isinstance(target, FakeTensor):
+        return NotImplemented
+    if isinstance(source, FakeTensor) and source.numel() <= _MAX_READ_BACK:
+        target.copy_(read_back(mode, source))
+    return target
+
+
+def from_values(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Operators whose result has a data-dependent shape: computed from values, known or assumed."""
+    replaced = [_with_values(mode, func, item) for item in args]
+    named = {name: _with_values(mode, func, item) for name, item in kwargs.items()}
+    result = func(*replaced, **named)
+    device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
+    builder = mode.recorder.builder
+    builder.begin_op(
+        str(func),
+        reads=[mode.number_of(t) for t in args if isinstance(t, FakeTensor)],
+        stream=mode.recorder.stream,
+    )
+    made = (
+        [mode.empty(item, device) for item in result]
+        if isinstance(result, (tuple, list))
+        else mode.empty(result, device)
+    )
+    observer = mode.observers.get(func)
+    if observer is not None:
+        observer(mode, func, args, kwargs, made)
+    return type(result)(made) if isinstance(result, list) else tuple(made) if isinstance(
+        result, tuple
+    ) else made
+
+
+def _with_values(mode: CaptureMode, func: Any, item: Any) -> Any:
+    return values_of(mode, func, item) if isinstance(item, FakeTensor) else item
+
+
+def values_of(mode: CaptureMode, func: Any, tensor: FakeTensor) -> torch.Tensor:
+    """The values of a tensor that decides a shape; assumed, and remembered, when unknown."""
+    value = mode.values.of(tensor)
+    if value is not None:
+        return value
+    if tensor.numel() > 16 * MAX_INTEGER_ELEMENTS:
+        raise mode.cannot(func, "a shape depends on the values of a very large tensor")
+    if tensor.dtype == torch.bool:
+        value = assumed_mask(tensor.shape, mode.routing)
+        share = "every" if mode.routing == "worst" else "every second"
+        text = f"a mask that depends on data selects {share} element"
+    elif tensor.dtype.is_floating_point:
+        value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + 1
+        text = "floating-point values that decide a shape are all different and not zero"
+    else:
+        value = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
+        text = "integers that decide a shape are all different"
+    mode.assumptions.add("shape", text, op=str(func), source=mode.source())
+    mode.values.learn(tensor, value)
+    return value
+
+
+def masked_index(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing with boolean masks: the masks become index tensors, as the real kernel makes them."""
+    indices = args[1]
+    if not any(_is_mask(index) for index in indices):
+        return NotImplemented
+    replaced: list[Any] = []
+    for index in indices:
+        if not _is_mask(index):
+            replaced.append(index)
+        elif isinstance(index, FakeTensor):
+            replaced.extend(from_values(mode, aten.nonzero.default, (index,), {}).unbind(1))
+        else:
+            replaced.extend(index.nonzero().unbind(1))
+    return mode.fake(func, (args[0], replaced, *args[2:]), kwargs)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def masked_select(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`masked_select` is an index with the broadcast mask."""
+    tensor, mask = torch.broadcast_tensors(*args[:2])
+    return masked_index(mode, aten.index.Tensor, (tensor, [mask]), kwargs)
+
+
+def repeat_interleave(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The total of unknown repeats is taken as one each."""
+    repeats = args[0]
+    if kwargs.get("output_size") is not None or not isinstance(repeats, FakeTensor):
+        return NotImplemented
+    if mode.values.of(repeats) is None:
+        mode.assumptions.add("shape", "unknown repeats are 1", op=str(func), source=mode.source())
+        mode.values.learn(repeats, torch.ones(repeats.shape, dtype=repeats.dtype))
+    return from_values(mode, func, args, kwargs)
+
+
+def unscale(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """GradScaler's check: the gradients are finite, so `found_inf` keeps the value it has."""
+    found_inf = args[1]
+    value = mode.values.of(found_inf)
+    result = mode.fake(func, args, kwargs)
+    if value is not None:
+        mode.values.learn(found_inf, value)
+    return result
+
+
+# Observers: values assumed as soon as a router decides
+
+
+def assume_topk(mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Unknown `topk` over few options is taken for a router's choice."""
+    indices = result[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    _assume_choice(mode, func, indices, args[0], dim)
+
+
+def _assume_choice(
+    mode: CaptureMode, func: Any, indices: FakeTensor, scores: torch.Tensor, dim: int
+) -> None:
+    options = scores.shape[dim] if scores.dim() else 1
+    if mode.values.of(indices) is not None or not small_enough(indices) or indices.dim() == 0:
+        return
+    if options > _MAX_ROUTING_OPTIONS:
+        return
+    mode.values.learn(indices, assumed_topk(indices.shape, options, dim, mode.routing))
+    mode.assumptions.add(
+        "routing",
+        f"choices among {options} options are "
+        + ("spread evenly" if mode.routing == "balanced" else "all the same"),
+        op=str(func),
+        source=mode.source(),
+    )
+
+
+def assume_uniform(value: int) -> Observer:
+    """The result is taken to hold one value: no number is NaN or infinite, all are finite."""
+
+    def observe(mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if mode.values.of(result) is None and result.numel() <= MAX_INTEGER_ELEMENTS:
+            mode.values.learn(result, torch.full(result.shape, value, dtype=result.dtype))
+
+    return observe
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._local_scalar_dense.default: local_scalar,
+    aten.equal.default: equal,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten._to_copy.default: copy_to_host,
+    aten.copy_.default: copy_into_host,
+    aten.nonzero.default: from_values,
+    aten.masked_select.default: masked_select,
+    aten.index.Tensor: masked_index,
+    aten.index_put.default: masked_index,
+    aten.index_put_.default: masked_index,
+    aten._unique2.default: from_values,
+    aten._unique.default: from_values,
+    aten.unique_dim.default: from_values,
+    aten.unique_consecutive.default: from_values,
+    aten.bincount.default: from_values,
+    aten.repeat_interleave.Tensor: repeat_interleave,
+}
+
+OBSERVERS: dict[Any, Observer] = {
+    aten.topk.default: assume_topk,
+    aten.isnan.default: assume_uniform(0),
+    aten.isinf.default: assume_uniform(0),
+    aten.isfinite.default: assume_uniform(1),
+}

@@ -1,0 +1,138 @@
+"""Makes PyTorch believe in a CUDA device that is not there, at the level of C++.
+
+Fake tensors on `cuda` need two things that a machine without a GPU lacks: a device guard for CUDA
+(a build without CUDA registers none), and an accelerator that the autograd engine accepts. Both are
+put in place here, through private interfaces of PyTorch, and taken out again. Nothing else of
+memplan touches these interfaces; `self_test` proves them on the installed PyTorch by one real
+forward and backward, and `capture` falls back to CPU-only tracing, with wider intervals, when it
+fails.
+
+Hazard: the objects handed to C++ must live as long as the process, so they are kept in module
+globals and made at most once each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CUDA = 1
+_PRIVATEUSE1 = 20
+_REGISTRY_SIZE = 22
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+_CUDA_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
+
+# Layout of the hooks' vtable: two words before the address point (offset to top, type info), two
+# destructors, then isBuilt, isAvailable and hasPrimaryContext.
+_WORDS_BEFORE = 2
+_PATCHED_SLOTS = (2, 3, 4)
+_COPIED_WORDS = 96
+
+_kept: list[Any] = []
+"""Objects that C++ points to; never released."""
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Whether fake CUDA works on the installed PyTorch, and if not, why."""
+
+    ok: bool
+    detail: str
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    folder = Path(torch.__file__).parent / "lib"
+    return (
+        ctypes.CDLL(str(folder / "libc10.so")),
+        ctypes.CDLL(str(folder / "libtorch_cpu.so")),
+    )
+
+
+def _guard_registry() -> Any:
+    return (ctypes.c_void_p * _REGISTRY_SIZE).in_dll(_libraries()[0], _REGISTRY)
+
+
+@functools.cache
+def _python_guard() -> int:
+    """Address of a device guard that answers for CUDA."""
+
+    class FakeCudaGuard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+        def type_(self) -> Any:
+            return torch._C._autograd.DeviceType.CUDA
+
+    registry = _guard_registry()
+    before = registry[_PRIVATEUSE1]
+    guard = FakeCudaGuard()
+    _kept.append(guard)
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    address = registry[_PRIVATEUSE1]
+    registry[_PRIVATEUSE1] = before
+    if address is None or address == before:
+        raise RuntimeError("this PyTorch did not register a Python device guard")
+    return int(address)
+
+
+def _hooks_object() -> Any:
+    get_hooks = getattr(_libraries()[1], _CUDA_HOOKS)
+    get_hooks.restype = ctypes.c_void_p
+    return ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
+
+
+@functools.cache
+def _patched_vtable(original: int) -> int:
+    """Address point of a copy of the hooks' vtable that says yes to 'is there a device?'."""
+    word = ctypes.sizeof(ctypes.c_void_p)
+    table = ctypes.c_void_p * _COPIED_WORDS
+    copy = table(*table.from_address(original - _WORDS_BEFORE * word))
+    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda _self: True)
+    for slot in _PATCHED_SLOTS:
+        copy[_WORDS_BEFORE + slot] = ctypes.cast(yes, ctypes.c_void_p).value
+    _kept.extend((copy, yes))
+    return ctypes.addressof(copy) + _WORDS_BEFORE * word
+
+
+@contextmanager
+def fake_cuda_device() -> Iterator[None]:
+    """While entered, C++ finds one CUDA device. Not reentrant.
+
+    Raises RuntimeError, AttributeError or ValueError when the installed PyTorch does not have the
+    expected interfaces.
+    """
+    registry = _guard_registry()
+    hooks = _hooks_object()
+    guard_before, vtable_before = registry[_CUDA], hooks[0]
+    guard, vtable = _python_guard(), _patched_vtable(vtable_before)
+    registry[_CUDA] = guard
+    hooks[0] = vtable
+    try:
+        yield
+    finally:
+        registry[_CUDA] = guard_before
+        hooks[0] = vtable_before
+
+
+@functools.cache
+def self_test() -> SelfTest:
+    """One forward and backward on a fake CUDA tensor, in this process. Cached."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with fake_cuda_device(), FakeTensorMode():
+            weight = torch.empty(4, 4, device="cuda", requires_grad=True)
+            loss = torch.nn.functional.linear(torch.empty(2, 4, device="cuda"), weight).sum()
+            loss.backward()
+            if weight.grad is None or weight.grad.device.type != "cuda":
+                return SelfTest(False, "the backward pass made no gradient on the fake device")
+    except Exception as error:
+        return SelfTest(False, f"{type(error).__name__}: {error}")
+    return SelfTest(True, f"fake CUDA works on torch {torch.__version__}")

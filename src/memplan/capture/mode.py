@@ -1,0 +1,313 @@
+"""The dispatch mode: data stay real, the model is fake, and every request of the device is recorded.
+
+An operator with a fake input, or one that makes a tensor on the device, runs under PyTorch's
+`FakeTensorMode`; every other operator runs for real. What the first kind allocates goes to the
+`Recorder`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.capture.answers import Answers, Assumptions
+from memplan.capture.context import Context
+from memplan.capture.fan_in import FanIn
+from memplan.capture.recorder import Recorder
+from memplan.capture.values import Values, small_enough
+from memplan.types.errors import CaptureError
+from memplan.types.trace import Role
+
+aten = torch.ops.aten
+_COPIES = (aten._to_copy.default, aten.copy_.default)
+_device_query = torch.ops.prim.device.default
+
+Handler = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+class DeviceFakeMode(FakeTensorMode):
+    """A fake mode that never asks whether there is a real device."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+class CaptureMode(TorchDispatchMode):
+    """Routes operators to the fake or the real world and records the fake ones.
+
+    `handlers` answer an operator in place of the fake kernel (or return NotImplemented);
+    `observers` see an operator's result and may add what its kernel takes for itself.
+    """
+
+    handlers: dict[Any, Handler]
+    observers: dict[Any, Observer]
+
+    def __init__(
+        self,
+        *,
+        device_type: str = "cuda",
+        routing: str = "balanced",
+        handlers: dict[Any, Handler] | None = None,
+        observers: dict[Any, Observer] | None = None,
+    ) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.routing = routing
+        self.handlers = handlers or {}
+        self.observers = observers or {}
+        self.fake_mode = DeviceFakeMode(allow_non_fake_inputs=True)
+        self.recorder = Recorder()
+        self.context = Context(self.recorder.builder)
+        self.values = Values()
+        self.assumptions = Assumptions()
+        self.answers = Answers(self.assumptions, self.source)
+        self.kernels: Counter[tuple[str, str, str]] = Counter()
+        self.fan_in = FanIn()
+        self.check: Callable[[], None] = lambda: None
+        """Called before every fake operator; may raise to end the capture."""
+        self._lock = threading.RLock()
+
+    # Dispatch
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _device_query and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        fakes, has_real = _tensors(args, kwargs)
+        if not fakes and not self._on_device(kwargs):
+            return func(*args, **kwargs)
+        with self._lock:
+            return self._run(func, args, kwargs, fakes, has_real)
+
+    def _on_device(self, kwargs: dict[str, Any]) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == self.device_type
+
+    def _run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fakes: list[FakeTensor],
+        has_real: bool,
+    ) -> Any:
+        self.check()
+        recorder = self.recorder
+        recorder.flush()
+        frame = _caller()
+        stream_before = recorder.stream
+        recorder.stream = self.context.locate(frame, stream_before)
+        try:
+            handler = self.handlers.get(func)
+            if handler is not None:
+                result = handler(self, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if func is aten.add.Tensor:
+                reused = self.fan_in.reuse(args, kwargs, frame)
+                if reused is not None:
+                    self.values.forget(reused)
+                    return reused
+            return self.fake(func, args, kwargs, fakes, has_real)
+        finally:
+            recorder.stream = stream_before
+
+    def fake(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fakes: list[FakeTensor] | None = None,
+        has_real: bool = True,
+    ) -> Any:
+        """Run one operator on fake tensors, record its requests, and keep track of values."""
+        if fakes is None:
+            fakes, has_real = _tensors(args, kwargs)
+        if has_real:
+            args, kwargs, made = self._without_real(args, kwargs)
+            fakes = [*fakes, *made]
+        known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
+        recorder = self.recorder
+        builder = recorder.builder
+        builder.begin_op(str(func), reads=self._numbers(fakes), stream=recorder.stream)
+        result = self._fake_kernel(func, args, kwargs)
+        outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
+        writes = [self.record(tensor) for tensor in outputs]
+        if has_real and func in _COPIES:
+            for tensor in outputs:
+                self.role_of(tensor, Role.INPUT)
+        if func._schema.is_mutable:
+            mutated = list(_mutated(func, args, kwargs))
+            writes.extend(self._numbers(mutated))
+            if known is None:
+                for tensor in mutated:
+                    self.values.forget(tensor)
+        builder.op_writes(number for number in writes if number >= 0)
+        if known is not None:
+            self._learn(outputs, known, fakes)
+        elif len(outputs) == 1 and outputs[0].numel() == 1 and not func.is_view:
+            self.values.note_origin(outputs[0], func._opname)
+        observer = self.observers.get(func)
+        if observer is not None:
+            observer(self, func, args, kwargs, result)
+        return result
+
+    def _fake_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise self.cannot(
+                func, "its result depends on values that do not exist without a GPU"
+            ) from error
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+            raise self.cannot(func, "PyTorch has no shape rule for it") from error
+
+    def cannot(self, func: Any, why: str) -> CaptureError:
+        """The error for an operator that cannot be answered."""
+        return CaptureError(
+            f"{self.source() or 'the script'}: {func} cannot be captured: {why}",
+            "leave that part out when estimating, or register a shape rule for the operator "
+            "(torch.library.register_fake)",
+        )
+
+    def source(self) -> str:
+        """`file:line` of the user's code that is running."""
+        return self.context.source_text(sys._getframe(1))
+
+    # Tensors
+
+    def record(self, tensor: FakeTensor) -> int:
+        """Track a fake tensor on the device; -1 for one that lives on the host."""
+        device = tensor.fake_device
+        if device.type != self.device_type:
+            return -1
+        return self.recorder.track(tensor, device.index or 0)
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        return self.recorder.number_of(tensor.untyped_storage())
+
+    def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
+        numbers = (self.number_of(tensor) for tensor in tensors)
+        return [number for number in numbers if number >= 0]
+
+    def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
+        """A fake CPU tensor with a real one's geometry, and its values when they are few."""
+        fake: FakeTensor = self.fake_mode.__torch_dispatch__(
+            aten.empty_strided.default,
+            (),
+            (tuple(tensor.size()), tuple(tensor.stride())),
+            {"dtype": tensor.dtype, "device": torch.device("cpu")},
+        )
+        if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
+            self.values.learn(fake, tensor.detach())
+        return fake
+
+    def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A recorded fake tensor on `device` with the geometry and values of a real one."""
+        fake: FakeTensor = self.fake_mode.__torch_dispatch__(
+            aten.empty_strided.default,
+            (),
+            (tuple(like.size()), tuple(like.stride())),
+            {"dtype": like.dtype, "device": device},
+        )
+        self.record(fake)
+        self.values.learn(fake, like)
+        return fake
+
+    def _without_real(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
+        made: list[FakeTensor] = []
+
+        def convert(item: Any) -> Any:
+            if isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor):
+                if isinstance(item, (list, tuple)):
+                    return type(item)([convert(inner) for inner in item])
+                return item
+            fake = self.fakify(item)
+            made.append(fake)
+            return fake
+
+        new_args = tuple(convert(item) for item in args)
+        return new_args, {name: convert(item) for name, item in kwargs.items()}, made
+
+    def _learn(self, outputs: list[FakeTensor], known: Any, inputs: list[FakeTensor]) -> None:
+        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
+        real = [known] if isinstance(known, torch.Tensor) else _flat(known, torch.Tensor)
+        for tensor, value in zip(outputs, real, strict=False):
+            if tensor.untyped_storage()._cdata not in shared and small_enough(tensor):
+                self.values.learn(tensor, value)
+
+    def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
+        """Say what a live tensor's storage is for."""
+        if isinstance(tensor, FakeTensor):
+            number = self.number_of(tensor)
+            if number >= 0:
+                self.recorder.builder.set_role(number, role, name)
+
+
+def _caller() -> FrameType | None:
+    """The Python frame that called the operator; None when C++ did (the autograd engine)."""
+    own = sys._getframe(1).f_back
+    return None if own is None else own.f_back
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FakeTensor], bool]:
+    """The fake tensors among the arguments, and whether there is a real one too."""
+    fakes: list[FakeTensor] = []
+    real = False
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, FakeTensor):
+            fakes.append(item)
+        elif isinstance(item, torch.Tensor):
+            real = True
+        elif isinstance(item, (list, tuple)):
+            for inner in item:
+                if isinstance(inner, FakeTensor):
+                    fakes.append(inner)
+                elif isinstance(inner, torch.Tensor):
+                    real = True
+    return fakes, real
+
+
+def _flat(result: Any, kind: type = FakeTensor) -> list[Any]:
+    if isinstance(result, (list, tuple)):
+        flat: list[Any] = []
+        for item in result:
+            flat.extend([item] if isinstance(item, kind) else _flat(item, kind))
+        return flat
+    return [result] if isinstance(result, kind) else []
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[FakeTensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        item = args[position] if position < len(args) else kwargs.get(argument.name)
+        if isinstance(item, FakeTensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from (inner for inner in item if isinstance(inner, FakeTensor))

@@ -1,0 +1,73 @@
+"""Parameters are fake from birth, and stay the same objects when their module is moved.
+
+`nn.Parameter(data)` keeps a fake tensor of the data's shape and lets the real data go (pages of a
+`torch.empty` that nobody touched cost nothing; initialisers then run on fake tensors). Moving a
+module replaces the contents of its parameters in place, as on a real device, so that an optimizer
+made before the move, tied weights and weak references keep working.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+    from memplan.capture.patching import Patches
+
+_data = torch._C.TensorBase.data
+
+
+def install(patches: Patches, mode: CaptureMode) -> None:
+    """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors` and module moves until `patches.undo()`."""
+    parameter_new = torch.nn.Parameter.__new__
+    module_apply = torch.nn.Module._apply
+    swap_tensors = torch.utils.swap_tensors
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and _is_plain_cpu(data):
+            data = mode.fakify(data)
+        return parameter_new(cls, data, requires_grad)
+
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        _make_parameters_fake(module, mode)
+        return module_apply(module, fn, recurse)
+
+    def swap(left: torch.Tensor, right: torch.Tensor) -> None:
+        if isinstance(left, FakeTensor) and isinstance(right, FakeTensor):
+            set_data(left, right)
+        else:
+            swap_tensors(left, right)
+
+    patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
+    patches.set(torch.nn.Module, "_apply", apply)
+    patches.set(torch.utils, "swap_tensors", swap)
+    patches.set(FakeTensor, "data", property(_get_data, set_data))
+
+
+def set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`, with the Python side of the fake device moved along."""
+    if not isinstance(value, FakeTensor):
+        raise TypeError("the data of a fake tensor cannot be set to a real tensor")
+    _data.__set__(tensor, value)  # type: ignore[attr-defined]
+    tensor.fake_device = value.fake_device
+
+
+def _get_data(tensor: FakeTensor) -> Any:
+    return _data.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _is_plain_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _make_parameters_fake(module: torch.nn.Module, mode: CaptureMode) -> None:
+    """Parameters that got past `nn.Parameter` (unpickled ones, materialised lazy ones)."""
+    for name, parameter in module._parameters.items():
+        if parameter is None or isinstance(parameter, FakeTensor) or not _is_plain_cpu(parameter):
+            continue
+        if type(parameter) is torch.nn.Parameter:
+            fake = torch.nn.Parameter(mode.fakify(parameter), parameter.requires_grad)
+            module._parameters[name] = fake

@@ -1,0 +1,158 @@
+"""Turns the lives of fake storages into the events of a `Trace`.
+
+A storage's Python object lives exactly as long as its C++ object, so a weak reference's callback is
+the moment at which the job lets go of the memory. Callbacks only queue: they may run inside any
+other Python code, also between the columns of an event being appended. The queue is flushed before
+the next event, so the order against allocations is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memplan.types.builder import TraceBuilder
+from memplan.types.trace import EventKind, Provenance, Role
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class LiveStorage:
+    """A tracked storage generation that is alive."""
+
+    number: int
+    nbytes: int
+    stream: int
+    device: int
+    reference: object
+    """The weak reference that reports its death."""
+
+
+class Recorder:
+    """Live storages, and the builder that their events go to."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder()
+        self.live: dict[int, LiveStorage] = {}
+        """Keyed by the address of the C++ storage."""
+        self.live_bytes = 0
+        """Bytes alive, each storage rounded up to 512."""
+        self.peak_live_bytes = 0
+        self.stream = 0
+        self._dead: deque[int] = deque()
+
+    def restart(self) -> None:
+        """Forget the events so far; storages alive now are no longer tracked."""
+        self.live.clear()
+        self._dead.clear()
+        self.live_bytes = self.peak_live_bytes = 0
+        self.builder.clear_events()
+
+    def number_of(self, storage: torch.UntypedStorage) -> int:
+        """The storage generation's number, or -1 when it is not tracked."""
+        found = self.live.get(storage._cdata)
+        return -1 if found is None else found.number
+
+    def track(
+        self,
+        tensor: torch.Tensor,
+        device: int,
+        *,
+        role: Role = Role.UNKNOWN,
+        provenance: Provenance = Provenance.OBSERVED,
+    ) -> int:
+        """Number of the current generation of a tensor's storage; a new or resized one begins."""
+        self.flush()  # first: the address of a dead storage may already be in use again
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        nbytes = storage.nbytes()
+        found = self.live.get(key)
+        if found is not None:
+            if found.nbytes == nbytes:
+                return found.number
+            self._end(found)
+        number = self.builder.new_storage(
+            role=role,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape="x".join(map(str, tensor.shape)),
+        )
+        reference = (
+            found.reference
+            if found is not None
+            else weakref.ref(storage, lambda _ref, key=key: self._dead.append(key))
+        )
+        self.live[key] = LiveStorage(number, nbytes, self.stream, device, reference)
+        if nbytes:
+            self.builder.append(
+                EventKind.ALLOC,
+                number,
+                nbytes,
+                stream=self.stream,
+                device=device,
+                provenance=provenance,
+            )
+            self._count(nbytes)
+        return number
+
+    def scratch(self, low: int, expected: int, high: int, device: int, *, name: str = "") -> int:
+        """Begin memory that a kernel takes for itself, derived by a rule. Ended by `release`."""
+        self.flush()
+        number = self.builder.new_storage(role=Role.WORKSPACE, name=name)
+        self.builder.append(
+            EventKind.ALLOC,
+            number,
+            expected,
+            low=low,
+            high=high,
+            stream=self.stream,
+            device=device,
+            provenance=Provenance.RULE,
+        )
+        return number
+
+    def release(self, number: int, low: int, expected: int, high: int, device: int) -> None:
+        """End what `scratch` began."""
+        self.flush()
+        self.builder.append(
+            EventKind.FREE,
+            number,
+            expected,
+            low=low,
+            high=high,
+            stream=self.stream,
+            device=device,
+            provenance=Provenance.RULE,
+        )
+
+    def mark(self, kind: EventKind, *, stream: int = 0, storage: int = -1, aux: int = -1) -> None:
+        """Append an event that moves no bytes."""
+        self.flush()
+        self.builder.append(kind, storage, stream=stream, aux=aux)
+
+    def flush(self) -> None:
+        """Append the releases that happened since the last event."""
+        while self._dead:
+            key = self._dead.popleft()
+            found = self.live.pop(key, None)
+            if found is not None:
+                self._end(found)
+
+    def _end(self, found: LiveStorage) -> None:
+        if found.nbytes:
+            self.builder.append(
+                EventKind.FREE,
+                found.number,
+                found.nbytes,
+                stream=found.stream,
+                device=found.device,
+            )
+            self._count(-found.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        rounded = (abs(nbytes) + 511) // 512 * 512
+        self.live_bytes += rounded if nbytes > 0 else -rounded
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)

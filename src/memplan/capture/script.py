@@ -1,0 +1,115 @@
+"""Runs a user's own program, unchanged, on the fake device."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.session import CaptureSession
+from memplan.capture.steps import EnoughSeen
+from memplan.types.errors import CaptureError, MemplanError, UsageError
+from memplan.types.trace import Trace
+
+
+def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
+    """Run `target` until nothing new is to be expected, and return its trace.
+
+    Raises UsageError when the program cannot be found or refuses its arguments, and CaptureError
+    when it fails, never steps an optimizer or asks nothing of the device.
+    """
+    session = CaptureSession(options)
+    argv_before, path_before = sys.argv, list(sys.path)
+    sys.argv = [target.name, *target.argv]
+    try:
+        with session:
+            _run(target)
+    except EnoughSeen:
+        pass
+    except SystemExit as stop:
+        _check_exit(stop, target)
+    except MemplanError:
+        raise
+    except BaseException as error:
+        cause = _memplan_cause(error)
+        if cause is not None:
+            raise cause from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _script_failed(error, target) from error
+    finally:
+        sys.argv, sys.path[:] = argv_before, path_before
+    trace = session.trace([target.name, *target.argv])
+    _check_content(trace, target, options)
+    return trace
+
+
+def _run(target: ScriptTarget) -> None:
+    if target.kind == "module":
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+        return
+    path = Path(target.name)
+    if not path.is_file():
+        raise UsageError(f"{target.name}: no such script", "check the path")
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _memplan_cause(error: BaseException) -> MemplanError | None:
+    """The error of ours that the script's own error handling may have wrapped."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemplanError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
+    if stop.code in (None, 0):
+        return
+    if stop.code == 2:
+        raise UsageError(
+            f"{target.name} refused its arguments (it stopped with exit code 2; its message is above)",
+            f"give the script's own arguments after its name: memplan estimate {target.name} …",
+        )
+    raise CaptureError(
+        f"{target.name} stopped with exit code {stop.code} before its first steps were seen",
+        f"check that it starts: python {target.name}",
+    )
+
+
+def _script_failed(error: BaseException, target: ScriptTarget) -> CaptureError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    where = f"{own[-1].filename}:{own[-1].lineno}" if own else target.name
+    detail = str(error) or "(no message)"
+    return CaptureError(
+        f"{where}: the script raised {type(error).__name__}: {detail}",
+        "check that it runs by itself; MEMPLAN_DEBUG=1 shows the whole traceback",
+    )
+
+
+def _is_users(filename: str) -> bool:
+    return not (
+        filename.startswith("<")
+        or "site-packages" in filename
+        or str(Path(__file__).parents[1]) in filename
+        or str(Path(runpy.__file__).parent) in filename
+    )
+
+
+def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) -> None:
+    if not (trace.events.bytes > 0).any():
+        raise CaptureError(
+            f"{target.name} asked for no GPU memory: it seems to run on the CPU only",
+            "choose the GPU in the script, for example with its --device option",
+        )
+    if trace.meta.optimizer_steps == 0 and options.steps != 0:
+        raise CaptureError(
+            f"{target.name} ended without a single optimizer step",
+            "estimate a script that trains, or pass --steps 0 for one that only runs forward",
+        )

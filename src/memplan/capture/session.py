@@ -1,0 +1,158 @@
+"""One capture: everything that is in place while a job runs on the fake device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch
+
+import memplan
+from memplan.capture import data_dependent, packages, parameters, torch_cuda
+from memplan.capture.fake_cuda import fake_cuda_device, self_test
+from memplan.capture.mode import CaptureMode
+from memplan.capture.options import CaptureOptions
+from memplan.capture.patching import Patches
+from memplan.capture.steps import StepWatcher
+from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
+
+_active: CaptureSession | None = None
+
+
+class CaptureSession:
+    """While entered, CUDA is fake and what is asked of it is recorded.
+
+    Only one can be active in a process. `trace()` gives what has been recorded, also afterwards.
+    """
+
+    def __init__(self, options: CaptureOptions) -> None:
+        self.options = options
+        test = self_test()
+        self.method = "fake-cuda" if test.ok else "fake-cpu"
+        self.mode = CaptureMode(
+            device_type="cuda" if test.ok else "cpu",
+            routing=options.routing,
+            handlers=dict(data_dependent.HANDLERS),
+            observers=dict(data_dependent.OBSERVERS),
+        )
+        self.steps = StepWatcher(self.mode, options.steps)
+        self.notes: list[str] = []
+        if not test.ok:
+            self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> CaptureSession:
+        global _active
+        if _active is not None:
+            raise RuntimeError("a capture is already running in this process")
+        with ExitStack() as stack:
+            patches = Patches()
+            stack.callback(patches.undo)
+            packages.make_torchvision_importable()
+            if self.method == "fake-cuda":
+                stack.enter_context(fake_cuda_device())
+                torch_cuda.install(patches, self.mode, self.options.profile)
+            parameters.install(patches, self.mode)
+            self._patch_framework(patches)
+            lift_before = torch._C._only_lift_cpu_tensors()
+            torch._C._set_only_lift_cpu_tensors(True)
+            stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
+            stack.enter_context(self.steps)
+            stack.enter_context(self.mode)
+            self._calibrate()
+            _active = self
+            stack.callback(_deactivate)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def _patch_framework(self, patches: Patches) -> None:
+        context = self.mode.context
+        module_call = torch.nn.Module.__call__
+        thread_run = threading.Thread.run
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not context.in_module:
+                self._name_parameters(module)
+            context.enter_module(module)
+            try:
+                return module_call(module, *args, **kwargs)
+            finally:
+                context.leave_module()
+
+        def run(thread: threading.Thread) -> None:
+            with self.mode:  # dispatch modes belong to a thread
+                thread_run(thread)
+
+        def compiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
+            self.mode.assumptions.add("compile", "torch.compile is ignored: captured as eager")
+            return model if model is not None else lambda function: function
+
+        patches.set(torch.nn.Module, "__call__", call)
+        patches.set(threading.Thread, "run", run)
+        patches.set(torch, "compile", compiled)
+        patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
+
+    def _name_parameters(self, root: torch.nn.Module) -> None:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            self.mode.role_of(tensor, Role.PARAMETER, name)
+
+    def _calibrate(self) -> None:
+        """See `FanIn.calibrate`; what this allocates is discarded."""
+        mode = self.mode
+
+        def backward() -> None:
+            leaf = torch.empty(2, device=mode.device_type, requires_grad=True)
+            value = leaf * 1.0
+            (value * 2.0 + value * 3.0).sum().backward()
+
+        if self.method == "fake-cuda":
+            mode.fan_in.calibrate(backward)
+        mode.recorder.restart()
+
+    def trace(self, command: list[str] | None = None) -> Trace:
+        """The trace so far."""
+        recorder = self.mode.recorder
+        recorder.flush()
+        meta = TraceMeta(
+            memplan_version=memplan.__version__,
+            torch_version=torch.__version__,
+            method=self.method,
+            gpu=self.options.profile.name,
+            command=command or [],
+            alloc_conf=_alloc_conf(),
+            optimizer_steps=self.steps.completed,
+            stop_reason=self.steps.stop_reason or "the job ended by itself",
+            assumptions=self.mode.assumptions.listed(),
+            kernels=[
+                KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
+                for (op, kernel, reason), count in self.mode.kernels.most_common()
+            ],
+            notes=self.notes,
+        )
+        return recorder.builder.build(meta)
+
+
+def _deactivate() -> None:
+    global _active
+    _active = None
+
+
+def _alloc_conf() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _leave_in_child() -> None:
+    """A forked worker prepares real data: it has no business with the fake device."""
+    if _active is not None:
+        while _python_dispatch._get_current_dispatch_mode_stack():
+            _python_dispatch._pop_mode()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

@@ -1,0 +1,111 @@
+"""Optimizer steps: where they begin and end, what they hold, and when enough has been seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as optim_module
+
+from memplan.types.trace import Role
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+
+DEFAULT_MAX_STEPS = 16
+_STATE_STEPS = 2
+"""Steps before one can be steady: the first makes the optimizer state, the second is compared."""
+
+
+class EnoughSeen(BaseException):
+    """Ends the user's script once nothing new is to be expected. Never an `Exception`, so that a
+    script's own `except Exception` does not stop it."""
+
+
+class StepWatcher:
+    """Follows `Optimizer.step` calls through PyTorch's global optimizer hooks.
+
+    A step is everything between the ends of two calls of the first optimizer that stepped. It is
+    steady when it asked for the same bytes on the same streams in the same order as the one before.
+    """
+
+    def __init__(self, mode: CaptureMode, max_steps: int | None) -> None:
+        self.mode = mode
+        self.max_steps = max_steps
+        self.completed = 0
+        self.steady = False
+        self.stop_reason = ""
+        self.on_enough: Callable[[], None] = self._end
+        self._first: int | None = None
+        self._start = 0
+        self._previous: bytes | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> StepWatcher:
+        self._handles = [
+            optim_module.register_optimizer_step_pre_hook(self._before),
+            optim_module.register_optimizer_step_post_hook(self._after),
+        ]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+        self.mode.context.in_optimizer += 1
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self.mode.role_of(parameter.grad, Role.GRADIENT)
+            self.mode.role_of(parameter, Role.PARAMETER)
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+        self.mode.context.in_optimizer -= 1
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    self.mode.role_of(value, Role.OPTIMIZER_STATE)
+        if self._first is None:
+            self._first = id(optimizer)
+        if id(optimizer) == self._first and self.mode.context.in_optimizer == 0:
+            self._complete()
+
+    def _complete(self) -> None:
+        recorder = self.mode.recorder
+        recorder.flush()
+        self.completed += 1
+        recorder.builder.step = self.completed
+        self.mode.answers.new_step()
+        end = len(recorder.builder)
+        requests = recorder.builder.requests(self._start, end)
+        self._start = end
+        self.steady = self.completed > _STATE_STEPS and requests == self._previous
+        self._previous = requests
+        if self.max_steps is not None:
+            if self.completed >= self.max_steps:
+                self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
+                self.on_enough()
+        elif self.steady:
+            self.stop_reason = (
+                f"stopped after {self.completed} optimizer steps: step {self.completed} asked for "
+                "the same memory as the step before"
+            )
+            self.on_enough()
+        elif self.completed >= DEFAULT_MAX_STEPS:
+            self.stop_reason = (
+                f"stopped after {self.completed} optimizer steps, none of which repeated the last"
+            )
+            self.mode.assumptions.add(
+                "steady-step",
+                f"no two consecutive steps of the first {self.completed} were alike (batches of "
+                "different shapes?); a later step may need more: raise --steps to see more",
+            )
+            self.on_enough()
+
+    def _end(self) -> None:
+        raise EnoughSeen
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,369 @@
+"""`torch.cuda` as it would answer on the chosen device, for the length of a capture.
+
+Only Python is patched here; the C++ side is `fake_cuda`. What a script can ask is answered from the
+device profile and from what has been recorded so far; what it can tell (streams, events,
+synchronisation, `empty_cache`) is recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.types.trace import EventKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memplan.capture.mode import CaptureMode
+    from memplan.capture.patching import Patches
+    from memplan.types.device import DeviceProfile
+
+CUDA_VERSION = "13.0"
+_CUDNN_VERSION = 91200
+_SEGMENT = 2 << 20
+
+
+class FakeStream:
+    """Stands in for `torch.cuda.Stream`."""
+
+    _api: FakeCuda
+    device_type = 1
+
+    def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+        self.stream_id = next(self._api.stream_numbers)
+        self.cuda_stream = self.stream_id
+        self.device_index = 0
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = FakeEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._api.mark(EventKind.EVENT_WAIT, stream=self.stream_id, aux=event.number)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self._api.mark(EventKind.SYNCHRONIZE, stream=self.stream_id)
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def __enter__(self) -> FakeStream:
+        self._before = self._api.current
+        self._api.switch(self)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._api.switch(self._before)
+
+
+class FakeEvent:
+    """Stands in for `torch.cuda.Event`."""
+
+    _api: FakeCuda
+    _numbers = itertools.count()
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.number = next(self._numbers)
+        self.device = torch.device("cuda", 0)
+        self.cuda_event = self.number
+        self.event_id = self.number
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = self._api.current if stream is None else stream
+        self._api.mark(EventKind.EVENT_RECORD, stream=stream.stream_id, aux=self.number)
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        (self._api.current if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _end: FakeEvent) -> float:
+        return 1.0
+
+    def synchronize(self) -> None:
+        self._api.mark(EventKind.SYNCHRONIZE, stream=-1)
+
+
+class FakeCuda:
+    """State behind the answers: the profile, the current stream, and the recorder."""
+
+    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
+        self.mode = mode
+        self.profile = profile
+        self.stream_numbers = itertools.count()
+        self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
+        self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
+        FakeEvent._api = self
+        self.default = self.Stream()
+        self.current: FakeStream = self.default
+
+    def mark(self, kind: EventKind, *, stream: int = 0, aux: int = -1) -> None:
+        self.mode.recorder.mark(kind, stream=stream, aux=aux)
+
+    def switch(self, stream: FakeStream | None) -> None:
+        """Make a stream the current one."""
+        if stream is not None:
+            self.current = stream
+            self.mode.recorder.stream = stream.stream_id
+
+    @contextmanager
+    def stream_context(self, stream: FakeStream | None) -> Iterator[None]:
+        before = self.current
+        self.switch(stream)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    # Memory questions
+
+    def reserved(self, nbytes: int) -> int:
+        return min(-(-nbytes // _SEGMENT) * _SEGMENT, self.profile.total_memory_bytes)
+
+    def memory_stats(self, *_args: Any, **_kwargs: Any) -> dict[str, int]:
+        recorder = self.mode.recorder
+        recorder.flush()
+        stats: dict[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
+        pairs = {
+            "allocated_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
+            "active_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
+            "requested_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
+            "reserved_bytes": (
+                self.reserved(recorder.peak_live_bytes),
+                self.reserved(recorder.peak_live_bytes),
+            ),
+        }
+        for name, (current, peak) in pairs.items():
+            stats[f"{name}.all.current"] = current
+            stats[f"{name}.all.peak"] = peak
+        return stats
+
+    def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
+        total = self.profile.total_memory_bytes
+        used = self.reserved(self.mode.recorder.peak_live_bytes) + self.profile.context_bytes
+        return max(total - used, 0), total
+
+    def properties(self, *_args: Any, **_kwargs: Any) -> Any:
+        profile = self.profile
+        major, minor = profile.capability
+        return types.SimpleNamespace(
+            name=profile.device_name,
+            major=major,
+            minor=minor,
+            total_memory=profile.total_memory_bytes,
+            multi_processor_count=profile.sm_count,
+            is_integrated=0,
+            is_multi_gpu_board=0,
+            max_threads_per_multi_processor=2048 if (major, minor) in ((8, 0), (9, 0)) else 1536,
+            warp_size=32,
+            gcnArchName="",
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=profile.shared_memory_per_block_optin_bytes,
+            shared_memory_per_multiprocessor=profile.shared_memory_per_block_optin_bytes + 1024,
+            L2_cache_size=profile.l2_bytes,
+            uuid="GPU-00000000-0000-0000-0000-000000000000",
+            pci_bus_id=0,
+            pci_device_id=0,
+            pci_domain_id=0,
+        )
+
+
+class _Device:
+    """Stands in for the context managers `torch.cuda.device` and `device_of`."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_exc: object) -> None:
+        return None
+
+
+def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> FakeCuda:
+    """Patch `torch.cuda` and its neighbours until `patches.undo()`."""
+    api = FakeCuda(mode, profile)
+    cuda = torch.cuda
+    recorder = mode.recorder
+    rng_state = torch.zeros(16, dtype=torch.uint8)
+
+    def constant(value: Any) -> Any:
+        return lambda *_args, **_kwargs: value
+
+    def stat(name: str) -> Any:
+        return lambda *_args, **_kwargs: api.memory_stats()[name]
+
+    def reset_peak(*_args: Any, **_kwargs: Any) -> None:
+        recorder.flush()
+        recorder.peak_live_bytes = recorder.live_bytes
+        api.mark(EventKind.RESET_PEAK)
+
+    def get_name(*_args: Any, **_kwargs: Any) -> str:
+        return profile.device_name
+
+    answers: dict[str, Any] = {
+        "is_available": constant(True),
+        "is_initialized": constant(True),
+        "init": constant(None),
+        "_lazy_init": constant(None),
+        "_is_compiled": constant(True),
+        "device_count": constant(1),
+        "_device_count_nvml": constant(1),
+        "current_device": constant(0),
+        "set_device": constant(None),
+        "_exchange_device": constant(0),
+        "_maybe_exchange_device": constant(0),
+        "device": _Device,
+        "device_of": _Device,
+        "_DeviceGuard": _Device,
+        "get_device_name": get_name,
+        "get_device_capability": constant(profile.capability),
+        "get_device_properties": api.properties,
+        "get_arch_list": constant(["sm_{}{}".format(*profile.capability)]),
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or profile.capability[0] >= 8
+        ),
+        "is_tf32_supported": constant(profile.capability[0] >= 8),
+        "can_device_access_peer": constant(False),
+        "Stream": api.Stream,
+        "ExternalStream": api.Stream,
+        "Event": api.Event,
+        "stream": api.stream_context,
+        "StreamContext": api.stream_context,
+        "set_stream": api.switch,
+        "current_stream": lambda *_args: api.current,
+        "default_stream": lambda *_args: api.default,
+        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
+        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "ipc_collect": constant(None),
+        "mem_get_info": api.mem_get_info,
+        "memory_stats": api.memory_stats,
+        "memory_allocated": stat("allocated_bytes.all.current"),
+        "max_memory_allocated": stat("allocated_bytes.all.peak"),
+        "memory_reserved": stat("reserved_bytes.all.current"),
+        "max_memory_reserved": stat("reserved_bytes.all.peak"),
+        "memory_cached": stat("reserved_bytes.all.current"),
+        "max_memory_cached": stat("reserved_bytes.all.peak"),
+        "memory_summary": constant("memory summaries are not available while estimating"),
+        "memory_snapshot": constant([]),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_max_memory_cached": reset_peak,
+        "reset_accumulated_memory_stats": constant(None),
+        "set_per_process_memory_fraction": constant(None),
+        "get_per_process_memory_fraction": constant(1.0),
+        "get_allocator_backend": constant("native"),
+        "manual_seed": constant(None),
+        "manual_seed_all": constant(None),
+        "seed": constant(None),
+        "seed_all": constant(None),
+        "initial_seed": constant(0),
+        "get_rng_state": lambda *_args, **_kwargs: rng_state.clone(),
+        "get_rng_state_all": lambda: [rng_state.clone()],
+        "set_rng_state": constant(None),
+        "set_rng_state_all": constant(None),
+        "utilization": constant(0),
+        "temperature": constant(40),
+        "power_draw": constant(100_000),
+        "clock_rate": constant(1500),
+        "memory_usage": constant(0),
+        "_sleep": constant(None),
+        "is_current_stream_capturing": constant(False),
+    }
+    for name, answer in answers.items():
+        patches.set(cuda, name, answer)
+        if name in vars(cuda.memory):
+            patches.set(cuda.memory, name, answer)
+        if name in vars(cuda.random):
+            patches.set(cuda.random, name, answer)
+    _install_neighbours(patches, api)
+    return api
+
+
+def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
+    """Versions, backends, accelerator, generators and tensor methods that speak of the device."""
+    patches.set(torch.version, "cuda", CUDA_VERSION)
+    patches.set(torch.backends.cuda, "is_built", lambda: True)
+    patches.set(torch.backends.cudnn, "is_available", lambda: True)
+    patches.set(torch.backends.cudnn, "is_acceptable", lambda _tensor: True)
+    patches.set(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
+    if hasattr(torch.cuda, "nvtx"):
+        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+            patches.set(torch.cuda.nvtx, name, lambda *_args, **_kwargs: 0)
+    accelerator = torch.accelerator
+    for name, answer in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "set_device_index": lambda *_args: None,
+        "set_device_idx": lambda *_args: None,
+        "current_stream": lambda *_args: api.current,
+        "set_stream": api.switch,
+        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
+        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "memory_stats": api.memory_stats,
+        "memory_allocated": torch.cuda.memory_allocated,
+        "max_memory_allocated": torch.cuda.max_memory_allocated,
+        "memory_reserved": torch.cuda.memory_reserved,
+        "max_memory_reserved": torch.cuda.max_memory_reserved,
+        "reset_peak_memory_stats": torch.cuda.reset_peak_memory_stats,
+    }.items():
+        if hasattr(accelerator, name):
+            patches.set(accelerator, name, answer)
+    _install_generators(patches)
+    patches.set(torch.Tensor, "pin_memory", lambda self, *_args, **_kwargs: self)
+    patches.set(torch.Tensor, "is_pinned", lambda self, *_args, **_kwargs: not self.is_cuda)
+
+
+def _install_generators(patches: Patches) -> None:
+    real = torch.Generator
+
+    class _Meta(type(real)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
+
+    class Generator(real, metaclass=_Meta):  # type: ignore[misc,valid-type]
+        """A CPU generator that says it is on the device it was asked for."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            made = real.__new__(cls, "cpu")
+            made._memplan_device = torch.device(device)
+            return made
+
+        def __init__(self, device: Any = "cpu") -> None:
+            pass
+
+        @property
+        def device(self) -> torch.device:
+            wanted: torch.device = self._memplan_device
+            if wanted.type == "cuda" and wanted.index is None:
+                return torch.device("cuda", 0)
+            return wanted
+
+    patches.set(torch, "Generator", Generator)
+    patches.set(torch.cuda, "default_generators", (Generator("cuda"),))

@@ -1,0 +1,155 @@
+"""What is known of the values of fake tensors.
+
+Data are real, so much of what a script asks of the device is known: masks, lengths, labels and
+position ids come from real batches, `arange` and `full` from their arguments. A *known* storage has
+a real CPU storage beside it with the same layout; operators whose tensor inputs are all known are
+also run for real, on the CPU, as long as they are small. Writing anything unknown to a known
+storage makes it unknown. Views need nothing: they share the storage.
+
+What is not known is answered by where it comes from (`isnan` is false, a routing is balanced), and
+each such answer is an `Assumption`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_VALUE = "_memplan_value"
+_ORIGIN = "_memplan_origin"
+
+MAX_INTEGER_ELEMENTS = 1 << 22
+MAX_FLOAT_ELEMENTS = 1 << 14
+
+aten = torch.ops.aten
+
+
+def small_enough(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are worth carrying along."""
+    limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_INTEGER_ELEMENTS
+    return tensor.numel() <= limit and tensor.layout is torch.strided
+
+
+class Values:
+    """Real storages beside fake ones.
+
+    They hang on the fake storage's own Python object, which lives exactly as long as the storage.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A real CPU tensor with the fake tensor's values (sharing its known storage), or None."""
+        real = getattr(tensor.untyped_storage(), _VALUE, None)
+        if real is None:
+            return None
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            real, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+    def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """From now on the fake tensor's storage holds `value`, a real tensor of the same shape."""
+        storage = tensor.untyped_storage()
+        if value.dtype != tensor.dtype or value.shape != tensor.shape:
+            return
+        same_layout = (
+            value.stride() == tensor.stride()
+            and value.storage_offset() == tensor.storage_offset()
+            and value.untyped_storage().nbytes() >= storage.nbytes()
+        )
+        if same_layout:
+            setattr(storage, _VALUE, value.untyped_storage())
+            return
+        setattr(storage, _VALUE, torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage())
+        view = self.of(tensor)
+        assert view is not None
+        view.copy_(value)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The storage was written with something unknown."""
+        storage = tensor.untyped_storage()
+        if getattr(storage, _VALUE, None) is not None:
+            setattr(storage, _VALUE, None)
+
+    def note_origin(self, tensor: torch.Tensor, name: str) -> None:
+        """Remember which operator made a value that is not known."""
+        setattr(tensor.untyped_storage(), _ORIGIN, name)
+
+    def origin(self, tensor: torch.Tensor) -> str:
+        """Name of the operator that made the value, or the empty string."""
+        return getattr(tensor.untyped_storage(), _ORIGIN, "")
+
+    def compute(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """Run an operator for real on known inputs; None when an input is unknown, or too large.
+
+        `tensors` are the fake tensors among the arguments. In-place operators change the known
+        values of their arguments, which share storage with the known storage.
+        """
+        values: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            if not small_enough(tensor):
+                return None
+            value = self.of(tensor)
+            if value is None:
+                return None
+            values[id(tensor)] = value
+        if not tensors and not _small_factory(func, args, kwargs):
+            return None
+
+        def real(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                return values.get(id(item), item)
+            if isinstance(item, torch.device):
+                return torch.device("cpu")
+            return self._generator if isinstance(item, torch.Generator) else item
+
+        real_args, real_kwargs = pytree.tree_map(real, (list(args), dict(kwargs)))
+        if torch.Tag.nondeterministic_seeded in func.tags and _takes_generator(func):
+            real_kwargs["generator"] = self._generator
+        real_kwargs.pop("pin_memory", None)
+        try:
+            return func(*real_args, **real_kwargs)
+        except Exception:
+            return None
+
+
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.scalar_tensor.default,
+    aten.linspace.default,
+    aten.eye.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+
+
+def _small_factory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func not in _FACTORIES:
+        return False
+    if args and isinstance(args[0], (list, tuple)):
+        count = 1
+        for size in args[0]:
+            count *= int(size)
+        return count <= MAX_FLOAT_ELEMENTS
+    bounds = [abs(value) for value in args if isinstance(value, (int, float))]
+    return max(bounds, default=0) <= MAX_INTEGER_ELEMENTS
