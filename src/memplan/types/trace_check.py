@@ -1,0 +1,102 @@
+"""The invariants of a `Trace`, checked in bulk. Run on everything that comes from a file."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.types.errors import FormatError
+from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace, TraceMeta
+
+MAX_BYTES = 1 << 48
+"""Largest size that any request, block or segment may have."""
+MAX_ADDRESS = (1 << 63) - 1
+
+_Column = npt.NDArray[np.integer]  # type: ignore[type-arg]
+
+
+def check_trace(trace: Trace, where: str) -> None:
+    """Raise FormatError, naming `where` and the column, unless every number of the trace is in
+    range: enumerations, string, operator and storage indices, sizes, and the row starts of the
+    operators' reads and writes."""
+    if not trace.strings or trace.strings[0] != "":
+        raise _error(where, "the string table does not begin with the empty string")
+    _check_events(trace, where)
+    _check_ops(trace, where)
+    strings = len(trace.strings)
+    storages = trace.storages
+    _within(where, "storages.role", storages.role, 0, max(Role) + 1)
+    for name in ("name", "dtype", "shape"):
+        _within(where, f"storages.{name}", getattr(storages, name), 0, strings)
+    _check_segments(trace.meta, len(storages), where)
+
+
+def _check_events(trace: Trace, where: str) -> None:
+    events, strings = trace.events, len(trace.strings)
+    bounds = {
+        "kind": (0, max(EventKind) + 1),
+        "storage": (-1, len(trace.storages)),
+        "bytes": (0, MAX_BYTES),
+        "bytes_low": (0, MAX_BYTES),
+        "bytes_high": (0, MAX_BYTES),
+        "stream": (-1, 1 << 31),
+        "device": (0, 1 << 15),
+        "op": (-1, len(trace.ops)),
+        "module": (0, strings),
+        "phase": (0, max(Phase) + 1),
+        "step": (0, 1 << 31),
+        "source": (0, strings),
+        "provenance": (0, max(Provenance) + 1),
+        "aux": (-1, MAX_ADDRESS),
+    }
+    for name, (low, high) in bounds.items():
+        _within(where, f"events.{name}", getattr(events, name), low, high)
+
+
+def _check_ops(trace: Trace, where: str) -> None:
+    ops, strings, storages = trace.ops, len(trace.strings), len(trace.storages)
+    bounds = {
+        "name": (0, strings),
+        "event": (0, len(trace.events) + 1),
+        "module": (0, strings),
+        "phase": (0, max(Phase) + 1),
+        "step": (0, 1 << 31),
+        "source": (0, strings),
+        "stream": (-1, 1 << 31),
+        "reads": (0, storages),
+        "writes": (0, storages),
+    }
+    for name, (low, high) in bounds.items():
+        _within(where, f"ops.{name}", getattr(ops, name), low, high)
+    for name in ("reads", "writes"):
+        starts = getattr(ops, f"{name}_start")
+        ascending = len(starts) == len(ops) + 1 and bool(np.all(starts[1:] >= starts[:-1]))
+        if not ascending or starts[0] != 0 or starts[-1] != len(getattr(ops, name)):
+            raise _error(where, f"ops.{name}_start does not divide ops.{name} into rows")
+
+
+def _check_segments(meta: TraceMeta, storages: int, where: str) -> None:
+    for segment in meta.initial_segments:
+        place = f"the initial segment at {segment.address:#x}"
+        end = segment.address + segment.bytes
+        sane = 0 <= segment.address < end <= MAX_ADDRESS and segment.bytes < MAX_BYTES
+        if not sane or not 0 <= segment.device < 1 << 15 or not -1 <= segment.stream < 1 << 31:
+            raise _error(where, f"{place} has a size, device or stream out of range")
+        reached = segment.address
+        for block in segment.blocks:
+            inside = reached <= block.address and block.address + block.bytes <= end
+            if not inside or block.bytes <= 0 or not 0 <= block.requested_bytes < MAX_BYTES:
+                raise _error(where, f"{place} has blocks that overlap or leave it")
+            if not -1 <= block.storage < storages:
+                raise _error(where, f"{place} holds a storage that does not exist")
+            reached = block.address + block.bytes
+
+
+def _within(where: str, name: str, column: _Column, low: int, high: int) -> None:
+    if len(column) and not (low <= int(column.min()) and int(column.max()) < high):
+        row = int(np.argmax((column < low) | (column >= high)))
+        raise _error(where, f"{name}[{row}] is {column[row]}, outside [{low}, {high})")
+
+
+def _error(where: str, what: str) -> FormatError:
+    return FormatError(f"{where}: {what}", "make the file again; this one is damaged")
