@@ -42,11 +42,14 @@ class ReplayReport(TypedDict):
     """Time of the replay itself, without reading the file."""
 
 
-def with_start(trace: Trace) -> Trace:
+def with_start(
+    trace: Trace, settings: AllocatorSettings | None = None, *, device: int = 0
+) -> Trace:
     """The trace with inferred initial segments, if it is a log that names none."""
     if trace.meta.origin != "csv" or trace.meta.initial_segments:
         return trace
-    meta = msgspec.structs.replace(trace.meta, initial_segments=infer_start(trace))
+    start = infer_start(trace, settings, device=device)
+    meta = msgspec.structs.replace(trace.meta, initial_segments=start)
     return dataclasses.replace(trace, meta=meta, _cache={})
 
 
@@ -61,7 +64,7 @@ def replay_report(
 
     Raises: as `simulate`.
     """
-    started = with_start(trace)
+    started = with_start(trace, settings, device=device)
     begin = time.perf_counter()
     timeline = simulate(started, settings, capacity_bytes=capacity_bytes, device=device)
     seconds = time.perf_counter() - begin
