@@ -39,6 +39,7 @@ _device_query = torch.ops.prim.device.default
 
 Handler = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any], Any], None]
+Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
 
 
 class DeviceFakeMode(FakeTensorMode):
@@ -53,11 +54,13 @@ class CaptureMode(TorchDispatchMode):
     """Routes operators to the fake or the real world and records the fake ones.
 
     `handlers` answer an operator in place of the fake kernel (or return NotImplemented);
-    `observers` see an operator's result and may add what its kernel takes for itself.
+    `observers` see an operator's result and may add what its kernel takes for itself; `recordings`
+    record its outputs, where their order against the kernel's own memory matters.
     """
 
     handlers: dict[Any, Handler]
     observers: dict[Any, Observer]
+    recordings: dict[Any, Recording]
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class CaptureMode(TorchDispatchMode):
         self.routing = routing
         self.handlers = handlers or {}
         self.observers = observers or {}
+        self.recordings = {}
         self.fake_mode = DeviceFakeMode(allow_non_fake_inputs=True)
         self.recorder = Recorder()
         self.context = Context(self.recorder.builder)
@@ -155,7 +159,11 @@ class CaptureMode(TorchDispatchMode):
         builder.begin_op(str(func), reads=self._numbers(fakes), stream=recorder.stream)
         result = self._fake_kernel(func, args, kwargs)
         outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
-        writes = [self.record(tensor) for tensor in outputs]
+        recording = self.recordings.get(func)
+        if recording is not None:
+            writes = recording(self, func, args, result)
+        else:
+            writes = [self.record(tensor) for tensor in outputs]
         if has_real and func in _COPIES:
             for tensor in outputs:
                 self.role_of(tensor, Role.INPUT)

@@ -13,12 +13,16 @@ from torch.utils import _python_dispatch
 
 import memplan
 from memplan.capture import data_dependent, packages, parameters, torch_cuda
+from memplan.capture.attention import Attention
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
+from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.steps import StepWatcher
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
+
+aten = torch.ops.aten
 
 _active: CaptureSession | None = None
 
@@ -56,6 +60,7 @@ class CaptureSession:
             if self.method == "fake-cuda":
                 stack.enter_context(fake_cuda_device())
                 torch_cuda.install(patches, self.mode, self.options.profile)
+                self._install_kernels(stack)
             parameters.install(patches, self.mode)
             self._patch_framework(patches)
             lift_before = torch._C._only_lift_cpu_tensors()
@@ -98,6 +103,15 @@ class CaptureSession:
         patches.set(threading.Thread, "run", run)
         patches.set(torch, "compile", compiled)
         patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
+
+    def _install_kernels(self, stack: ExitStack) -> None:
+        attention = Attention(self.mode, self.options.profile)
+        library = attention.install()
+        stack.callback(library._destroy)
+        self.mode.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
+        memory = KernelMemory(self.mode, self.options.profile)
+        self.mode.observers.update(memory.observers())
+        self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
 
     def _name_parameters(self, root: torch.nn.Module) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):

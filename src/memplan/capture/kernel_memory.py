@@ -1,0 +1,269 @@
+"""Adds to the record what CUDA kernels take for themselves and no operator shows.
+
+The sizes come from the rules in `kernels`; this module only translates operators into the rules'
+terms and the rules' answers into events with provenance RULE.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capture.attention import _version
+from memplan.capture.kernels import attention_scratch
+from memplan.capture.kernels.convolution import (
+    Convolution,
+    ConvSettings,
+    Direction,
+    conv_backend,
+    conv_workspace,
+)
+from memplan.capture.kernels.model import Scratch
+from memplan.capture.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
+from memplan.capture.mode import CaptureMode, Observer
+from memplan.types.device import DeviceProfile
+
+aten = torch.ops.aten
+
+
+class KernelMemory:
+    """Observers that record kernels' own memory for one capture."""
+
+    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
+        self.mode = mode
+        self.profile = profile
+        self.version = _version(torch.__version__)
+        self._workspaces: set[tuple[int, int, str]] = set()
+
+    def observers(self) -> dict[Any, Observer]:
+        """By operator."""
+        found: dict[Any, Observer] = {
+            aten.convolution.default: self.convolution,
+            aten._scaled_dot_product_flash_attention.default: self.flash,
+            aten._scaled_dot_product_flash_attention_backward.default: self.flash_backward,
+            aten._scaled_dot_product_efficient_attention.default: self.efficient,
+            aten._scaled_dot_product_efficient_attention_backward.default: self.efficient_backward,
+            aten._scaled_dot_product_cudnn_attention.default: self.cudnn,
+            aten._scaled_dot_product_cudnn_attention_backward.default: self.cudnn_backward,
+        }
+        for name in BLAS_OPS:
+            packet = getattr(aten, name.removeprefix("aten."), None)
+            for overload in packet.overloads() if packet is not None else ():
+                found[getattr(packet, overload)] = self.blas
+        return found
+
+    # Recording
+
+    def add(self, scratches: Iterable[Scratch], device: int = 0) -> None:
+        """Record scratch memory of the operator that just ran, stage by stage."""
+        rows = [row for row in scratches if row.high > 0]
+        if not rows:
+            return
+        recorder = self.mode.recorder
+        stages = sorted({row.begin for row in rows} | {row.end for row in rows if row.end})
+        live: list[tuple[Scratch, int]] = []
+        for stage in stages:
+            for row, number in [item for item in live if item[0].end == stage]:
+                recorder.release(number, row.low, row.bytes, row.high, device)
+                live.remove((row, number))
+            for row in rows:
+                # Scratch that lives with the outputs (a few bytes of random state) is not tracked.
+                if row.begin == stage and row.end is not None:
+                    number = recorder.scratch(row.low, row.bytes, row.high, device, name=row.name)
+                    live.append((row, number))
+        for row, number in live:
+            recorder.release(number, row.low, row.bytes, row.high, device)
+
+    # Matrix products
+
+    def blas(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """cuBLAS workspaces, once per thread and stream."""
+        name = f"aten.{func._schema.name.split('::')[1]}"
+        tensors = [item for item in args if isinstance(item, torch.Tensor)]
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return
+        lt = False
+        if name in ("aten.addmm", "aten._addmm_activation") and len(tensors) >= 3:
+            bias, mat1, mat2 = tensors[:3]
+            lt = uses_cublaslt(
+                name,
+                mat1=mat1.shape,
+                mat2=mat2.shape,
+                bias=bias.shape,
+                bias_contiguous=bias.is_contiguous(),
+                beta=float(kwargs.get("beta", 1.0)),
+                dtype=_dtype(mat1),
+                env=os.environ,
+            )
+        requests = workspace_requests(
+            name,
+            lt=lt,
+            capability=self.profile.capability,
+            env=os.environ,
+            torch_version=self.version,
+        )
+        for request in requests:
+            if not request.kept:
+                self.add([Scratch(request.pool, request.bytes, request.bytes, request.bytes)])
+                continue
+            key = (threading.get_ident(), mode.recorder.stream, request.pool)
+            if key not in self._workspaces:
+                self._workspaces.add(key)
+                size = request.bytes
+                mode.recorder.scratch(size, size, size, 0, name=f"{request.pool} workspace")
+
+    # Convolutions
+
+    def convolution(
+        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: FakeTensor
+    ) -> None:
+        """Workspace of a forward convolution."""
+        x, w, _bias, stride, padding, dilation, transposed, output_padding, groups = args
+        conv = _convolution(
+            x, w, result, stride, padding, dilation, transposed, output_padding, groups
+        )
+        self._convolve(conv, Direction.FORWARD)
+
+    def convolution_backward(
+        self, mode: CaptureMode, func: Any, args: Any, outputs: list[FakeTensor | None]
+    ) -> list[int]:
+        """Record the outputs in the order in which the real backward makes them: the gradient of
+        the input and its workspace, of the weight and its workspace, of the bias."""
+        grad, x, w, _bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
+            args[:10]
+        )
+        conv = _convolution(
+            x, w, grad, stride, padding, dilation, transposed, output_padding, groups
+        )
+        numbers = []
+        directions = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, None)
+        for output, direction in zip(outputs, directions, strict=True):
+            if output is None:
+                continue
+            numbers.append(mode.record(output))
+            if direction is not None:
+                self._convolve(conv, direction)
+        return numbers
+
+    def _convolve(self, conv: Convolution, direction: Direction) -> None:
+        cudnn = torch.backends.cudnn
+        settings = ConvSettings(
+            capability=self.profile.capability,
+            allow_tf32=bool(cudnn.allow_tf32),
+            deterministic=bool(cudnn.deterministic),
+            benchmark=bool(cudnn.benchmark),
+            cudnn_enabled=bool(cudnn.enabled),
+        )
+        backend = conv_backend(conv, settings)
+        self.mode.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
+        self.add([conv_workspace(conv, direction, settings)])
+
+    # Attention
+
+    def flash(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        dropout_p = args[3] if len(args) > 3 else 0.0
+        self.add(
+            attention_scratch.flash_forward_scratch(
+                args[0].shape, args[1].shape, dropout_p=dropout_p, sm_count=self.profile.sm_count
+            )
+        )
+
+    def flash_backward(
+        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        grad, query, key = args[:3]
+        self.add(
+            attention_scratch.flash_backward_scratch(
+                query.shape,
+                key.shape,
+                _dtype(query),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                sm_count=self.profile.sm_count,
+                grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
+            )
+        )
+
+    def efficient(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        query, _key, value = args[:3]
+        self.add(
+            attention_scratch.efficient_forward_scratch(query.shape, value.shape, _dtype(query))
+        )
+
+    def efficient_backward(
+        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        query, key, value = args[1:4]
+        self.add(
+            attention_scratch.efficient_backward_scratch(
+                query.shape, key.shape, value.shape, _dtype(query), self.profile.capability
+            )
+        )
+
+    def cudnn(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.add(attention_scratch.cudnn_forward_scratch(args[0].shape))
+
+    def cudnn_backward(
+        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        query, key, value = args[1:4]
+        self.add(
+            attention_scratch.cudnn_backward_scratch(
+                query.shape, key.shape, value.shape, _dtype(query)
+            )
+        )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _convolution(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Convolution:
+    dims = x.dim() - 2
+    shapes = [tuple(t.shape) for t in (x, w, y)]
+    lists = [
+        list(values) * (dims if len(values) == 1 else 1)
+        for values in (stride, padding, dilation, output_padding)
+    ]
+    if dims == 1:  # PyTorch runs it as a two-dimensional convolution of height 1
+        shapes = [(*shape[:2], 1, shape[2]) for shape in shapes]
+        lists = [
+            [neutral, *values] for neutral, values in zip((1, 0, 1, 0), lists, strict=True)
+        ]
+    return Convolution(
+        x=shapes[0],
+        w=shapes[1],
+        y=shapes[2],
+        dtype=_dtype(x),
+        stride=lists[0],
+        padding=lists[1],
+        dilation=lists[2],
+        groups=groups,
+        transposed=transposed,
+        output_padding=lists[3],
+        channels_last=_channels_last(x) or _channels_last(w),
+    )
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats.get(tensor.dim())
+    return (
+        memory_format is not None
+        and tensor.is_contiguous(memory_format=memory_format)
+        and not tensor.is_contiguous()
+    )
