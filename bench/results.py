@@ -41,7 +41,7 @@ def write_result(name: str, data: dict[str, Any]) -> Path:
     }
     try:
         text = json.dumps(document, indent=2, allow_nan=False)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"result {name!r}: {error}") from error
     path = result_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
