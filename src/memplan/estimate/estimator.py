@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from memplan import __version__
+from memplan.estimate.contents import Contents, peak_event
 from memplan.estimate.curve import thin
 from memplan.estimate.interval import Interval, find_interval
-from memplan.estimate.roles import Lifetimes, derive_roles, lifetimes
-from memplan.simulate import AllocatorSettings, Timeline
+from memplan.simulate import AllocatorSettings
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
-from memplan.types.estimate import Breakdown, Estimate, GpuInfo, PeakPoint, TensorInfo
-from memplan.types.trace import U8, Role, Trace
-
-LARGEST = 10
-_BREAKDOWN_KEY = {
-    Role.PARAMETER: "parameters",
-    Role.GRADIENT: "gradients",
-    Role.OPTIMIZER_STATE: "optimizer_state",
-    Role.ACTIVATION: "activations",
-    Role.TEMPORARY: "temporaries",
-    Role.INPUT: "inputs",
-    Role.WORKSPACE: "workspaces",
-    Role.COMMUNICATION: "communication",
-}
+from memplan.types.estimate import Estimate, GpuInfo
+from memplan.types.trace import Trace
 
 
 def estimate(
@@ -40,18 +26,20 @@ def estimate(
             the card that the job saw while it was captured.
         settings: the allocator's; by default those that the trace carries.
 
-    Raises UsageError for allocator settings that PyTorch would refuse.
+    Raises:
+        UsageError: allocator settings that PyTorch would refuse.
+        NoAnswerError: settings that cannot be simulated.
+        FormatError: a trace whose events cannot be.
     """
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     card = profile or _seen_card(trace)
     interval = find_interval(trace, settings, card, limited=profile is not None)
     timeline = interval.expected.timeline
-    event = _peak_event(timeline)
-    lives = lifetimes(trace)
-    roles = derive_roles(trace, lives)
+    contents = Contents(trace, timeline, peak_event(timeline))
     low, peak, high = interval.peak
-    fits = None if profile is None else high <= profile.total_memory_bytes
+    missing = _missing_bytes(interval, settings, card)
+    fits = None if profile is None else missing == 0
     meta = trace.meta
     return Estimate(
         memplan_version=__version__,
@@ -62,17 +50,17 @@ def estimate(
         low_bytes=low,
         high_bytes=high,
         spare_bytes=card.total_memory_bytes - peak if fits else None,
-        missing_bytes=high - card.total_memory_bytes if fits is False else None,
+        missing_bytes=missing if fits is False else None,
         reserved_peak_bytes=interval.reserved[1],
         reserved_low_bytes=interval.reserved[0],
         reserved_high_bytes=interval.reserved[2],
         allocated_peak_bytes=interval.allocated[1],
         allocated_low_bytes=interval.allocated[0],
         allocated_high_bytes=interval.allocated[2],
-        requested_peak_bytes=int(timeline.requested_peak_bytes),
-        breakdown=_breakdown(lives, roles, event, interval.reserved[1], card.context_bytes),
-        peak=_peak_point(trace, event),
-        largest=_largest(trace, lives, roles, event),
+        requested_peak_bytes=timeline.requested_peak_bytes,
+        breakdown=contents.breakdown(interval.reserved[1], card.context_bytes),
+        peak=contents.point(),
+        largest=contents.largest(),
         assumptions=list(meta.assumptions),
         kernels=list(meta.kernels),
         curve=thin(trace, timeline),
@@ -80,7 +68,7 @@ def estimate(
         stop_reason=meta.stop_reason,
         method=meta.method,
         alloc_conf=meta.alloc_conf,
-        num_alloc_retries=int(timeline.num_alloc_retries),
+        num_alloc_retries=timeline.num_alloc_retries,
         events=len(trace),
         host_peak_bytes=meta.host_peak_bytes,
         command=list(meta.command),
@@ -95,6 +83,14 @@ def _seen_card(trace: Trace) -> DeviceProfile:
         return find_profile(DEFAULT_PROFILE)
 
 
+def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: DeviceProfile) -> int:
+    """How much larger the room must be for the high bound to fit; 0 when it does."""
+    total = card.total_memory_bytes
+    allowed = int(total * settings.per_process_memory_fraction)
+    missing = max(interval.peak[2] - total, interval.reserved[2] - allowed, 0)
+    return missing if interval.expected.fits and interval.high.fits else max(missing, 1)
+
+
 def _gpu_info(profile: DeviceProfile) -> GpuInfo:
     return GpuInfo(
         name=profile.name,
@@ -104,61 +100,6 @@ def _gpu_info(profile: DeviceProfile) -> GpuInfo:
         context_bytes=profile.context_bytes,
         context_low_bytes=profile.context_low_bytes,
         context_high_bytes=profile.context_high_bytes,
-    )
-
-
-def _peak_event(timeline: Timeline) -> int:
-    """Of the events at which the reserved peak stands, the first that asks the most of it: the
-    allocator seldom gives segments back, so the peak stands long after it was reached."""
-    if len(timeline.reserved) == 0:
-        return -1
-    at_peak = timeline.reserved == timeline.reserved.max()
-    return int(np.argmax(np.where(at_peak, timeline.requested, -1)))
-
-
-def _breakdown(lives: Lifetimes, roles: U8, event: int, reserved: int, context: int) -> Breakdown:
-    alive = lives.alive_at(event)
-    sums = np.zeros(max(Role) + 1, np.int64)
-    np.add.at(sums, roles[alive], lives.bytes[alive])
-    by_key = {key: int(sums[role]) for role, key in _BREAKDOWN_KEY.items()}
-    return Breakdown(
-        **by_key, fragmentation=reserved - int(lives.bytes[alive].sum()), context=context
-    )
-
-
-def _peak_point(trace: Trace, event: int) -> PeakPoint:
-    if event < 0:
-        return PeakPoint(event=-1)
-    row = trace.event(event)
-    return PeakPoint(
-        event=event,
-        op=row.op,
-        module=row.module,
-        phase=row.phase.name.lower(),
-        step=row.step,
-        source=row.source,
-    )
-
-
-def _largest(trace: Trace, lives: Lifetimes, roles: U8, event: int) -> list[TensorInfo]:
-    alive = lives.alive_at(event)
-    order = np.argsort(-lives.bytes[alive], kind="stable")[:LARGEST]
-    return [_tensor_info(trace, lives, roles, int(storage)) for storage in alive[order]]
-
-
-def _tensor_info(trace: Trace, lives: Lifetimes, roles: U8, storage: int) -> TensorInfo:
-    strings, storages = trace.strings, trace.storages
-    born = int(lives.alloc[storage])
-    origin = trace.event(born) if born >= 0 else None
-    return TensorInfo(
-        bytes=int(lives.bytes[storage]),
-        shape=strings[int(storages.shape[storage])],
-        dtype=strings[int(storages.dtype[storage])],
-        role=Role(int(roles[storage])).name.lower(),
-        name=strings[int(storages.name[storage])],
-        op=origin.op if origin else "",
-        module=origin.module if origin else "",
-        source=origin.source if origin else "",
     )
 
 

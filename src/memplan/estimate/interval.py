@@ -18,7 +18,7 @@ says how much it would need.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import numpy as np
 
@@ -76,15 +76,15 @@ def find_interval(
 ) -> Interval:
     """Replay the trace three times. `limited`: whether the card's size binds."""
     total = profile.total_memory_bytes if limited else None
-    expected = _replay(trace, settings, "expected", "earliest", _room(total, profile.context_bytes))
+    replay = partial(_replay, trace, settings, card=profile)
+    expected = replay("expected", "earliest", room=_room(total, profile.context_bytes))
     margin = margin_bytes(expected.reserved)
     low = high = expected
     if _varies(trace):
-        room = _room(total, profile.context_low_bytes)
-        low = _replay(trace, settings, "low", "earliest", room)
+        low = replay("low", "earliest", room=_room(total, profile.context_low_bytes))
     if _varies(trace) or limited:
         room = _room(total, profile.context_high_bytes + margin)
-        high = _replay(trace, settings, "high", "latest", room)
+        high = replay("high", "latest", room=room)
     # The allocator is not monotone: smaller requests can fragment more. Hence the min and max.
     reserved = (
         max(min(low.reserved, expected.reserved) - margin, min(low.allocated, expected.allocated)),
@@ -124,14 +124,23 @@ def _varies(trace: Trace) -> bool:
 def _replay(
     trace: Trace,
     settings: AllocatorSettings,
-    bounds: Literal["expected", "low", "high"],
-    reuse: Literal["earliest", "latest"],
+    bounds: str,
+    reuse: str,
+    *,
+    card: DeviceProfile,
     room: int | None,
 ) -> Replay:
-    free = simulate(trace, settings, bounds=bounds, reuse=reuse)
+    total = card.total_memory_bytes
+    # The card's size matters to an unlimited replay only where the settings take a part of it.
+    part = total if settings.per_process_memory_fraction < 1.0 else None
+    free = simulate(trace, settings, device_bytes=part, bounds=bounds, reuse=reuse)
+    if free.oom_event is not None:
+        return Replay(free, fits=False, squeezed=False)
     if room is None or free.reserved_peak_bytes <= room:
-        return Replay(free, fits=True, squeezed=False)
-    tight = simulate(trace, settings, capacity_bytes=room, bounds=bounds, reuse=reuse)
+        return Replay(free, fits=True, squeezed=free.num_alloc_retries > 0)
+    tight = simulate(
+        trace, settings, capacity_bytes=room, device_bytes=total, bounds=bounds, reuse=reuse
+    )
     if tight.oom_event is None:
         return Replay(tight, fits=True, squeezed=True)
     return Replay(free, fits=False, squeezed=False)

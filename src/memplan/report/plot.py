@@ -97,14 +97,18 @@ def _ascii_rows(allocated: list[int], reserved: list[int], room: int, height: in
 
 
 def _marks(curve: MemoryCurve, cells: int, peak_event: int, ascii_only: bool) -> str:
-    """The line below: the peak's place, and the steps at both ends."""
+    """The line below: the peak's place, and the steps at both ends where they leave it legible."""
     left, right = f"step {curve.steps[0]}", f"step {curve.steps[-1]}"
-    line = list(left + " " * (cells - len(left) - len(right)) + right)
+    start = end = cells // 2
+    text = ""
     if peak_event >= 0:
         bucket = max(bisect_right(curve.events, peak_event) - 1, 0)
         place = min(bucket * cells // len(curve.events), cells - 1)
-        mark = ("^" if ascii_only else "▲") + " peak"
-        start = place if place + len(mark) <= cells else place - len(mark) + 1
-        text = mark if start == place else "peak " + mark[0]
-        line[start : start + len(text)] = text
-    return "".join(line)
+        arrow = "^" if ascii_only else "▲"
+        fits = place + len("^ peak") <= cells
+        text = f"{arrow} peak" if fits else f"peak {arrow}"
+        start = place if fits else place - len("peak ")
+        end = start + len(text)
+    head = left if start > len(left) else ""
+    tail = right if cells - end > len(right) else ""
+    return f"{head:<{start}}{text}{tail:>{cells - end}}".rstrip()

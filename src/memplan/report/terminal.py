@@ -66,7 +66,7 @@ def _breakdown(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
 def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
     peak = estimate.peak
     if peak.event < 0:
-        yield Text("no event: the trace is empty")
+        yield Text("at the peak  nothing has happened yet", style="dim")
         return
     where = [peak.op or "an unnamed operation"]
     if peak.module:
@@ -76,7 +76,8 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         clean(f"{' '.join(where)}, {peak.phase}, step {peak.step}", ascii_only=ascii_only),
     )
     if peak.source:
-        yield Text("             " + _fit(peak.source, width - 13, ascii_only), style="dim")
+        source = shorten(clean(peak.source, ascii_only=ascii_only), width - 13)
+        yield Text(" " * 13 + source, style="dim")
     yield Text(
         f"PyTorch      reserved {format_bytes(estimate.reserved_peak_bytes)}, "
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}",
@@ -89,25 +90,25 @@ def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]
         return
     yield Text()
     yield Text("largest tensors at the peak", style="bold")
-    rows = [_tensor_row(tensor) for tensor in estimate.largest]
-    what = min(max(len(row[1]) for row in rows), 34)
-    for size, description, origin, source in rows:
-        room = max(width - 12 - what - 4, 12)
-        text = f"{origin}  {source}" if source else origin
-        yield Text(
-            f"{size:>10}  {_fit(description, what, ascii_only):<{what}}  "
-            f"{_fit(text, room, ascii_only)}"
-        )
+    rows = Counter(_tensor_row(tensor, ascii_only) for tensor in estimate.largest)
+    what = min(max(len(description) for _, description, _ in rows), 34)
+    for (size, description, origin), count in rows.items():
+        size = f"{count} x {size}" if count > 1 else size
+        room = max(width - 13 - what - 4, 12)
+        yield Text(f"{size:>13}  {shorten(description, what):<{what}}  {shorten(origin, room)}")
 
 
-def _tensor_row(tensor: TensorInfo) -> tuple[str, str, str, str]:
+def _tensor_row(tensor: TensorInfo, ascii_only: bool) -> tuple[str, str, str]:
+    """Size, shape and dtype, origin: tensors that read alike share a line."""
     description = " ".join(filter(None, (tensor.shape, tensor.dtype))) or "unknown shape"
-    origin = tensor.name or " in ".join(filter(None, (tensor.op, tensor.module)))
+    maker = tensor.name or " in ".join(filter(None, (tensor.op, tensor.module)))
+    origin = tensor.role.replace("_", " ") + (f": {maker}" if maker else "")
+    if tensor.source:
+        origin += f"  {tensor.source}"
     return (
         format_bytes(tensor.bytes),
-        description,
-        f"{tensor.role.replace('_', ' ')}: {origin}" if origin else tensor.role.replace("_", " "),
-        tensor.source,
+        clean(description, ascii_only=ascii_only),
+        clean(origin, ascii_only=ascii_only),
     )
 
 
@@ -156,7 +157,3 @@ def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
     yield Text.assemble(("captured ", "bold"), clean(captured, ascii_only=ascii_only))
     for note in estimate.notes:
         yield Text.assemble(("note     ", "bold"), clean(note, ascii_only=ascii_only))
-
-
-def _fit(text: str, width: int, ascii_only: bool) -> str:
-    return shorten(clean(text, ascii_only=ascii_only), width)

@@ -1,0 +1,87 @@
+"""What the memory holds at the peak, and where the job stands then."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplan.estimate.roles import derive_roles, requested_bytes
+from memplan.simulate import Timeline
+from memplan.types.estimate import Breakdown, PeakPoint, TensorInfo
+from memplan.types.trace import Role, Trace
+
+LARGEST = 10
+_KEYS = {
+    Role.PARAMETER: "parameters",
+    Role.GRADIENT: "gradients",
+    Role.OPTIMIZER_STATE: "optimizer_state",
+    Role.ACTIVATION: "activations",
+    Role.TEMPORARY: "temporaries",
+    Role.INPUT: "inputs",
+    Role.WORKSPACE: "workspaces",
+    Role.COMMUNICATION: "communication",
+}
+
+
+def peak_event(timeline: Timeline) -> int:
+    """Of the events at which the reserved peak stands, the first that asks the most of it; -1 for
+    the state before the first event.
+
+    The allocator seldom gives segments back, so the peak stands long after it was reached.
+    """
+    if timeline.reserved_peak_event < 0:
+        return -1
+    at_peak = timeline.reserved == timeline.reserved_peak_bytes
+    return int(np.argmax(np.where(at_peak, timeline.requested, -1)))
+
+
+class Contents:
+    """The storages alive right after one event of a replay."""
+
+    def __init__(self, trace: Trace, timeline: Timeline, event: int) -> None:
+        self._trace = trace
+        self._timeline = timeline
+        self._event = event
+        self._alive = timeline.live_at(event)
+        self._bytes = requested_bytes(trace, timeline.device)
+        self._roles = derive_roles(trace, timeline)
+
+    def breakdown(self, reserved: int, context: int) -> Breakdown:
+        """Bytes by purpose; sums to `reserved + context`."""
+        sums = np.zeros(max(Role) + 1, np.int64)
+        np.add.at(sums, self._roles[self._alive], self._bytes[self._alive])
+        by_key = {key: int(sums[role]) for role, key in _KEYS.items()}
+        return Breakdown(**by_key, fragmentation=reserved - sum(by_key.values()), context=context)
+
+    def point(self) -> PeakPoint:
+        """Where the job stands."""
+        if self._event < 0:
+            return PeakPoint(event=-1)
+        row = self._trace.event(self._event)
+        return PeakPoint(
+            event=self._event,
+            op=row.op,
+            module=row.module,
+            phase=row.phase.name.lower(),
+            step=row.step,
+            source=row.source,
+        )
+
+    def largest(self) -> list[TensorInfo]:
+        """The largest storages, largest first, oldest first among equals."""
+        order = np.argsort(-self._bytes[self._alive], kind="stable")[:LARGEST]
+        return [self._tensor(int(storage)) for storage in self._alive[order]]
+
+    def _tensor(self, storage: int) -> TensorInfo:
+        strings, storages = self._trace.strings, self._trace.storages
+        born = int(self._timeline.alloc_event[storage])
+        origin = self._trace.event(born) if born >= 0 else None
+        return TensorInfo(
+            bytes=int(self._bytes[storage]),
+            shape=strings[int(storages.shape[storage])],
+            dtype=strings[int(storages.dtype[storage])],
+            role=Role(int(self._roles[storage])).name.lower(),
+            name=strings[int(storages.name[storage])],
+            op=origin.op if origin else "",
+            module=origin.module if origin else "",
+            source=origin.source if origin else "",
+        )

@@ -1,0 +1,256 @@
+"""The estimate: sums, order of the interval, verdicts and the contents of the peak."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.estimate import estimate
+from memplan.estimate.interval import margin_bytes
+from memplan.simulate import AllocatorSettings, simulate
+from memplan.types.device import find_profile
+from memplan.types.estimate import Estimate
+from memplan.types.trace import EventKind, Phase, Role, Trace
+from tests.estimate.jobs import MIB, Job, training_job
+
+GIB = 1 << 30
+CARD = find_profile("rtx4090")
+BREAKDOWN_KEYS = [
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "temporaries",
+    "inputs",
+    "workspaces",
+    "fragmentation",
+    "communication",
+    "context",
+]
+
+
+def test_every_byte_of_a_known_job() -> None:
+    answer = estimate(training_job(), CARD)
+    # In the second step weights, gradients and Adam's state live beside the activation and input.
+    live = {
+        "parameters": 128,
+        "gradients": 128,
+        "optimizer_state": 256,
+        "activations": 32,
+        "inputs": 8,
+    }
+    parts = dict(answer.breakdown.items())
+    assert {key: parts[key] // MIB for key in live} == live
+    assert parts["temporaries"] == parts["workspaces"] == parts["communication"] == 0
+    assert parts["context"] == CARD.context_bytes
+    assert answer.breakdown.total() == answer.peak_bytes
+    assert answer.requested_peak_bytes == sum(live.values()) * MIB
+    assert answer.reserved_peak_bytes == simulate(training_job()).reserved_peak_bytes
+
+
+def test_where_the_peak_is() -> None:
+    answer = estimate(training_job(), CARD)
+    assert answer.peak.op == "aten::mm_backward"
+    assert answer.peak.module == "model.fc1"
+    assert answer.peak.phase == "backward"
+    assert answer.peak.step == 1
+    assert answer.peak.source == "train.py:12"
+
+
+def test_the_largest_tensors() -> None:
+    largest = estimate(training_job(), CARD).largest
+    assert len(largest) == 10
+    assert [t.bytes for t in largest] == sorted((t.bytes for t in largest), reverse=True)
+    weight = largest[0]
+    assert (weight.name, weight.role, weight.shape) == ("w0", "parameter", "4096x4096")
+    assert (weight.dtype, weight.source) == ("float32", "train.py:3")
+    kept = next(t for t in largest if t.role == "activation")
+    assert (kept.bytes, kept.op, kept.module) == (32 * MIB, "aten::mm", "model.fc1")
+
+
+def test_an_observed_job_still_has_an_interval() -> None:
+    answer = estimate(training_job(), CARD)
+    margin = margin_bytes(answer.reserved_peak_bytes)
+    assert answer.reserved_high_bytes == answer.reserved_peak_bytes + margin
+    assert answer.reserved_low_bytes == answer.reserved_peak_bytes - margin
+    assert answer.high_bytes == answer.reserved_high_bytes + CARD.context_high_bytes
+    assert answer.low_bytes == answer.reserved_low_bytes + CARD.context_low_bytes
+
+
+def test_sizes_derived_by_rule_widen_the_interval() -> None:
+    sure = estimate(training_job(workspace=(96 * MIB, 96 * MIB, 96 * MIB)), CARD)
+    wide = estimate(training_job(workspace=(0, 96 * MIB, 512 * MIB)), CARD)
+    assert wide.reserved_peak_bytes == sure.reserved_peak_bytes
+    assert wide.high_bytes > sure.high_bytes + 300 * MIB
+    assert wide.low_bytes < sure.low_bytes - 50 * MIB
+    assert wide.breakdown.workspaces == 96 * MIB
+
+
+def test_late_reuse_counts_towards_the_high_bound_only() -> None:
+    job = Job()
+    job.at(Phase.FORWARD, "aten::copy_")
+    for _ in range(4):
+        storage = job.alloc(256 * MIB)
+        job.builder.append(EventKind.RECORD_STREAM, storage, stream=7)
+        job.free(storage)
+    answer = estimate(job.build(), CARD)
+    assert answer.reserved_peak_bytes == 256 * MIB
+    assert answer.reserved_high_bytes >= 4 * 256 * MIB
+
+
+def test_fits_with_room_to_spare() -> None:
+    answer = estimate(training_job(), CARD)
+    assert answer.fits is True
+    assert answer.spare_bytes == CARD.total_memory_bytes - answer.peak_bytes
+    assert answer.missing_bytes is None
+    assert answer.gpu is not None and answer.gpu.name == "rtx4090"
+
+
+@pytest.mark.parametrize("size", ["600MiB", "1000MiB", "1200MiB", "1400MiB", "2GiB"])
+def test_fits_is_what_the_high_bound_says(size: str) -> None:
+    card = find_profile(size)
+    answer = estimate(training_job(), card)
+    assert answer.fits is (answer.high_bytes <= card.total_memory_bytes)
+    assert (answer.spare_bytes is None) is not answer.fits
+    if not answer.fits:
+        assert answer.missing_bytes == answer.high_bytes - card.total_memory_bytes
+
+
+def test_without_a_card_there_is_no_verdict() -> None:
+    answer = estimate(training_job())
+    assert answer.fits is answer.spare_bytes is answer.missing_bytes is answer.gpu is None
+    assert answer.breakdown.context == find_profile("a100-80gb").context_bytes
+    assert any("no verdict" in note for note in answer.notes)
+
+
+def cached_job() -> Trace:
+    """Frees 1 GiB in pieces of 64 MiB, then needs 1 GiB in one: nothing cached can serve it."""
+    job = Job()
+    job.at(Phase.FORWARD, "aten::empty")
+    for storage in [job.alloc(64 * MIB) for _ in range(16)]:
+        job.free(storage)
+    job.free(job.alloc(GIB))
+    return job.build()
+
+
+def test_a_card_on_which_caches_must_go() -> None:
+    roomy = estimate(cached_job(), CARD)
+    assert roomy.fits and roomy.reserved_peak_bytes == 2 * GIB
+    tight = estimate(cached_job(), find_profile("2GiB"))
+    assert tight.fits and tight.reserved_peak_bytes == GIB
+    assert tight.num_alloc_retries == 1
+    assert any("gives cached memory back" in note for note in tight.notes)
+    assert tight.breakdown.total() == tight.peak_bytes
+
+
+def test_a_job_that_does_not_fit_says_what_it_would_need() -> None:
+    answer = estimate(cached_job(), find_profile("1GiB"))
+    assert answer.fits is False
+    assert answer.reserved_peak_bytes == 2 * GIB
+    assert not any("cached" in note for note in answer.notes)
+
+
+def test_the_memory_fraction_counts_as_the_card() -> None:
+    settings_ = AllocatorSettings.parse("per_process_memory_fraction:0.02")
+    answer = estimate(training_job(), CARD, settings_)
+    assert answer.fits is False and answer.missing_bytes
+    assert estimate(training_job(), CARD).fits is True
+
+
+def test_settings_come_from_the_trace() -> None:
+    trace = training_job()
+    plain = estimate(trace, CARD)
+    trace = training_job()
+    conf = "large_segment_size_mb:512"
+    object.__setattr__(trace, "meta", msgspec.structs.replace(trace.meta, alloc_conf=conf))
+    changed = estimate(trace, CARD)
+    assert changed.alloc_conf == conf
+    assert changed.reserved_peak_bytes >= plain.reserved_peak_bytes
+
+
+def test_an_empty_trace() -> None:
+    answer = estimate(Job().build(), CARD)
+    assert answer.reserved_peak_bytes == 0
+    assert answer.peak.event == -1 and answer.largest == [] and answer.curve.events == []
+    assert answer.breakdown.total() == answer.peak_bytes == CARD.context_bytes
+
+
+def test_a_forward_that_no_backward_follows_keeps_nothing() -> None:
+    job = Job()
+    job.at(Phase.FORWARD, "aten::mm")
+    first = job.alloc(4 * MIB)
+    job.at(Phase.BACKWARD, "aten::mm")
+    job.alloc(2 * MIB, Role.GRADIENT)
+    job.free(first)
+    job.at(Phase.FORWARD, "aten::mm", step=1)
+    job.alloc(64 * MIB)
+    answer = estimate(job.build(), CARD)
+    assert answer.breakdown.temporaries == 64 * MIB
+    assert answer.breakdown.activations == 0
+
+
+def test_json_holds_the_contract() -> None:
+    answer = msgspec.json.decode(msgspec.json.encode(estimate(training_job(), CARD)))
+    for key in ("schema_version", "memplan_version", "torch_version", "gpu", "fits"):
+        assert answer[key] not in (None, "")
+    assert list(answer["breakdown"]) == BREAKDOWN_KEYS
+    assert sum(answer["breakdown"].values()) == answer["peak_bytes"]
+    assert answer["assumptions"][0]["kind"] == "routing"
+    assert answer["kernels"][0]["kernel"] == "flash"
+    assert answer["steps"] == 2 and answer["stop_reason"] == "the step repeats"
+    back = msgspec.convert(answer, Estimate)
+    assert back == estimate(training_job(), CARD)
+
+
+def test_the_curve_keeps_the_peaks() -> None:
+    job = Job()
+    job.at(Phase.FORWARD, "aten::mm")
+    for index in range(2000):
+        job.free(job.alloc(700 * MIB if index == 1234 else 4 * MIB))
+    answer = estimate(job.build(), CARD)
+    assert len(answer.curve.events) == 200
+    assert max(answer.curve.allocated_bytes) == answer.allocated_peak_bytes
+    assert max(answer.curve.reserved_bytes) == answer.reserved_peak_bytes
+
+
+@st.composite
+def random_jobs(draw: st.DrawFn) -> Trace:
+    """Any order of allocations and releases, roles, phases and uncertain sizes."""
+    job = Job()
+    live: list[int] = []
+    for _ in range(draw(st.integers(0, 40))):
+        if live and draw(st.booleans()):
+            job.free(live.pop(draw(st.integers(0, len(live) - 1))))
+            continue
+        job.at(draw(st.sampled_from(Phase)), "aten::op")
+        size = draw(st.integers(0, 80 * MIB))
+        low = draw(st.integers(0, size))
+        high = size + draw(st.integers(0, 80 * MIB))
+        storage = job.alloc(size, draw(st.sampled_from(Role)), low=low, high=high)
+        if draw(st.booleans()):
+            job.builder.append(EventKind.RECORD_STREAM, storage, stream=1)
+        live.append(storage)
+    return job.build()
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_jobs(), st.none() | st.integers(200 * MIB, 4 * GIB))
+def test_sums_order_and_verdict_hold_for_any_job(trace: Trace, card_bytes: int | None) -> None:
+    card = None if card_bytes is None else find_profile(str(card_bytes))
+    answer = estimate(trace, card)
+    assert answer.breakdown.total() == answer.peak_bytes
+    assert all(nbytes >= 0 for _, nbytes in answer.breakdown.items())
+    assert answer.low_bytes <= answer.peak_bytes <= answer.high_bytes
+    assert 0 <= answer.reserved_low_bytes <= answer.reserved_peak_bytes
+    assert answer.reserved_peak_bytes <= answer.reserved_high_bytes
+    assert answer.allocated_low_bytes <= answer.allocated_peak_bytes
+    assert answer.allocated_peak_bytes <= answer.allocated_high_bytes
+    assert answer.requested_peak_bytes <= answer.allocated_peak_bytes <= answer.reserved_peak_bytes
+    assert answer.allocated_high_bytes <= answer.reserved_high_bytes
+    if card is None:
+        assert answer.fits is None
+    else:
+        assert answer.fits is (answer.high_bytes <= card.total_memory_bytes)
+    assert sum(t.bytes for t in answer.largest) <= answer.reserved_peak_bytes

@@ -1,0 +1,149 @@
+"""The report as lines of text: what it says, its width, its character sets."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from memplan.estimate import estimate
+from memplan.report.plot import memory_plot
+from memplan.report.terminal import estimate_lines, print_estimate
+from memplan.types.device import find_profile
+from memplan.types.estimate import Estimate, MemoryCurve
+from tests.estimate.jobs import MIB, training_job
+
+
+@pytest.fixture
+def answer() -> Estimate:
+    return estimate(training_job(), find_profile("2GiB"))
+
+
+def text(answer: Estimate, width: int = 100, ascii_only: bool = False) -> str:
+    return "\n".join(line.plain for line in estimate_lines(answer, width, ascii_only, "do this"))
+
+
+def test_the_first_line_is_the_answer(answer: Estimate) -> None:
+    first = text(answer).splitlines()[0]
+    assert first.startswith("peak 1.1 GiB (") and first.endswith(" spare")
+    assert " of 2.0 GiB: fits, " in first
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "optimizer state    256 MiB",
+        "at the peak  aten::mm_backward in model.fc1, backward, step 1",
+        "train.py:12",
+        "64 MiB  4096x4096 float32  parameter: w0  train.py:3",
+        "4 x 64 MiB",
+        "memory over time",
+        "▲ peak",
+        "Tokens spread evenly over the experts. (3 times)",
+        "kernels  flash (4)",
+        "2 optimizer steps",
+        "the step repeats",
+        "made by hand",
+        "next: do this",
+    ],
+)
+def test_it_says(answer: Estimate, part: str) -> None:
+    assert part in text(answer)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_figures_stay_within_the_width(answer: Estimate, width: int, ascii_only: bool) -> None:
+    lines = text(answer, width, ascii_only).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("memory over time"))
+    end = next(i for i, line in enumerate(lines) if line.strip().startswith("step 0"))
+    assert all(len(line) <= width for line in lines[start + 1 : end + 1])
+    largest = next(i for i, line in enumerate(lines) if line.startswith("largest"))
+    assert all(len(line) <= max(width, 60) for line in lines[largest + 1 : start])
+
+
+def test_plain_ascii_where_nothing_else_prints(answer: Estimate) -> None:
+    foreign = msgspec.structs.replace(answer, notes=["Größe"])
+    assert text(foreign, ascii_only=True).isascii()
+
+
+def test_an_ascii_stream_gets_ascii(answer: Estimate) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    print_estimate(answer, Console(file=stream, width=80), next_command="x")
+    stream.flush()
+    assert raw.getvalue().decode("ascii").startswith("peak 1.1 GiB")
+
+
+def test_no_color_means_no_escapes(answer: Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed() -> str:
+        out = io.StringIO()
+        print_estimate(answer, Console(file=out, width=80, force_terminal=True))
+        return out.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[1;32m" in printed()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "32m" not in printed()
+
+
+def test_a_hostile_name_cannot_move_the_cursor(answer: Estimate) -> None:
+    tensor = msgspec.structs.replace(answer.largest[0], name="\x1b[2J\x1b[H")
+    peak = msgspec.structs.replace(answer.peak, op="\x1b]0;x\x07")
+    hostile = msgspec.structs.replace(answer, largest=[tensor], peak=peak, notes=["\x1b[2J"])
+    assert "\x1b" not in text(hostile)
+
+
+def curve(allocated: list[int], reserved: list[int]) -> MemoryCurve:
+    count = len(allocated)
+    return MemoryCurve(
+        events=list(range(0, count * 10, 10)),
+        steps=[0] * (count - 1) + [3],
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+    )
+
+
+def test_ascii_plot_is_drawn_to_scale() -> None:
+    lines = memory_plot(
+        curve([0, 4 * MIB, 2 * MIB, 1 * MIB], [2 * MIB, 4 * MIB, 4 * MIB, 4 * MIB]),
+        width=34,
+        height=4,
+        peak_event=15,
+        ascii_only=True,
+    )
+    assert lines == [
+        "     4 MiB |      #####-----------",
+        "           |      #####",
+        "           |------###########",
+        "         0 |      ################",
+        "                 ^ peak     step 3",
+    ]
+
+
+def test_the_room_is_drawn_when_near_and_left_out_when_far() -> None:
+    flat = curve([MIB] * 50, [2 * MIB] * 50)
+    near = memory_plot(flat, width=60, room_bytes=3 * MIB, ascii_only=True)
+    assert any("3 MiB" in line and "====" in line for line in near)
+    far = memory_plot(flat, width=60, room_bytes=300 * MIB, ascii_only=True)
+    assert not any("=" in line for line in far)
+
+
+def test_too_narrow_or_empty_draws_nothing() -> None:
+    assert memory_plot(curve([1], [1]), width=20) == []
+    empty = MemoryCurve(events=[], steps=[], allocated_bytes=[], reserved_bytes=[])
+    assert memory_plot(empty, width=80) == []
+
+
+@pytest.mark.parametrize("place", [0, 250, 499])
+def test_the_peak_is_marked_where_it_is(place: int) -> None:
+    allocated = [MIB] * 50
+    allocated[place // 10] = 9 * MIB
+    lines = memory_plot(
+        curve(allocated, [9 * MIB] * 50), width=112, height=4, peak_event=place, ascii_only=True
+    )
+    column = lines[-1].index("^")
+    assert lines[0][column] == "#" or lines[0][column - 1] == "#"
