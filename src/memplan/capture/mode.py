@@ -88,6 +88,10 @@ class CaptureMode(TorchDispatchMode):
         """Called before every fake operator; may raise to end the capture."""
         self._lock = threading.RLock()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that keeps Dynamo out costs more than the dispatch
+
     # Dispatch
 
     def __torch_dispatch__(
@@ -108,7 +112,9 @@ class CaptureMode(TorchDispatchMode):
 
     def _on_device(self, kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
-        return device is not None and torch.device(device).type == self.device_type
+        if device is None or self.device_type == "cpu":
+            return False
+        return torch.device(device).type == self.device_type
 
     def _run(
         self,
@@ -185,7 +191,7 @@ class CaptureMode(TorchDispatchMode):
 
     def _fake_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+            return self.fake_mode.dispatch(func, (), args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self.cannot(
                 func, "its result depends on values that do not exist without a GPU"
@@ -223,7 +229,7 @@ class CaptureMode(TorchDispatchMode):
 
     def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
         """A fake CPU tensor with a real one's geometry, and its values when they are few."""
-        fake: FakeTensor = self.fake_mode.__torch_dispatch__(
+        fake: FakeTensor = self.fake_mode.dispatch(
             aten.empty_strided.default,
             (),
             (tuple(tensor.size()), tuple(tensor.stride())),
@@ -235,7 +241,7 @@ class CaptureMode(TorchDispatchMode):
 
     def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
         """A recorded fake tensor on `device` with the geometry and values of a real one."""
-        fake: FakeTensor = self.fake_mode.__torch_dispatch__(
+        fake: FakeTensor = self.fake_mode.dispatch(
             aten.empty_strided.default,
             (),
             (tuple(like.size()), tuple(like.stride())),

@@ -33,19 +33,20 @@ class CaptureSession:
     Only one can be active in a process. `trace()` gives what has been recorded, also afterwards.
     """
 
-    def __init__(self, options: CaptureOptions) -> None:
+    def __init__(self, options: CaptureOptions, method: str | None = None) -> None:
+        """`method` forces `fake-cuda` or `fake-cpu`; None takes fake CUDA where it works."""
         self.options = options
         test = self_test()
-        self.method = "fake-cuda" if test.ok else "fake-cpu"
+        self.method = method or ("fake-cuda" if test.ok else "fake-cpu")
         self.mode = CaptureMode(
-            device_type="cuda" if test.ok else "cpu",
+            device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
             handlers=dict(data_dependent.HANDLERS),
             observers=dict(data_dependent.OBSERVERS),
         )
         self.steps = StepWatcher(self.mode, options.steps)
         self.notes: list[str] = []
-        if not test.ok:
+        if not test.ok and method is None:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
         self._stack = ExitStack()
 
@@ -122,12 +123,11 @@ class CaptureSession:
         mode = self.mode
 
         def backward() -> None:
-            leaf = torch.empty(2, device=mode.device_type, requires_grad=True)
+            leaf = torch.nn.Parameter(torch.empty(2, device=mode.device_type))
             value = leaf * 1.0
             (value * 2.0 + value * 3.0).sum().backward()
 
-        if self.method == "fake-cuda":
-            mode.fan_in.calibrate(backward)
+        mode.fan_in.calibrate(backward)
         mode.recorder.restart()
 
     def trace(self, command: list[str] | None = None) -> Trace:
