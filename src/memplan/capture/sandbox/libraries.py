@@ -1,0 +1,194 @@
+"""Libraries that write or call out by themselves: each is adapted when it is, or gets, imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memplan.capture.patching import Patches
+from memplan.capture.sandbox.changes import native_path
+from memplan.capture.sandbox.patches import replace_by_name
+from memplan.capture.sandbox.view import View
+
+Adapter = Callable[[types.ModuleType], None]
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, adapt: Adapter) -> None:
+        self._loader = loader
+        self._adapt = adapt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._adapt(module)
+
+
+class ImportWatcher(importlib.abc.MetaPathFinder):
+    """Calls `adapters[name]` with each module of that name once it is imported."""
+
+    def __init__(self, adapters: dict[str, Adapter]) -> None:
+        self._adapters = adapters
+        self._busy: set[str] = set()
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Part of the import protocol: wraps the loader of a watched module."""
+        if fullname not in self._adapters or fullname in self._busy:
+            return None
+        self._busy.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._adapters[fullname])
+        return spec
+
+    def start(self) -> None:
+        """Adapt what is imported already, and watch for the rest."""
+        for name, adapt in self._adapters.items():
+            if (module := sys.modules.get(name)) is not None:
+                adapt(module)
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+def _on_disk(view: View, path: Any, write: bool, keep: bool = True) -> Any:
+    """`path`, unless it is a path in the view: then where a native library must look for it."""
+    if view.closed or not isinstance(path, (str, bytes, os.PathLike)):
+        return path
+    text = os.fsdecode(path)
+    return native_path(view, text, write, keep) if text else path
+
+
+def _sqlite(patches: Patches, view: View) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        real = module.connect
+
+        def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+            name = os.fsdecode(database)
+            if name == ":memory:":
+                return real(database, *args, **kwargs)
+            if kwargs.get("uri") and name.startswith("file:"):
+                path, mark, query = name[5:].partition("?")
+                if path == ":memory:" or "mode=memory" in query:
+                    return real(database, *args, **kwargs)
+                path = _on_disk(view, "/" + path.lstrip("/") if path[:1] == "/" else path, True)
+                return real(f"file:{path}{mark}{query}", *args, **kwargs)
+            return real(_on_disk(view, name, True), *args, **kwargs)
+
+        replace_by_name(patches, {id(real): connect})
+
+    return adapt
+
+
+def _arrow(patches: Patches, view: View) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        for name in ("memory_map", "OSFile"):
+            patches.set(module, name, _opener(getattr(module, name), view))
+
+    return adapt
+
+
+def _opener(real: Callable[..., Any], view: View) -> Callable[..., Any]:
+    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        place = _on_disk(view, path, write=mode[0] != "r" or "+" in mode, keep=mode[0] != "w")
+        return real(place, mode, *args, **kwargs)
+
+    return opened
+
+
+def _parquet(patches: Patches, view: View) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        real = module.ParquetWriter.__init__
+
+        def init(self: Any, where: Any, *args: Any, **kwargs: Any) -> None:
+            real(self, _on_disk(view, where, True, keep=False), *args, **kwargs)
+
+        patches.set(module.ParquetWriter, "__init__", init)
+
+    return adapt
+
+
+def _hdf5(patches: Patches, view: View) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        real = module.File.__init__
+
+        def init(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+            place = _on_disk(view, name, write=mode != "r", keep=mode != "w")
+            real(self, place, mode, *args, **kwargs)
+
+        patches.set(module.File, "__init__", init)
+
+    return adapt
+
+
+def _profiler(patches: Patches, view: View) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        real = module.profile.export_chrome_trace
+
+        def export_chrome_trace(self: Any, path: Any) -> Any:
+            return real(self, _on_disk(view, path, True, keep=False))
+
+        patches.set(module.profile, "export_chrome_trace", export_chrome_trace)
+
+    return adapt
+
+
+def _wandb(patches: Patches) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        real = module.init
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            return real(*args, **kwargs | {"mode": "disabled"})
+
+        patches.set(module, "init", init)
+        patches.set(module, "login", lambda *args, **kwargs: True)
+
+    return adapt
+
+
+def _mlflow(patches: Patches) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        module.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
+        patches.set(module, "set_tracking_uri", lambda uri: None)
+
+    return adapt
+
+
+def adapters(patches: Patches, view: View) -> dict[str, Adapter]:
+    """What to adapt, by module name."""
+    return {
+        "sqlite3": _sqlite(patches, view),
+        "sqlite3.dbapi2": _sqlite(patches, view),
+        "pyarrow": _arrow(patches, view),
+        "pyarrow.parquet.core": _parquet(patches, view),
+        "h5py._hl.files": _hdf5(patches, view),
+        "torch.autograd.profiler": _profiler(patches, view),
+        "wandb": _wandb(patches),
+        "mlflow": _mlflow(patches),
+    }

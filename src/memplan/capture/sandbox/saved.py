@@ -1,0 +1,189 @@
+"""What a script saved of tensors that have no data: remembered here, a marker standing in the file.
+
+An object is pickled with its tensors set apart, exactly as `torch.save` does, so it is copied, and
+refused, as there. Of a fake tensor only the layout is kept, not the storage: saving must not change
+how long the script's memory lives. The marker names the object in the file's own bytes, and so
+survives renaming, copying and a detour through a buffer in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_MARKER = re.compile(rb"memplan saved object (\d+)-(\d+)\n")
+MARKER_BYTES = 64
+"""Length of every marker."""
+
+NewTensor = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """A fake tensor without its storage. Sizes in elements, `nbytes` of the whole storage."""
+
+    storage: int
+    nbytes: int
+    device: torch.device
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    parameter: bool
+
+
+class SavedObject(NamedTuple):
+    """A pickle whose persistent ids index `tensors`."""
+
+    pickled: bytes
+    tensors: list[Layout | torch.Tensor]
+
+
+def default_is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no bytes on the host: fake, meta, or on a device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.device.type != "cpu"
+
+
+def default_new_tensor(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A flat tensor over a new storage of `nbytes`."""
+    return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    try:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # A wrapper without a storage.
+        key, nbytes = id(tensor), tensor.numel() * tensor.element_size()
+    return Layout(
+        key,
+        nbytes,
+        tensor.device,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.requires_grad,
+        isinstance(tensor, torch.nn.Parameter),
+    )
+
+
+class Saved:
+    """The objects saved in this process."""
+
+    def __init__(
+        self,
+        is_fake: Callable[[torch.Tensor], bool] = default_is_fake,
+        new_tensor: NewTensor = default_new_tensor,
+    ) -> None:
+        self._is_fake = is_fake
+        self._new_tensor = new_tensor
+        self._objects: dict[int, SavedObject] = {}
+        self._numbers = itertools.count()
+
+    def has_fake(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether any of the tensors is fake."""
+        return any(self._is_fake(t) for t in tensors.values())
+
+    def snapshot(self, obj: object, module: Any = pickle) -> SavedObject | None:
+        """A copy of `obj`; None where all its tensors are real (save them as usual).
+
+        Raises what pickling `obj` raises.
+        """
+        tensors: list[Layout | torch.Tensor] = []
+        kept: list[torch.Tensor] = []  # An id stays a tensor's own while the tensor lives.
+        index: dict[int, int] = {}
+
+        class Pickler(module.Pickler):  # type: ignore[misc]
+            def persistent_id(_, item: object) -> int | None:  # noqa: N805
+                if not isinstance(item, torch.Tensor):
+                    return None
+                if id(item) not in index:
+                    index[id(item)] = len(tensors)
+                    kept.append(item)
+                    tensors.append(_layout(item) if self._is_fake(item) else item)
+                return index[id(item)]
+
+        buffer = io.BytesIO()
+        Pickler(buffer, protocol=pickle.DEFAULT_PROTOCOL).dump(obj)
+        if not any(isinstance(tensor, Layout) for tensor in tensors):
+            return None
+        real = [t if isinstance(t, Layout) else t.detach().clone() for t in tensors]
+        return SavedObject(buffer.getvalue(), real)
+
+    def add(self, saved: SavedObject) -> bytes:
+        """Remember an object; returns the marker to write in its place."""
+        number = next(self._numbers)
+        self._objects[number] = saved
+        return f"memplan saved object {os.getpid()}-{number}\n".encode().ljust(MARKER_BYTES, b"\n")
+
+    def find(self, head: bytes) -> SavedObject | None:
+        """The object whose marker `head` begins with; None if it is no marker.
+
+        Raises OSError where another process saved it.
+        """
+        match = _MARKER.match(head)
+        if match is None:
+            return None
+        pid, number = (int(group) for group in match.groups())
+        if pid != os.getpid() or number not in self._objects:
+            raise OSError("this file was saved by another process of the captured script")
+        return self._objects[number]
+
+    def rebuild(self, saved: SavedObject, map_location: Any = None) -> Any:
+        """A fresh copy of a saved object; `map_location` as in `torch.load`.
+
+        Tensors that shared a storage share one again.
+        """
+        storages: dict[tuple[int, torch.device], torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(_, pid: Any) -> torch.Tensor:  # noqa: N805
+                if pid not in made:
+                    made[pid] = self._tensor(saved.tensors[pid], map_location, storages)
+                return made[pid]
+
+        return Unpickler(io.BytesIO(saved.pickled)).load()
+
+    def _tensor(
+        self,
+        kept: Layout | torch.Tensor,
+        map_location: Any,
+        storages: dict[tuple[int, torch.device], torch.Tensor],
+    ) -> torch.Tensor:
+        device = _location(map_location, kept.device)
+        if isinstance(kept, torch.Tensor):
+            copy = kept.clone()
+            return copy if device == kept.device else copy.to(device)
+        key = (kept.storage, device)
+        if key not in storages:
+            storages[key] = self._new_tensor(kept.nbytes, kept.dtype, device)
+        flat = storages[key]
+        if flat.dtype != kept.dtype:
+            flat = flat.view(kept.dtype)
+        tensor = torch.as_strided(flat, kept.size, kept.stride, kept.offset)
+        if kept.parameter:
+            return torch.nn.Parameter(tensor, requires_grad=kept.requires_grad)
+        return tensor.requires_grad_() if kept.requires_grad else tensor
+
+
+def _location(map_location: Any, device: torch.device) -> torch.device:
+    if map_location is None:
+        return device
+    if isinstance(map_location, dict):
+        return torch.device(map_location.get(str(device), device))
+    if callable(map_location):
+        nothing: Any = torch.empty(0, device="cpu").untyped_storage()
+        placed = map_location(nothing, str(device))
+        return device if placed is None else torch.device(placed.device)
+    return torch.device(map_location)

@@ -1,0 +1,193 @@
+"""One sandbox from its installation to its removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posix
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memplan.capture.patching import Patches
+from memplan.capture.sandbox import (
+    audit,
+    environment,
+    libraries,
+    mapping,
+    network,
+    patches,
+    workers,
+)
+from memplan.capture.sandbox import journal as jr
+from memplan.capture.sandbox.budget import Budget
+from memplan.capture.sandbox.children import Children, patch_children
+from memplan.capture.sandbox.scratch import make_scratch, remove_scratch
+from memplan.capture.sandbox.view import View
+from memplan.types.errors import InternalError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_REFUSED = 1000
+_NOTF = "tensorboard.compat.notf"
+
+_current: Sandbox | None = None
+
+
+class Sandbox:
+    """A context manager; everything in this process is in the sandbox while it is open.
+
+    `is_fake(tensor)` says which tensors have no data to save, `new_tensor(nbytes, dtype, device)`
+    makes the flat tensor that a loaded one is a view of.
+    """
+
+    def __init__(
+        self,
+        allow_network: bool = False,
+        on_note: Callable[[str], None] | None = None,
+        is_fake: Callable[[torch.Tensor], bool] | None = None,
+        new_tensor: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+    ) -> None:
+        self.notes: list[str] = []
+        """What the sandbox kept the script from, and could not make good for it."""
+        self.scratch = Path()
+        """The directory that takes what is written; gone when the sandbox is closed."""
+        self._allow_network = allow_network
+        self._on_note = on_note
+        self._tensor_hooks = {"is_fake": is_fake, "new_tensor": new_tensor}
+        self._view: View | None = None
+        self._stack = contextlib.ExitStack()
+        self._stand_ins: list[dict[int, Any]] = []
+
+    @property
+    def refused(self) -> list[str]:
+        """Addresses that were refused, `host:port` or `host`, in this process and its workers."""
+        if self._view is None:
+            return []
+        if not self._view.closed:
+            self._view.sync()
+        return self._view.refused
+
+    def note(self, text: str) -> None:
+        """Add to `notes` once, and tell whoever listens."""
+        if text not in self.notes:
+            self.notes.append(text)
+            if self._on_note is not None:
+                self._on_note(text)
+
+    def __enter__(self) -> Sandbox:
+        """Raises CaptureError where no scratch directory can be made."""
+        if _current is not None:
+            raise InternalError("a sandbox is already open in this process")
+        self.scratch = Path(make_scratch())
+        self._stack.callback(self._remove_scratch, posix.getpid())
+        self._install(create=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _remove_scratch(self, owner: int) -> None:
+        if posix.getpid() == owner:  # Not a forked worker on its way out.
+            remove_scratch(str(self.scratch))
+
+    def _install(self, create: bool) -> None:
+        global _current
+        with contextlib.ExitStack() as stack:
+            view = self._view = View(str(self.scratch), create)
+            stack.callback(view.close)
+            stack.callback(environment.Surroundings().restore)
+            # Undone before the surroundings: from here on, the last in is the first out.
+            stack.callback(self._release)
+            undo = Patches()
+            stack.callback(undo.undo)
+            environment.prepare(undo, view.temp, self._allow_network)
+            self._watch_imports(undo, view, stack)
+            children = Children(view, self._allow_network, self.note)
+            stack.callback(children.close)
+            patch_children(undo, children)
+            workers.patch_spawn(undo, view.root, self._allow_network)
+            mapping.patch_mmap(undo, view)
+            budget = Budget(view.reading, self.note)
+            self._keep(patches.patch_files(undo, view, budget))
+            self._arm(undo, view)
+            stack.callback(audit.disarm)
+            _current = self
+            stack.callback(_forget)
+            self._stack.push(stack.pop_all())
+
+    def _watch_imports(self, undo: Patches, view: View, stack: contextlib.ExitStack) -> None:
+        if _NOTF not in sys.modules:
+            # TensorBoard then writes through Python, even where TensorFlow is installed.
+            sys.modules[_NOTF] = types.ModuleType(_NOTF)
+            stack.callback(sys.modules.pop, _NOTF, None)
+        adapters = {
+            "torch": lambda _: self._adapt_torch(undo, view),
+            "safetensors.torch": lambda module: self._adapt_safetensors(undo, view, module),
+        }
+        watcher = libraries.ImportWatcher(adapters | libraries.adapters(undo, view))
+        stack.callback(watcher.stop)
+        watcher.start()
+
+    def _adapt_torch(self, undo: Patches, view: View) -> None:
+        from memplan.capture.sandbox import saved, torch_files
+
+        hooks = {name: hook for name, hook in self._tensor_hooks.items() if hook is not None}
+        self._saved = saved.Saved(**hooks)  # type: ignore[arg-type]
+        self._keep(torch_files.patch_torch(undo, view, self._saved))
+
+    def _adapt_safetensors(self, undo: Patches, view: View, module: types.ModuleType) -> None:
+        from memplan.capture.sandbox import torch_files
+
+        self._keep(torch_files.patch_safetensors(undo, view, self._saved, module))
+
+    def _arm(self, undo: Patches, view: View) -> None:
+        audit.arm(audit.file_checks(view, self.note))
+        if not self._allow_network:
+            network.patch_connect_ex(undo)
+            audit.arm(network.network_checks(self._refuse))
+
+    def _refuse(self, address: str) -> None:
+        if self._view is not None and address not in self._view.refused[:_MAX_REFUSED]:
+            self._view.record([(jr.REFUSED, address)])
+
+    def _keep(self, stand_ins: dict[int, Any]) -> None:
+        self._stand_ins.append(stand_ins)
+
+    def _release(self) -> None:
+        originals = {id(s): s.__wrapped__ for table in self._stand_ins for s in table.values()}
+        patches.release_by_name(originals)
+
+
+def sandbox(
+    allow_network: bool = False,
+    on_note: Callable[[str], None] | None = None,
+    is_fake: Callable[[torch.Tensor], bool] | None = None,
+    new_tensor: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+) -> Sandbox:
+    """A sandbox to be entered with `with`. `on_note` is told each note as it is made."""
+    return Sandbox(allow_network, on_note, is_fake, new_tensor)
+
+
+def join(root: str, allow_network: bool) -> None:
+    """Enter, for good, the sandbox of the process that started this one; its files are shared."""
+    if _current is None:
+        member = Sandbox(allow_network)
+        member.scratch = Path(root)
+        member._install(create=False)
+
+
+def _forget() -> None:
+    global _current
+    _current = None
+
+
+def _after_fork() -> None:
+    if _current is not None and _current._view is not None:
+        _current._view.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
