@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from memplan.estimate import estimate
-from memplan.report.text import clean, format_bytes, headline, shorten
+from memplan.report.text import clean, format_bytes, headline, short_op, shorten
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
 from tests.estimate.jobs import training_job
@@ -77,3 +77,8 @@ def test_shorten_keeps_the_end() -> None:
     assert shorten("short", 10) == "short"
     assert len(shorten("x" * 100, 14)) == 14
     assert shorten("/home/someone/train.py:12", 14).endswith("train.py:12")
+
+
+@pytest.mark.parametrize("name", ["mm", "aten.mm.default", "aten::mm"])
+def test_short_op(name: str) -> None:
+    assert short_op(name) == "mm"

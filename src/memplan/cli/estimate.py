@@ -38,7 +38,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
-    add("--steps", type=_count, metavar="N", help="optimizer steps to run (default: until steady)")
+    add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
@@ -72,10 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1 step")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
+    return int(text)
 
 
 def _capture(args: argparse.Namespace, program: ScriptTarget, named: DeviceProfile | None) -> Trace:

@@ -1,10 +1,11 @@
-"""Output files: never written over unless asked."""
+"""Files named on the command line, checked before anything slow begins."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from memplan.types.errors import UsageError
+from memplan.types.output_file import refuse_existing
 
 
 def output_path(text: str, *, force: bool) -> Path:
@@ -13,12 +14,9 @@ def output_path(text: str, *, force: bool) -> Path:
     Raises UsageError when something is there and `force` is not set, or the folder is missing.
     """
     path = Path(text).absolute()
-    if path.is_dir():
-        raise UsageError(f"-o {text} is a directory", f"-o {path / 'job.trace'}")
+    refuse_existing(path, overwrite=force)
     if not path.parent.is_dir():
-        raise UsageError(f"-o {text}: {path.parent} does not exist", f"mkdir -p {path.parent}")
-    if path.exists() and not force:
-        raise UsageError(f"-o {text} exists already", "-f to write over it, or another name")
+        raise UsageError(f"{path.parent} does not exist", f"mkdir -p {path.parent}")
     return path
 
 
@@ -27,5 +25,5 @@ def input_path(text: str) -> Path:
     path = Path(text)
     if path.is_file():
         return path
-    what = "is a directory" if path.is_dir() else "does not exist"
+    what = "is a folder" if path.is_dir() else "does not exist"
     raise UsageError(f"{text} {what}", "memplan estimate -o job.trace SCRIPT writes a trace")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from memplan.report.plot import memory_plot
-from memplan.report.text import clean, format_bytes, headline, shorten
+from memplan.report.text import clean, format_bytes, headline, short_op, shorten
 from memplan.types.estimate import Estimate, TensorInfo
 
 _MAX_WIDTH = 110
@@ -68,7 +68,7 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
     if peak.event < 0:
         yield Text("at the peak  nothing has happened yet", style="dim")
         return
-    where = [peak.op or "an unnamed operation"]
+    where = [short_op(peak.op) or "an unnamed operation"]
     if peak.module:
         where.append(f"in {peak.module}")
     yield Text.assemble(
@@ -91,24 +91,24 @@ def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]
     yield Text()
     yield Text("largest tensors at the peak", style="bold")
     rows = Counter(_tensor_row(tensor, ascii_only) for tensor in estimate.largest)
-    what = min(max(len(description) for _, description, _ in rows), 34)
-    for (size, description, origin), count in rows.items():
+    what = min(max(len(description) for _, description, _, _ in rows), 34)
+    for (size, description, origin, source), count in rows.items():
         size = f"{count} x {size}" if count > 1 else size
-        room = max(width - 13 - what - 4, 12)
-        yield Text(f"{size:>13}  {shorten(description, what):<{what}}  {shorten(origin, room)}")
+        room = max(width - 13 - 2 - what - 2, 12)
+        origin = shorten(origin, max(room - len(source) - 2, 12))
+        yield Text(f"{size:>13}  {shorten(description, what):<{what}}  {origin}  {source}".rstrip())
 
 
-def _tensor_row(tensor: TensorInfo, ascii_only: bool) -> tuple[str, str, str]:
-    """Size, shape and dtype, origin: tensors that read alike share a line."""
+def _tensor_row(tensor: TensorInfo, ascii_only: bool) -> tuple[str, str, str, str]:
+    """Size, shape and dtype, origin, source line: tensors that read alike share a line."""
     description = " ".join(filter(None, (tensor.shape, tensor.dtype))) or "unknown shape"
-    maker = tensor.name or " in ".join(filter(None, (tensor.op, tensor.module)))
-    origin = tensor.role.replace("_", " ") + (f": {maker}" if maker else "")
-    if tensor.source:
-        origin += f"  {tensor.source}"
+    maker = tensor.name or " in ".join(filter(None, (short_op(tensor.op), tensor.module)))
+    role = tensor.role.replace("_", " ")
     return (
         format_bytes(tensor.bytes),
         clean(description, ascii_only=ascii_only),
-        clean(origin, ascii_only=ascii_only),
+        clean(f"{maker}, {role}" if maker else role, ascii_only=ascii_only),
+        clean(tensor.source.rpartition("/")[2], ascii_only=ascii_only),
     )
 
 
@@ -151,9 +151,8 @@ def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
         yield Text.assemble(
             ("kernels  ", "bold"), clean(", ".join(shown) + tail, ascii_only=ascii_only)
         )
-    captured = f"{estimate.steps} optimizer steps, {estimate.events} events"
-    if estimate.stop_reason:
-        captured += f"; {estimate.stop_reason}"
+    reason = estimate.stop_reason or f"{estimate.steps} optimizer steps"
+    captured = f"{estimate.events} events; {reason}"
     yield Text.assemble(("captured ", "bold"), clean(captured, ascii_only=ascii_only))
     for note in estimate.notes:
         yield Text.assemble(("note     ", "bold"), clean(note, ascii_only=ascii_only))

@@ -35,6 +35,11 @@ def clean(text: str, *, ascii_only: bool = False) -> str:
     return safe.encode("ascii", "replace").decode() if ascii_only else safe
 
 
+def short_op(name: str) -> str:
+    """An operator's name as its caller knows it: `aten.mm.default` and `aten::mm` are `mm`."""
+    return name.removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+
+
 def shorten(text: str, width: int) -> str:
     """Cut to `width` from the left: the end of a path or a module says most."""
     return text if len(text) <= width else "..." + text[len(text) - max(width - 3, 0) :]
