@@ -136,7 +136,7 @@ class CaptureSession:
         recorder.flush()
         meta = TraceMeta(
             memplan_version=memplan.__version__,
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),
             method=self.method,
             gpu=self.options.profile.name,
             command=command or [],
