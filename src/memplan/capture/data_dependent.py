@@ -13,7 +13,7 @@ from memplan.capture.values import MAX_INTEGER_ELEMENTS, small_enough
 
 aten = torch.ops.aten
 
-_MAX_READ_BACK = 1 << 20
+MAX_READ_BACK = 1 << 20
 _MAX_ROUTING_OPTIONS = 4096
 
 
@@ -42,7 +42,7 @@ def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if source.fake_device.type != mode.device_type or mode.device_type == "cpu":
         return NotImplemented
-    if source.numel() > _MAX_READ_BACK:
+    if source.numel() > MAX_READ_BACK:
         return NotImplemented
     return read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
 
@@ -70,7 +70,7 @@ def copy_into_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     target, source = args[0], args[1]
     if isinstance(target, FakeTensor):
         return NotImplemented
-    if isinstance(source, FakeTensor) and source.numel() <= _MAX_READ_BACK:
+    if isinstance(source, FakeTensor) and source.numel() <= MAX_READ_BACK:
         target.copy_(read_back(mode, source))
     return target
 

@@ -37,6 +37,12 @@ aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 _device_query = torch.ops.prim.device.default
 
+class EnoughSeen(BaseException):
+    """Ends the user's script once nothing new is to be expected. Never an `Exception`, so that a
+    script's own `except Exception` does not stop it; one that swallows it meets it again at its
+    next operator."""
+
+
 Handler = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any], Any], None]
 Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
@@ -84,8 +90,6 @@ class CaptureMode(TorchDispatchMode):
         self.answers = Answers(self.assumptions, self.source)
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
-        self.check: Callable[[], None] = lambda: None
-        """Called before every fake operator; may raise to end the capture."""
         self._lock = threading.RLock()
 
     @classmethod
@@ -124,8 +128,9 @@ class CaptureMode(TorchDispatchMode):
         fakes: list[FakeTensor],
         has_real: bool,
     ) -> Any:
-        self.check()
         recorder = self.recorder
+        if recorder.finished:
+            raise EnoughSeen
         recorder.flush()
         frame = _caller()
         stream_before = recorder.stream

@@ -43,6 +43,8 @@ class Recorder:
         """Bytes alive, each storage rounded up to 512."""
         self.peak_live_bytes = 0
         self.stream = 0
+        self.finished = False
+        """Set once enough has been seen: what the script lets go of afterwards is not its own doing."""
         self._dead: deque[int] = deque()
 
     def restart(self) -> None:
@@ -135,7 +137,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Append the releases that happened since the last event."""
-        while self._dead:
+        while self._dead and not self.finished:
             key = self._dead.popleft()
             found = self.live.pop(key, None)
             if found is not None:

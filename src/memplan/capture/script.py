@@ -7,9 +7,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.session import CaptureSession
-from memplan.capture.steps import EnoughSeen
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
 

@@ -12,7 +12,14 @@ from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch
 
 import memplan
-from memplan.capture import data_dependent, packages, parameters, torch_cuda
+from memplan.capture import (
+    data_dependent,
+    host_methods,
+    packages,
+    parameters,
+    shape_rules,
+    torch_cuda,
+)
 from memplan.capture.attention import Attention
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.kernel_memory import KernelMemory
@@ -41,7 +48,7 @@ class CaptureSession:
         self.mode = CaptureMode(
             device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
-            handlers=dict(data_dependent.HANDLERS),
+            handlers={**data_dependent.HANDLERS, **shape_rules.HANDLERS},
             observers=dict(data_dependent.OBSERVERS),
         )
         self.steps = StepWatcher(self.mode, options.steps)
@@ -63,6 +70,7 @@ class CaptureSession:
                 torch_cuda.install(patches, self.mode, self.options.profile)
                 self._install_kernels(stack)
             parameters.install(patches, self.mode)
+            host_methods.install(patches, self.mode)
             self._patch_framework(patches)
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)

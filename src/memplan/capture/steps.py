@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as optim_module
 
+from memplan.capture.mode import EnoughSeen
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
@@ -16,11 +17,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_STEPS = 16
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
-
-
-class EnoughSeen(BaseException):
-    """Ends the user's script once nothing new is to be expected. Never an `Exception`, so that a
-    script's own `except Exception` does not stop it."""
 
 
 class StepWatcher:
@@ -104,6 +100,7 @@ class StepWatcher:
             self.on_enough()
 
     def _end(self) -> None:
+        self.mode.recorder.finished = True
         raise EnoughSeen
 
 
