@@ -120,7 +120,8 @@ def test_fits_is_what_the_high_bound_says(size: str) -> None:
 
 def test_without_a_card_there_is_no_verdict() -> None:
     answer = estimate(training_job())
-    assert answer.fits is answer.spare_bytes is answer.missing_bytes is answer.gpu is None
+    assert answer.fits is None and answer.gpu is None
+    assert answer.spare_bytes is None and answer.missing_bytes is None
     assert answer.breakdown.context == find_profile("a100-80gb").context_bytes
     assert any("no verdict" in note for note in answer.notes)
 
@@ -221,14 +222,14 @@ def random_jobs(draw: st.DrawFn) -> Trace:
     job = Job()
     live: list[int] = []
     for _ in range(draw(st.integers(0, 40))):
-        if live and draw(st.booleans()):
+        if draw(st.booleans()) and live:
             job.free(live.pop(draw(st.integers(0, len(live) - 1))))
             continue
-        job.at(draw(st.sampled_from(Phase)), "aten::op")
+        job.at(draw(st.sampled_from(list(Phase))), "aten::op")
         size = draw(st.integers(0, 80 * MIB))
         low = draw(st.integers(0, size))
         high = size + draw(st.integers(0, 80 * MIB))
-        storage = job.alloc(size, draw(st.sampled_from(Role)), low=low, high=high)
+        storage = job.alloc(size, draw(st.sampled_from(list(Role))), low=low, high=high)
         if draw(st.booleans()):
             job.builder.append(EventKind.RECORD_STREAM, storage, stream=1)
         live.append(storage)

@@ -7,6 +7,7 @@ records the segments that the allocator really took, the replay is compared with
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from memplan import __version__
 from memplan.cli.command import EXIT_NO, EXIT_YES
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_NO if report.get("oom_event") is not None else EXIT_YES
 
 
-def _text(report: dict[str, object]) -> str:
+def _text(report: Mapping[str, object]) -> str:
     from memplan.report.text import format_bytes
 
     lines = []

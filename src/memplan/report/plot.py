@@ -34,25 +34,30 @@ def memory_plot(
     if not curve.events or cells < 18:
         return []
     peak = max(curve.reserved_bytes)
-    show_room = room_bytes is not None and 0 < room_bytes <= _SHOW_ROOM * max(peak, 1)
-    top = max(peak, room_bytes if show_room and room_bytes else 0, 1)
+    limit = room_bytes if room_bytes and room_is_near(curve, room_bytes) else 0
+    top = max(peak, limit, 1)
     across, down = (1, 1) if ascii_only else (2, 4)
     columns, rows = cells * across, height * down
     allocated = [_level(n, top, rows) for n in _spread(curve.allocated_bytes, columns)]
     reserved = [_level(n, top, rows) for n in _spread(curve.reserved_bytes, columns)]
-    room = _level(room_bytes, top, rows) if show_room and room_bytes else 0
+    room = _level(limit, top, rows)
     draw = _ascii_rows if ascii_only else _braille_rows
     body = draw(allocated, reserved, room, height)
     labels = {
         height - 1: "0",
         height - 1 - (_level(peak, top, rows) - 1) // down: format_bytes(peak),
     }
-    if room and room_bytes:
-        labels.setdefault(height - 1 - (room - 1) // down, format_bytes(room_bytes))
+    if room:
+        labels.setdefault(height - 1 - (room - 1) // down, format_bytes(limit))
     edge = "|" if ascii_only else "│"
     lines = [f"{labels.get(i, ''):>{_GUTTER}} {edge}{row}".rstrip() for i, row in enumerate(body)]
     lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, ascii_only))
     return [line[:width] for line in lines]
+
+
+def room_is_near(curve: MemoryCurve, room_bytes: int) -> bool:
+    """Whether the room on the card is drawn."""
+    return 0 < room_bytes <= _SHOW_ROOM * max(curve.reserved_bytes, default=0)
 
 
 def _spread(values: list[int], columns: int) -> list[int]:
@@ -66,9 +71,9 @@ def _spread(values: list[int], columns: int) -> list[int]:
     ]
 
 
-def _level(value: int | None, top: int, rows: int) -> int:
+def _level(value: int, top: int, rows: int) -> int:
     """Dots from the bottom; anything above zero shows."""
-    return min(rows, -(-(value or 0) * rows // top))
+    return min(rows, -(-value * rows // top))
 
 
 def _braille_rows(allocated: list[int], reserved: list[int], room: int, height: int) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from memplan.report.plot import memory_plot
+from memplan.report.plot import memory_plot, room_is_near
 from memplan.report.text import clean, format_bytes, headline, short_op, shorten
 from memplan.types.estimate import Estimate, TensorInfo
 
@@ -101,7 +101,7 @@ def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]
 
 def _tensor_row(tensor: TensorInfo, ascii_only: bool) -> tuple[str, str, str, str]:
     """Size, shape and dtype, origin, source line: tensors that read alike share a line."""
-    description = " ".join(filter(None, (tensor.shape, tensor.dtype))) or "unknown shape"
+    description = " ".join(filter(None, (tensor.shape, tensor.dtype)))
     maker = tensor.name or " in ".join(filter(None, (short_op(tensor.op), tensor.module)))
     role = tensor.role.replace("_", " ")
     return (
@@ -125,9 +125,10 @@ def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
     )
     if lines:
         yield Text()
-        yield Text.assemble(
-            ("memory over time", "bold"), "  allocated (area), reserved (line), room (broken line)"
-        )
+        legend = "  allocated (area), reserved (line)"
+        if room and room_is_near(estimate.curve, room):
+            legend += ", room for PyTorch on the card (broken line)"
+        yield Text.assemble(("memory over time", "bold"), legend)
         for line in lines:
             yield Text(line, style="cyan")
 
