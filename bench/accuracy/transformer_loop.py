@@ -10,7 +10,7 @@ import argparse
 import random
 
 import torch
-from model_configs import is_encoder_decoder, model_config
+from model_configs import is_encoder_decoder, model_config  # type: ignore[import-not-found]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
