@@ -183,6 +183,7 @@ def test_what_cannot_be_captured_ends_with_4(
         ("l4", "--gpu l4", None, "memplan estimate --gpu l4 -o job.trace train.py --lr '3 4'"),
         ("l4", "", "a.trace", "memplan export --format memory_viz -o a.pickle a.trace"),
         ("1GiB", "--gpu 1GiB -f", None, "memplan estimate -f --gpu rtx4060 train.py --lr '3 4'"),
+        ("1GiB", "-o a --gpu 1GiB", "a", "memplan estimate --gpu rtx4060 train.py --lr '3 4'"),
         ("1GiB", "--gpu=1GiB", None, "memplan estimate --gpu rtx4060 train.py --lr '3 4'"),
     ],
 )

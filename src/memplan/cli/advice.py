@@ -18,11 +18,12 @@ def next_command(
 ) -> str:
     """What the reader will most likely type next, ready to be pasted."""
     rest = [*(["-m"] if program.kind == "module" else []), program.name, *program.argv]
-    own = list(own_words)
+    # A trace that was kept is not written over, so the same -o would be refused.
+    own = _without(own_words, "-o", "--output")
     if result.fits is None:
         words = ["memplan", "estimate", "--gpu", "rtx4090", *own, *rest]
     elif not result.fits and (larger := _larger_card(result.high_bytes)):
-        words = ["memplan", "estimate", *_without_gpu(own), "--gpu", larger, *rest]
+        words = ["memplan", "estimate", *_without(own, "--gpu"), "--gpu", larger, *rest]
     elif output:
         picture = str(Path(output).with_suffix(".pickle"))
         words = ["memplan", "export", "--format", "memory_viz", "-o", picture, output]
@@ -36,11 +37,13 @@ def _larger_card(needed: int) -> str | None:
     return min(enough, key=lambda p: p.total_memory_bytes).name if enough else None
 
 
-def _without_gpu(words: list[str]) -> list[str]:
+def _without(words: list[str], *options: str) -> list[str]:
+    """The words without these options and their values."""
     kept: list[str] = []
     skip = False
     for word in words:
-        if not skip and word != "--gpu" and not word.startswith("--gpu="):
+        drop = skip or word.partition("=")[0] in options
+        skip = not skip and word in options
+        if not drop:
             kept.append(word)
-        skip = word == "--gpu"
     return kept
