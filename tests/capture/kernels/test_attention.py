@@ -14,10 +14,9 @@ from memplan.capture.kernels.attention import (
     SdpaEnvironment,
     choose_sdpa,
     head_alignment,
-    mask_bytes,
-    plan_sdpa,
     wheel_cudnn_version,
 )
+from memplan.capture.kernels.attention_plan import mask_bytes, plan_sdpa
 
 V100, T4, A100, A10, L4, H100, B200, B300, RTX5090 = (
     (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0),

@@ -41,10 +41,6 @@ def test_the_flat_buffer_holds_exactly_the_modules_weights(
     stack = Rnn(mode, 7, 12, 3, 5, 2, bidirectional=bidirectional, bias=bias)
     elements = sum(p.numel() for p in module.parameters())
     assert rnn.weight_buffer(stack).bytes == 4 * elements
-    output, state = module(torch.zeros(5, 2, 7))
-    shapes = rnn.output_shapes(stack)
-    assert output.shape == shapes[0]
-    assert (state[0] if mode == "LSTM" else state).shape == shapes[1]
 
 
 def test_projection_weights_are_counted() -> None:

@@ -8,7 +8,6 @@ inferred. Newer releases may differ: hence the interval. Operators: pytorch `nat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memplan.capture.kernels.model import HALF, MIB, Scratch, exactly, itemsize
@@ -116,12 +115,3 @@ def dropout_state(sm_count: int, max_threads_per_sm: int = 2048) -> Scratch:
     generator of 48 bytes for each resident thread at most."""
     most = sm_count * max_threads_per_sm * 48
     return Scratch("rnn dropout state", 0, most // 2, most, end=None)
-
-
-def output_shapes(rnn: Rnn, batch_first: bool = False) -> Sequence[tuple[int, ...]]:
-    """Shapes of output, hy and cy of an unpacked call; cy is empty but for the LSTM."""
-    out = rnn.proj_size or rnn.hidden_size
-    first, second = (rnn.batch, rnn.steps) if batch_first else (rnn.steps, rnn.batch)
-    stack = rnn.layers * rnn.directions
-    cell = (stack, rnn.batch, rnn.hidden_size) if rnn.mode == "LSTM" else (0,)
-    return (first, second, out * rnn.directions), (stack, rnn.batch, out), cell
