@@ -1,4 +1,4 @@
-"""Train a small mixture of experts (Qwen3-MoE's architecture) with autocast to bf16."""
+"""Train a small mixture of experts (Qwen3-MoE's architecture) in bf16."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 
 class Packed(Dataset[Tensor]):
@@ -27,7 +27,7 @@ class Packed(Dataset[Tensor]):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024, help="tokens per row")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=3e-4)
@@ -60,7 +60,7 @@ def main() -> None:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    model = Qwen3MoeForCausalLM(config).to(args.device)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(args.device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     loader = DataLoader(
@@ -73,8 +73,7 @@ def main() -> None:
     for step, tokens in enumerate(loader):
         tokens = tokens.to(args.device, non_blocking=True)
         optimizer.zero_grad()
-        with torch.autocast(args.device, dtype=torch.bfloat16):
-            outputs = model(input_ids=tokens, labels=tokens)
+        outputs = model(input_ids=tokens, labels=tokens)
         outputs.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -87,7 +87,7 @@ def moe() -> Example:
     attention = 2 * width**2 + 2 * width * kv_heads * head + 2 * head
     router_and_experts = width * experts + experts * 3 * width * expert
     count = vocab * width + layers * (attention + router_and_experts + 2 * width) + width
-    return Example("moe", "rtx4090", 4 * count, 4 * count, 8 * count, assumed=("routing",))
+    return Example("moe", "rtx4090", 2 * count, 2 * count, 4 * count, assumed=("routing",))
 
 
 def llama3_8b() -> Example:
