@@ -1,0 +1,55 @@
+"""Promises that no single stage can keep alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK_TO_START = [
+    "memplan",
+    "memplan.types",
+    "memplan.simulate",
+    "memplan.estimate",
+    "memplan.report",
+    "memplan.cli",
+    "memplan.cli.app",
+    "memplan.capture.options",
+    "memplan.capture.importers",
+]
+
+
+@pytest.mark.parametrize("module", QUICK_TO_START)
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in sys.modules if name == 'torch'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_development_package_is_pinned_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", pin) for pin in pins)
+    pinned = {_plain(pin.split("==")[0]) for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    for group in project["dependency-groups"].values():
+        wanted += [entry for entry in group if isinstance(entry, str)]
+    assert {_plain(re.split(r"[<>=!~\[ ]", name)[0]) for name in wanted} <= pinned
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md", "examples/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    links = re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
