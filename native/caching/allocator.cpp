@@ -1,10 +1,27 @@
 #include "caching/allocator.hpp"
 
-#include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace memplan::caching {
+
+namespace {
+
+constexpr std::int64_t kLowest = std::numeric_limits<std::int64_t>::min();
+
+// By stream, then as for best fit.
+template <typename Visit>
+void for_each_free(const Pool& pool, Visit visit) {
+  for (const auto& [stream, bin] : pool.bins) {
+    for (auto it = bin.free.begin(); it != bin.free.end(); it = bin.free.next(it)) {
+      visit(bin.free.at(it).block);
+    }
+  }
+}
+
+}  // namespace
 
 Allocator::Allocator(const Settings& settings, std::vector<ObservedSegment> observed,
                      std::function<void()> synchronize)
@@ -14,7 +31,7 @@ Allocator::Allocator(const Settings& settings, std::vector<ObservedSegment> obse
 
 Bin& Allocator::bin_of(Pool& pool, std::int32_t stream) {
   if (last_bin_ != nullptr && last_pool_ == &pool && last_stream_ == stream) return *last_bin_;
-  last_bin_ = &pool.bins.try_emplace(stream, &memory_).first->second;
+  last_bin_ = &pool.bins[stream];
   last_pool_ = &pool;
   last_stream_ = stream;
   return *last_bin_;
@@ -48,7 +65,12 @@ void Allocator::delete_block(Block* block) {
 
 void Allocator::insert_free(Block* block) {
   block->searches_then = block->pool->searches;
-  block->place = block->bin->free.insert({block->size, block->address, block}).first;
+  block->bin->free.insert({block->size, block->address, block});
+}
+
+void Allocator::erase_free(Block* block) {
+  FreeList& free = block->bin->free;
+  free.erase(free.lower_bound({block->size, block->address, block}));
 }
 
 void Allocator::link(Block* before, Block* block, Block* after) {
@@ -127,28 +149,29 @@ Block* Allocator::find_free(const Request& request) {
     ++request.pool->searches;
   }
   FreeList& free = request.bin->free;
-  auto it = free.lower_bound({request.size, std::numeric_limits<std::int64_t>::min(), nullptr});
+  FreeList::Position it = free.lower_bound({request.size, kLowest, nullptr});
   if (it == free.end()) return nullptr;
-  if (it->block->expandable != nullptr) {
-    if (settings_.expandable_segments) {
-      // A block in front of unmapped pages counts with them: prefer the one that can grow least.
-      const auto room = [](const Block& block) {
-        const bool can_grow = block.next != nullptr && !block.next->mapped;
-        return block.size + (can_grow ? block.next->size : 0);
-      };
-      for (auto next = std::next(it); it->block->expandable != nullptr && next != free.end() &&
-                                      room(*next->block) < room(*it->block);
-           ++next) {
-        it = next;
-      }
-    } else {
-      do {
-        ++it;
-      } while (it != free.end() && it->block->expandable != nullptr);
-      if (it == free.end()) return nullptr;
+  const auto expandable = [&free](FreeList::Position position) {
+    return free.at(position).block->expandable != nullptr;
+  };
+  if (expandable(it) && settings_.expandable_segments) {
+    // A block in front of unmapped pages counts with them: prefer the one that can grow least.
+    const auto room = [&free](FreeList::Position position) {
+      const Block& block = *free.at(position).block;
+      const bool can_grow = block.next != nullptr && !block.next->mapped;
+      return block.size + (can_grow ? block.next->size : 0);
+    };
+    for (auto next = free.next(it);
+         expandable(it) && next != free.end() && room(next) < room(it); next = free.next(next)) {
+      it = next;
     }
+  } else if (expandable(it)) {
+    do {
+      it = free.next(it);
+    } while (it != free.end() && expandable(it));
+    if (it == free.end()) return nullptr;
   }
-  Block* block = it->block;
+  Block* block = free.at(it).block;
   const std::int64_t limit = settings_.max_split_size;
   if (request.size < limit && block->size >= limit) return nullptr;
   if (request.size >= limit && block->size >= request.size + settings_.max_non_split_rounding) {
@@ -221,31 +244,31 @@ void Allocator::collect_garbage() {
   const auto age = [this](const Block& block) {
     return static_cast<std::int32_t>(large_.searches - block.searches_then);
   };
+  std::vector<Block*> whole;
+  for_each_free(large_, [&whole](Block* block) {
+    if (!block->is_split()) whole.push_back(block);
+  });
   std::int64_t total_age = 0;
-  std::int64_t freeable = 0;
-  for (const auto& [stream, bin] : large_.bins) {
-    for (const FreeKey& key : bin.free) {
-      if (key.block->is_split()) continue;
-      total_age += age(*key.block);
-      ++freeable;
-    }
-  }
+  for (const Block* block : whole) total_age += age(*block);
+  auto freeable = static_cast<std::int64_t>(whole.size());
   std::int64_t reclaimed = 0;
   bool progress = true;
   while (reclaimed < target && progress && freeable > 0) {
-    const double oldest = static_cast<double>(total_age) / static_cast<double>(freeable);
+    const double mean = static_cast<double>(total_age) / static_cast<double>(freeable);
     progress = false;
-    for (auto& [stream, bin] : large_.bins) {
-      for (auto it = bin.free.begin(); it != bin.free.end();) {
-        Block* block = (it++)->block;
-        if (block->is_split() || block->expandable != nullptr || age(*block) < oldest) continue;
-        progress = true;
-        reclaimed += block->size;
-        total_age -= age(*block);
-        --freeable;
-        release_segment(block);
+    std::vector<Block*> kept;
+    for (Block* block : whole) {
+      if (block->expandable != nullptr || age(*block) < mean) {
+        kept.push_back(block);
+        continue;
       }
+      progress = true;
+      reclaimed += block->size;
+      total_age -= age(*block);
+      --freeable;
+      release_segment(block);
     }
+    whole = std::move(kept);
   }
 }
 
@@ -256,21 +279,21 @@ bool Allocator::release_oversize(const Request& request) {
   if (limit == kUnlimited) return false;
   const std::int64_t wanted = std::max(request.size, limit);
   FreeList& free = request.bin->free;
-  auto it = free.lower_bound({wanted, std::numeric_limits<std::int64_t>::min(), nullptr});
-  if (it != free.end() && it->block->expandable == nullptr) {
-    release_segment(it->block);
+  const FreeKey key{wanted, kLowest, nullptr};
+  FreeList::Position it = free.lower_bound(key);
+  if (it != free.end() && free.at(it).block->expandable == nullptr) {
+    release_segment(free.at(it).block);
     return true;
   }
+  std::vector<Block*> oversize;  // Largest last.
+  for (auto each = free.lower_bound({limit, kLowest, nullptr}); each != it;
+       each = free.next(each)) {
+    if (free.at(each).block->expandable == nullptr) oversize.push_back(free.at(each).block);
+  }
   std::int64_t released = 0;
-  while (released < wanted && it != free.begin()) {
-    const auto current = std::prev(it);
-    if (current->size < limit) break;
-    if (current->block->expandable != nullptr) {
-      it = current;
-      continue;
-    }
-    released += current->size;
-    release_segment(current->block);
+  for (; released < wanted && !oversize.empty(); oversize.pop_back()) {
+    released += oversize.back()->size;
+    release_segment(oversize.back());
   }
   return released >= wanted;
 }
@@ -282,18 +305,13 @@ void Allocator::release_cached() {
 }
 
 void Allocator::release_pool(Pool& pool) {
-  std::vector<Block*> to_unmap;  // Unmapping changes the free lists.
-  for (auto& [stream, bin] : pool.bins) {
-    for (auto it = bin.free.begin(); it != bin.free.end();) {
-      Block* block = (it++)->block;
-      if (block->expandable != nullptr) {
-        to_unmap.push_back(block);
-      } else if (!block->is_split()) {
-        release_segment(block);
-      }
-    }
+  std::vector<Block*> cached;  // Releasing changes the free lists.
+  for_each_free(pool, [&cached](Block* block) { cached.push_back(block); });
+  for (Block* block : cached) {
+    if (block->expandable == nullptr && !block->is_split()) release_segment(block);
   }
-  for (Block* block : to_unmap) {
+  std::erase_if(cached, [](const Block* block) { return block->expandable == nullptr; });
+  for (Block* block : cached) {
     unmap(block);
     if (!block->mapped && !block->is_split()) release_expandable(block);
   }

@@ -4,7 +4,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <memory_resource>
 #include <vector>
 
 #include "caching/address_space.hpp"
@@ -87,8 +86,8 @@ class Allocator {
   Block* new_block(Pool* pool, Bin* bin, std::int32_t stream, std::int64_t address,
                    std::int64_t size, ExpandableSegment* expandable);
   void delete_block(Block* block);
-  void insert_free(Block* block);
-  void erase_free(Block* block) { block->bin->free.erase(block->place); }
+  static void insert_free(Block* block);
+  static void erase_free(Block* block);
   static void link(Block* before, Block* block, Block* after);
   void merge(Block* block, Block* neighbour);
 
@@ -125,9 +124,8 @@ class Allocator {
   std::int64_t now_ = 0;
   Statistics statistics_;
   std::vector<SegmentEvent> segment_events_;
-  std::pmr::unsynchronized_pool_resource memory_;
-  Pool small_{.small = true};
-  Pool large_{.small = false};
+  Pool small_{true};
+  Pool large_{false};
   std::deque<Block> blocks_;
   std::vector<Block*> spare_blocks_;
   std::vector<std::unique_ptr<ExpandableSegment>> expandable_;

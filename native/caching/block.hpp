@@ -2,14 +2,12 @@
 
 #include <cstdint>
 #include <map>
-#include <memory_resource>
-#include <set>
-#include <tuple>
 #include <vector>
+
+#include "caching/free_list.hpp"
 
 namespace memplan::caching {
 
-struct Block;
 struct Pool;
 
 // One range of virtual addresses whose pages are mapped on demand.
@@ -19,30 +17,17 @@ struct ExpandableSegment {
   std::int64_t page;
 };
 
-struct FreeKey {
-  std::int64_t size;
-  std::int64_t address;
-  Block* block;
-};
-
-struct BySizeThenAddress {
-  bool operator()(const FreeKey& a, const FreeKey& b) const {
-    return a.size != b.size ? a.size < b.size : a.address < b.address;
-  }
-};
-
-using FreeList = std::pmr::set<FreeKey, BySizeThenAddress>;
 using UnmappedList = std::map<std::int64_t, Block*>;  // By address.
 
 // The blocks of one stream in one pool that are not in use.
 struct Bin {
-  explicit Bin(std::pmr::memory_resource* memory) : free(memory) {}
   FreeList free;
   UnmappedList unmapped;
 };
 
 struct Pool {
-  bool small;
+  explicit Pool(bool is_small) : small(is_small) {}
+  const bool small;
   std::int64_t searches = 0;  // Counted while garbage collection is on: the blocks' age.
   std::map<std::int32_t, Bin> bins;  // By stream.
 };
@@ -57,7 +42,6 @@ struct Block {
   Block* prev = nullptr;
   Block* next = nullptr;
   ExpandableSegment* expandable = nullptr;
-  FreeList::iterator place{};       // Valid while cached and mapped.
   std::int64_t searches_then = 0;   // Of the pool, when the block was cached.
   std::int32_t stream = 0;
   int pending = 0;                  // Uses by other streams that may not have passed.

@@ -66,6 +66,8 @@ void Allocator::restore_expandable(const std::vector<InitialSegment>& segments,
                        (initial.address - segment->base) % segment->page == 0 &&
                        (last->address + last->size - segment->base) % segment->page == 0 &&
                        initial.address >= last->address + last->size &&
+                       addresses_.is_free(last->address + last->size,
+                                          initial.address - last->address - last->size) &&
                        initial.address + initial.bytes <= segment->base + segment->bytes;
     if (joins) {
       link(add_gap(segment, last, initial.address), first, first->next);

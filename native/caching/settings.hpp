@@ -52,7 +52,7 @@ constexpr std::int64_t round_up_division(std::int64_t bytes, std::int64_t divisi
 
 inline std::int64_t block_size(const Settings& settings, std::int64_t bytes) {
   if (bytes < kMinBlock) return kMinBlock;
-  const int log2 = std::bit_width(static_cast<std::uint64_t>(bytes)) - 1;
+  const int log2 = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(bytes))) - 1;
   const int interval = std::clamp(log2 - 20, 0, static_cast<int>(kRoundupIntervals) - 1);
   const std::int64_t divisions = settings.roundup_divisions[static_cast<std::size_t>(interval)];
   if (divisions > 1 && bytes > kMinBlock * divisions) return round_up_division(bytes, divisions);
