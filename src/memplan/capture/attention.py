@@ -7,20 +7,30 @@ kernel is called instead, with its own saved tensors and its own backward.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from memplan.capture.kernels.attention import Choice, Mask, SdpaCall, SdpaEnvironment, choose_sdpa
+from memplan.capture.kernels.attention import (
+    DEFAULT_ORDER,
+    Choice,
+    Mask,
+    SdpaCall,
+    SdpaEnvironment,
+    choose_sdpa,
+)
+from memplan.capture.kernels.model import version_tuple
 from memplan.capture.mode import CaptureMode, Handler
 from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
 
+CUDA_VERSION = (13, 0)
 _HEAD_MULTIPLE = 8
-_MASK_MULTIPLE = {2: 8, 4: 4, 8: 2}
-"""Elements that a mask's last dimension is padded to (16 bytes), by item size."""
+_MASK_MULTIPLE = 16
+_PRIORITY = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
 class Attention:
@@ -81,10 +91,12 @@ class Attention:
         if choice.kernel == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)
         needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if bias is not None:
-            full = (*query.shape[:-1], key.shape[-2])
-            bias = _aligned(bias.expand(full), full)
         if choice.kernel == "efficient":
+            if (
+                bias is not None
+            ):  # padded before it is expanded: only the mask's own rows are copied
+                full = (*query.shape[:-1], key.shape[-2])
+                bias = _aligned(bias, tuple(bias.shape)).expand(full)
             return _first(
                 aten._scaled_dot_product_efficient_attention(
                     query, key, value, bias, needs_lse, dropout_p, is_causal, scale=scale
@@ -141,15 +153,22 @@ class Attention:
         }
         return SdpaEnvironment(
             capability=self.profile.capability,
-            torch_version=_version(torch.__version__),
+            torch_version=version_tuple(torch.__version__),
             enabled=frozenset(name for name, on in switches.items() if on),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            priority=_priority(),
+            cuda_version=CUDA_VERSION,
+            deterministic=torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn_deprioritized=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1",
         )
 
 
-def _version(text: str) -> tuple[int, int, int]:
-    numbers = [int("".join(filter(str.isdigit, part)) or 0) for part in text.split("+")[0].split(".")]
-    return (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0)
+def _priority() -> tuple[str, ...] | None:
+    """The order that the script set with `sdpa_kernel(..., set_priority=True)`, if it did."""
+    order = tuple(
+        _PRIORITY[number] for number in torch._C._get_sdp_priority_order() if number in _PRIORITY
+    )
+    return None if order[: len(DEFAULT_ORDER)] == DEFAULT_ORDER else order
 
 
 def _first(result: Any) -> torch.Tensor:
@@ -186,9 +205,8 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 
 
 def _aligned(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The kernel reads the mask in 16-byte pieces: a row that is not a multiple is padded."""
-    multiple = _MASK_MULTIPLE.get(bias.element_size(), 8)
-    missing = -shape[-1] % multiple
+    """The kernel wants rows of a multiple of 16 columns: others are padded, and sliced back."""
+    missing = -shape[-1] % _MASK_MULTIPLE
     if not missing:
         return bias
     return F.pad(bias, (0, missing))[..., : shape[-1]]

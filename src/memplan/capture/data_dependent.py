@@ -95,9 +95,13 @@ def from_values(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     observer = mode.observers.get(func)
     if observer is not None:
         observer(mode, func, args, kwargs, made)
-    return type(result)(made) if isinstance(result, list) else tuple(made) if isinstance(
-        result, tuple
-    ) else made
+    return (
+        type(result)(made)
+        if isinstance(result, list)
+        else tuple(made)
+        if isinstance(result, tuple)
+        else made
+    )
 
 
 def _with_values(mode: CaptureMode, func: Any, item: Any) -> Any:

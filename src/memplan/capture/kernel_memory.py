@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.attention import _version
 from memplan.capture.kernels import attention_scratch
+from memplan.capture.kernels.calls import OpCall
 from memplan.capture.kernels.convolution import (
     Convolution,
     ConvSettings,
@@ -23,12 +23,17 @@ from memplan.capture.kernels.convolution import (
     conv_backend,
     conv_workspace,
 )
-from memplan.capture.kernels.model import Scratch
+from memplan.capture.kernels.cudnn_norm import BatchNorm, batch_norm_backend, batch_norm_scratch
+from memplan.capture.kernels.model import Scratch, version_tuple
+from memplan.capture.kernels.reduction import reduction_scratch
+from memplan.capture.kernels.scratch import SCRATCH, scratch_for
 from memplan.capture.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
 from memplan.capture.mode import CaptureMode, Observer
 from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
+
+_BATCH_NORMS = ("aten.native_batch_norm", "aten.native_batch_norm_backward")
 
 
 class KernelMemory:
@@ -37,7 +42,7 @@ class KernelMemory:
     def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
         self.mode = mode
         self.profile = profile
-        self.version = _version(torch.__version__)
+        self.version = version_tuple(torch.__version__)
         self._workspaces: set[tuple[int, int, str]] = set()
 
     def observers(self) -> dict[Any, Observer]:
@@ -51,10 +56,12 @@ class KernelMemory:
             aten._scaled_dot_product_cudnn_attention.default: self.cudnn,
             aten._scaled_dot_product_cudnn_attention_backward.default: self.cudnn_backward,
         }
-        for name in BLAS_OPS:
-            packet = getattr(aten, name.removeprefix("aten."), None)
-            for overload in packet.overloads() if packet is not None else ():
-                found[getattr(packet, overload)] = self.blas
+        for overload in _overloads(SCRATCH):
+            found.setdefault(overload, self.scratch)
+        for overload in _overloads(BLAS_OPS):
+            found[overload] = self.blas
+        for overload in _overloads(_BATCH_NORMS):
+            found[overload] = self.batch_norm
         return found
 
     # Recording
@@ -78,6 +85,52 @@ class KernelMemory:
                     live.append((row, number))
         for row, number in live:
             recorder.release(number, row.low, row.bytes, row.high, device)
+
+    def scratch(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What the rules of `kernels.scratch` say of an operator."""
+        tensors: list[torch.Tensor] = []
+        other: dict[str, Any] = {}
+        for position, argument in enumerate(func._schema.arguments):
+            item = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+            elif isinstance(item, (list, tuple)) and item and isinstance(item[0], torch.Tensor):
+                tensors.extend(item)
+            elif item is not None:
+                other[argument.name] = item
+            elif argument.has_default_value():
+                other[argument.name] = argument.default_value
+        outputs = result if isinstance(result, (list, tuple)) else [result]
+        call = OpCall(
+            f"aten.{func._schema.name.split('::')[1]}",
+            [tuple(tensor.shape) for tensor in tensors],
+            [_dtype(tensor) for tensor in tensors],
+            strides=[tensor.stride() for tensor in tensors],
+            out_shapes=[tuple(t.shape) for t in outputs if isinstance(t, torch.Tensor)],
+            args=other,
+            capability=self.profile.capability,
+            sm_count=self.profile.sm_count,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        self.add(scratch_for(call))
+
+    def batch_norm(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Batch normalisation; the backward's first tensor is the gradient."""
+        backward = "backward" in func._opname
+        x = args[1] if backward else args[0]
+        weight = args[2] if backward else args[1]
+        call = BatchNorm(
+            shape=tuple(x.shape),
+            dtype=_dtype(x),
+            weight_dtype=None if weight is None else _dtype(weight),
+            training=bool(args[7] if backward else args[5]),
+            channels_last=_channels_last(x),
+            cudnn_enabled=bool(torch.backends.cudnn.enabled),
+        )
+        if not backward:
+            backend = batch_norm_backend(call)
+            self.mode.kernels["batch_norm", backend, call.dtype] += 1
+        self.add(batch_norm_scratch(call, backward=backward))
 
     # Matrix products
 
@@ -148,7 +201,19 @@ class KernelMemory:
             numbers.append(mode.record(output))
             if direction is not None:
                 self._convolve(conv, direction)
+            else:
+                self.add(self._bias_gradient(grad))
         return numbers
+
+    def _bias_gradient(self, grad: torch.Tensor) -> list[Scratch]:
+        return reduction_scratch(
+            tuple(grad.shape),
+            [0, *range(2, grad.dim())],
+            strides=grad.stride(),
+            sm_count=self.profile.sm_count,
+            capability=self.profile.capability,
+            half=grad.element_size() == 2,
+        )
 
     def _convolve(self, conv: Convolution, direction: Direction) -> None:
         cudnn = torch.backends.cudnn
@@ -200,7 +265,12 @@ class KernelMemory:
         query, key, value = args[1:4]
         self.add(
             attention_scratch.efficient_backward_scratch(
-                query.shape, key.shape, value.shape, _dtype(query), self.profile.capability
+                query.shape,
+                key.shape,
+                value.shape,
+                _dtype(query),
+                self.profile.capability,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
             )
         )
 
@@ -216,6 +286,13 @@ class KernelMemory:
                 query.shape, key.shape, value.shape, _dtype(query)
             )
         )
+
+
+def _overloads(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        packet = getattr(aten, name.removeprefix("aten."), None)
+        for overload in packet.overloads() if packet is not None else ():
+            yield getattr(packet, overload)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -241,9 +318,7 @@ def _convolution(
     ]
     if dims == 1:  # PyTorch runs it as a two-dimensional convolution of height 1
         shapes = [(*shape[:2], 1, shape[2]) for shape in shapes]
-        lists = [
-            [neutral, *values] for neutral, values in zip((1, 0, 1, 0), lists, strict=True)
-        ]
+        lists = [[neutral, *values] for neutral, values in zip((1, 0, 1, 0), lists, strict=True)]
     return Convolution(
         x=shapes[0],
         w=shapes[1],

@@ -37,6 +37,7 @@ aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 _device_query = torch.ops.prim.device.default
 
+
 class EnoughSeen(BaseException):
     """Ends the user's script once nothing new is to be expected. Never an `Exception`, so that a
     script's own `except Exception` does not stop it; one that swallows it meets it again at its

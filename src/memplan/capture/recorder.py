@@ -44,7 +44,7 @@ class Recorder:
         self.peak_live_bytes = 0
         self.stream = 0
         self.finished = False
-        """Set once enough has been seen: what the script lets go of afterwards is not its own doing."""
+        """Set once enough has been seen: what the script lets go of afterwards does not count."""
         self._dead: deque[int] = deque()
 
     def restart(self) -> None:

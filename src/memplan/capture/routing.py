@@ -1,7 +1,7 @@
-"""Values assumed for integers and masks that depend on data: a router's choice, a threshold's mask.
+"""Values assumed where they depend on data: a router's choice, a threshold's mask.
 
-`balanced` spreads choices evenly over the options and keeps half of a mask; `worst` sends everything
-to the same options and keeps the whole mask.
+`balanced` spreads choices evenly over the options and keeps half of a mask; `worst` sends
+everything to the same options and keeps the whole mask.
 """
 
 from __future__ import annotations

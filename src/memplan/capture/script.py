@@ -73,7 +73,7 @@ def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
         return
     if stop.code == 2:
         raise UsageError(
-            f"{target.name} refused its arguments (it stopped with exit code 2; its message is above)",
+            f"{target.name} refused its arguments (exit code 2; its own message is above)",
             f"give the script's own arguments after its name: memplan estimate {target.name} …",
         )
     raise CaptureError(
