@@ -87,7 +87,7 @@ def _check_segments(meta: TraceMeta, storages: int, where: str) -> None:
             inside = reached <= block.address and block.address + block.bytes <= end
             if not inside or block.bytes <= 0 or not 0 <= block.requested_bytes < MAX_BYTES:
                 raise _error(where, f"{place} has blocks that overlap or leave it")
-            if not -1 <= block.storage < storages:
+            if not -2 <= block.storage < storages:
                 raise _error(where, f"{place} holds a storage that does not exist")
             reached = block.address + block.bytes
 

@@ -1,0 +1,169 @@
+"""The state before a snapshot's history began, by walking the history backwards from its end.
+
+The history is a ring buffer: it usually begins in the middle of a run. A snapshot holds the state
+at its end, so undoing every entry, last first, gives the segments and blocks at its beginning.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from memplan.capture.importers.snapshot_schema import Entry, SnapshotSegment
+
+_ALIGNMENT = 512
+_SMALL_SEGMENT = 2 << 20
+_LARGEST_TAIL = 1 << 20
+"""Blocks of the large pool are not split where the rest would be this or less; free blocks there
+are larger, so a smaller hole belongs to the block below it."""
+
+
+@dataclass
+class StartBlock:
+    """A block in use before the first entry; `[address, address + bytes)`."""
+
+    address: int
+    requested: int
+    bytes: int = 0
+    """0 until known."""
+    pending: bool = False
+    """Released by the program, still awaiting another stream."""
+
+
+@dataclass
+class StartSegment:
+    """Memory held before the first entry; `[address, end)`."""
+
+    address: int
+    end: int
+    stream: int
+    expandable: bool
+    blocks: list[StartBlock] = field(default_factory=list)
+
+
+@dataclass
+class StartState:
+    """What a device's allocator held before the first entry of its history."""
+
+    segments: list[StartSegment]
+    contradictions: int
+    """Entries that the state after them rules out, as when recording was switched off and on."""
+
+
+def rewind(segments: Iterable[SnapshotSegment], entries: list[Entry]) -> StartState:
+    """Undo `entries` (one device's, oldest first) from the state that `segments` shows."""
+    undo = _Rewind(segments)
+    for entry in reversed(entries):
+        undo.entry(entry)
+    ranges = sorted(undo.ranges.values(), key=lambda r: r.address)
+    lost = _place(undo.blocks, ranges)
+    for segment in ranges:
+        _size_blocks(segment)
+    return StartState(ranges, undo.contradictions + lost)
+
+
+class _Rewind:
+    """Segments and blocks in use, at a moment that moves backwards."""
+
+    def __init__(self, segments: Iterable[SnapshotSegment]) -> None:
+        self.ranges: dict[int, StartSegment] = {}
+        self.blocks: dict[int, StartBlock] = {}
+        self.contradictions = 0
+        for segment in segments:
+            end = segment.address + segment.total_size
+            self.ranges[segment.address] = StartSegment(
+                segment.address, end, segment.stream, segment.is_expandable
+            )
+            at = segment.address
+            for block in segment.blocks:
+                at = at if block.address is None else block.address
+                if block.state != "inactive":
+                    requested = block.size if block.requested_size is None else block.requested_size
+                    pending = block.state != "active_allocated"
+                    self.blocks[at] = StartBlock(at, requested, block.size, pending)
+                at += block.size
+
+    def entry(self, entry: Entry) -> None:
+        """Undo one entry."""
+        address, size = entry.addr, entry.size
+        match entry.action:
+            case "alloc":
+                self._drop(self.blocks.pop(address, None))
+            case "free_completed":
+                self._expect(address not in self.blocks)
+                self.blocks[address] = StartBlock(address, size, pending=True)
+            case "free_requested":
+                self.blocks.setdefault(address, StartBlock(address, size)).pending = False
+            case "free":
+                self._expect(address not in self.blocks)
+                self.blocks[address] = StartBlock(address, size)
+            case "segment_alloc":
+                self._drop(self.ranges.pop(address, None))
+            case "segment_free":
+                self._expect(address not in self.ranges)
+                self.ranges[address] = StartSegment(address, address + size, entry.stream, False)
+            case "segment_map":
+                self._unmap(address, address + size)
+            case "segment_unmap":
+                self._map(address, address + size, entry.stream)
+
+    def _expect(self, holds: bool) -> None:
+        self.contradictions += not holds
+
+    def _drop(self, found: object | None) -> None:
+        self._expect(found is not None)
+
+    def _unmap(self, begin: int, end: int) -> None:
+        """Take pages out of the run that holds them."""
+        holder = next(
+            (r for r in self.ranges.values() if r.address <= begin and end <= r.end), None
+        )
+        if holder is None:
+            self.contradictions += 1
+            return
+        del self.ranges[holder.address]
+        for low, high in ((holder.address, begin), (end, holder.end)):
+            if low < high:
+                self.ranges[low] = StartSegment(low, high, holder.stream, True)
+
+    def _map(self, begin: int, end: int, stream: int) -> None:
+        """Put pages back, joined with the runs they touch."""
+        touching = [
+            r
+            for r in self.ranges.values()
+            if r.expandable and r.stream == stream and (r.end == begin or r.address == end)
+        ]
+        for run in touching:
+            del self.ranges[run.address]
+            begin, end = min(begin, run.address), max(end, run.end)
+        self.ranges[begin] = StartSegment(begin, end, stream, True)
+
+
+def _place(blocks: dict[int, StartBlock], ranges: list[StartSegment]) -> int:
+    """Put each block into the segment that holds it; returns how many have none."""
+    starts = [segment.address for segment in ranges]
+    lost = 0
+    for _, block in sorted(blocks.items()):
+        at = bisect_right(starts, block.address) - 1
+        if at < 0 or block.address >= ranges[at].end:
+            lost += 1
+        else:
+            ranges[at].blocks.append(block)
+    return lost
+
+
+def _size_blocks(segment: StartSegment) -> None:
+    """Sizes of blocks that are known by their request only: rounded up, and with the tail that
+    the allocator did not split off."""
+    small = segment.end - segment.address <= _SMALL_SEGMENT
+    splits_all = small or segment.expandable
+    limits = [*(block.address for block in segment.blocks[1:]), segment.end]
+    for block, limit in zip(segment.blocks, limits, strict=False):
+        room = limit - block.address
+        if not block.bytes:
+            block.bytes = max(-(-block.requested // _ALIGNMENT), 1) * _ALIGNMENT
+            if not splits_all and 0 < room - block.bytes <= _LARGEST_TAIL:
+                block.bytes = room
+        block.bytes = min(block.bytes, room)
+        block.requested = min(block.requested, block.bytes)
