@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from memplan.capture.importers import load_any
 from memplan.capture.importers.event_csv import read_event_csv
 from memplan.types.errors import FormatError
 from memplan.types.trace import EventKind, Trace
+from memplan.types.trace_file import save_trace
 
 HEADER = "action,address,bytes,stream\n"
 
@@ -31,11 +33,11 @@ def test_storages_are_generations(tmp_path: Path) -> None:
     )
     events = trace.events
     assert [EventKind(k).name for k in events.kind.tolist()] == [
-        "SEGMENT_ALLOC", "ALLOC", "FREE", "FREE_COMPLETED", "ALLOC"
+        "SEGMENT_ALLOC", "ALLOC", "FREE", "FREE_COMPLETED", "MARK", "ALLOC"
     ]  # fmt: skip
-    assert events.storage.tolist() == [-1, 0, 0, 0, 1]
-    assert events.stream.tolist() == [0, 0, 0, 0, 1]
-    assert events.aux.tolist() == [2097152] * 5
+    assert events.storage.tolist() == [-1, 0, 0, 0, -1, 1]
+    assert events.stream.tolist() == [0, 0, 0, 0, 0, 1]
+    assert events.aux.tolist() == [2097152] * 4 + [-1, 2097152]
     assert (trace.meta.origin, trace.meta.method) == ("csv", "observed")
 
 
@@ -87,3 +89,17 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x80\x04\xff\xfe")
     with pytest.raises(FormatError, match="not text"):
         read_event_csv(tmp_path / "binary")
+
+
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "anything.bin"
+    path.write_text(HEADER + "alloc,512,9,0\n")
+    assert len(load_any(path)) == 1
+    path.unlink()
+    save_trace(read(tmp_path, "alloc,512,9,0\n"), path)
+    assert load_any(path).meta.origin == "csv"
+    path.write_bytes(b"\x7fELF")
+    with pytest.raises(FormatError, match="neither a trace of memplan"):
+        load_any(path)
+    with pytest.raises(FormatError, match="No such file"):
+        load_any(tmp_path / "absent")

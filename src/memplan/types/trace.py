@@ -58,6 +58,8 @@ class EventKind(IntEnum):
     """`torch.cuda.reset_peak_memory_stats()`; the simulator keeps the whole run's peak anyway."""
     OUT_OF_MEMORY = 13
     """Observed only: a request of `bytes` failed."""
+    MARK = 14
+    """Observed only: a moment that a log marks, such as a snapshot; memory does not change."""
 
 
 class Phase(IntEnum):
@@ -128,7 +130,8 @@ class Block(msgspec.Struct, frozen=True):
     bytes: int
     requested_bytes: int
     storage: int
-    """The storage generation that lives in it; -1 when free."""
+    """The storage generation that lives in it; -1 when free, -2 when something lives in it that no
+    event names."""
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ MAX_ROWS = 20_000_000
 MAX_SIZE = 1 << 48
 """Largest size of a block or segment that is believed."""
 
-_IGNORED = {"snapshot", "user_defined", "workspace_snapshot"}
+_MARKS = {"snapshot", "user_defined", "workspace_snapshot"}
 _OBSERVED = {
     "segment_alloc": EventKind.SEGMENT_ALLOC,
     "segment_free": EventKind.SEGMENT_FREE,
@@ -107,7 +107,9 @@ class _Reader:
             self._free_completed(address, nbytes, stream)
         elif action in _OBSERVED:
             self._builder.append(_OBSERVED[action], -1, nbytes, stream=stream, aux=address)
-        elif action not in _IGNORED:
+        elif action in _MARKS:
+            self._builder.append(EventKind.MARK)
+        else:
             raise self._error(line, f"unknown action {action[:40]!r}")
 
     def trace(self) -> Trace:
