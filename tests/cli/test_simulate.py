@@ -1,0 +1,82 @@
+"""`memplan simulate`: a file in, the replay's figures out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+from memplan.simulate import AllocatorSettings, simulate
+from memplan.types.trace_file import save_trace
+from tests.estimate.jobs import training_job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.trace"
+    save_trace(training_job(), path)
+    return path
+
+
+def test_json(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--json", str(job)]) == 0
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    expected = simulate(training_job())
+    assert answer["reserved_peak_bytes"] == expected.reserved_peak_bytes
+    assert answer["allocated_peak_bytes"] == expected.allocated_peak_bytes
+    assert answer["events"] == len(training_job())
+    assert answer["segments_logged"] == answer["segments_matched"] == 0
+    assert answer["seconds"] >= 0
+    assert answer["schema_version"] == 1 and answer["torch_version"] == "2.13.0"
+    assert answer["gpu"] is None and err == ""
+
+
+def test_settings(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    conf = "expandable_segments:True"
+    assert main(["simulate", "--json", "--alloc-conf", conf, str(job)]) == 0
+    expected = simulate(training_job(), AllocatorSettings.parse(conf))
+    assert json.loads(capfd.readouterr().out)["reserved_peak_bytes"] == expected.reserved_peak_bytes
+
+
+def test_text(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(job)]) == 0
+    reserved = simulate(training_job()).reserved_peak_bytes
+    assert f"{reserved} B" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("limit", "code"),
+    [(["--capacity", "100MiB"], 3), (["--capacity", "8GiB"], 0), (["--gpu", "rtx4060"], 0)],
+)
+def test_a_limit(job: Path, limit: list[str], code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--json", *limit, str(job)]) == code
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["oom_event"] is not None) == (code == 3)
+    assert answer["gpu"] == ("rtx4060" if "--gpu" in limit else None)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--capacity", "lots"], ["--gpu", "l4", "--capacity", "1GiB"], ["--alloc-conf", "nonsense:1"]],
+)
+def test_bad_options(job: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *words, str(job)]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04cos\nsystem\n", b"\x00" * 4096])
+def test_a_foreign_file(tmp_path: Path, content: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    assert main(["simulate", str(path)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("memplan: error: ") and "Traceback" not in err
+
+
+def test_a_truncated_trace(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job.write_bytes(job.read_bytes()[:-40])
+    assert main(["simulate", str(job)]) == 2
+    assert "Traceback" not in capfd.readouterr().err
