@@ -19,17 +19,14 @@ _PERIOD = 1.0
 class Budget:
     """Told of each file before it is written; looks at their sizes at most once a second."""
 
-    def __init__(
-        self, locate: Callable[[str], str], on_note: Callable[[str], None], limit: int = LIMIT
-    ) -> None:
-        self._locate = locate
+    def __init__(self, on_note: Callable[[str], None], limit: int = LIMIT) -> None:
         self._on_note = on_note
         self._limit = limit
         self._files: dict[str, None] = {}
         self._looked = 0.0
 
-    def __call__(self, path: str) -> None:
-        self._files[path] = None
+    def __call__(self, disk: str) -> None:
+        self._files[disk] = None
         now = time.monotonic()
         if now - self._looked >= _PERIOD:
             self._looked = now
@@ -37,7 +34,7 @@ class Budget:
 
     def enforce(self) -> None:
         """Empty the largest files until the rest is within the limit."""
-        sizes = disk_bytes([self._locate(path) for path in list(self._files)])
+        sizes = disk_bytes(list(self._files))
         total = sum(sizes.values())
         for disk, size in sorted(sizes.items(), key=lambda item: -item[1]):
             if total <= self._limit or size < _LARGE:

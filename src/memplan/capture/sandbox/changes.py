@@ -39,6 +39,8 @@ def open_fd(view: View, path: str, flags: int, mode: int = 0o777) -> int:
         return posix.open(view.reading(path, not flags & posix.O_NOFOLLOW), flags)
     with view.lock:
         disk, flags, mode = _place_for_writing(view, path, flags, mode)
+        if disk.startswith(view.upper):
+            view.on_write(disk)
         return posix.open(disk, flags, mode)
 
 
@@ -188,6 +190,10 @@ def rename(view: View, source: str, target: str) -> None:
             posix.rename(old.disk, new.disk)
             return
         directory = stat.S_ISDIR(mode_of(old.disk) or 0)
+        if new.at.startswith(f"{old.at}/"):
+            raise error(errno.EINVAL, source, target)
+        if old.at.startswith(f"{new.at}/"):
+            raise error(errno.ENOTEMPTY, source, target)
         _check_replaceable(view, new, directory, source, target)
         inside = _own_copy(view, old, directory)
         room = new.disk if new.layer == REAL else view.room_for(new.at, target)
@@ -242,14 +248,19 @@ def make_link(view: View, target: str, path: str) -> None:
     view.record([(jr.LINKS, "")])
 
 
-def make_hard_link(view: View, source: str, path: str, follow: bool = True) -> None:
-    """`os.link` on the view; the disk's file is copied first."""
+def make_hard_link(view: View, source: str, path: str) -> None:
+    """`os.link` on the view; the disk's file is copied first. Links are not followed."""
+
+    def link(room: str) -> None:
+        if stat.S_ISDIR(mode_of(spot.disk) or 0):
+            raise error(errno.EPERM, source, path)
+        posix.link(_own_copy(view, spot, directory=False), room)
+
     with view.lock:
-        spot = view.locate(source, follow)
+        spot = view.locate(source, follow=False)
         if spot.layer == ABSENT:
             raise error(errno.ENOENT, source, path)
-        inside = _own_copy(view, spot, directory=False)
-        _make_new(view, path, lambda room: posix.link(inside, room))
+        _make_new(view, path, link)
 
 
 def make_node(view: View, path: str, make: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _io
+import errno
 import os
 import posix
 import posixpath
@@ -58,8 +59,8 @@ def named(view: View, call: Callable[..., Any], original: Callable[..., Any]) ->
     return wrapped
 
 
-def make_open(view: View, on_write: Callable[[str], None]) -> Callable[..., Any]:
-    """The stand-in for `builtins.open`; `on_write` is told each path before it is written."""
+def make_open(view: View) -> Callable[..., Any]:
+    """The stand-in for `builtins.open`."""
     real = _io.open
 
     def open(
@@ -79,8 +80,6 @@ def make_open(view: View, on_write: Callable[[str], None]) -> Callable[..., Any]
             return real(file, mode, buffering, encoding, errors, newline, closefd)
 
         def open_inside(_name: str, flags: int) -> int:
-            if changes.is_write(flags):
-                on_write(path)
             return changes.open_fd(view, path, flags | posix.O_CLOEXEC, 0o666)
 
         trust.on = True
@@ -169,10 +168,14 @@ def _directory(view: View, path: Any) -> tuple[str, str] | None:
     called = view.path_of(path) if isinstance(path, int) else text_of(view, path)
     if called is None:
         return None
-    place = view.locate(called)
-    if place.layer == ABSENT:
-        raise error(2, called)
-    return None if place.layer == REAL or view.place(place.at).plain else (place.at, called)
+    spot = view.locate(called)
+    if spot.layer == ABSENT:
+        raise error(errno.ENOENT, called)
+    if not stat.S_ISDIR(posix.stat(spot.disk).st_mode):
+        raise error(errno.ENOTDIR, called)
+    if spot.layer == REAL or (view.place(spot.at).plain and view.reading(called) is called):
+        return None
+    return spot.at, called
 
 
 def make_listings(view: View) -> dict[str, Callable[..., Any]]:
@@ -182,8 +185,6 @@ def make_listings(view: View) -> dict[str, Callable[..., Any]]:
         found = _directory(view, "." if path is None else path)
         if found is None:
             return posix.listdir(_straight(path))
-        if not stat.S_ISDIR(posix.stat(view.reading(found[1])).st_mode):
-            raise error(20, found[1])
         names = view.names(found[0])
         return [os.fsencode(n) for n in names] if isinstance(path, bytes) else list(names)
 
@@ -191,8 +192,6 @@ def make_listings(view: View) -> dict[str, Callable[..., Any]]:
         found = _directory(view, "." if path is None else path)
         if found is None:
             return posix.scandir(_straight(path))
-        if not stat.S_ISDIR(posix.stat(view.reading(found[1])).st_mode):
-            raise error(20, found[1])
         return Entries(_entries(found[0], path))
 
     def _straight(path: Any) -> Any:
@@ -275,7 +274,7 @@ def make_directory_functions(view: View) -> dict[str, Callable[..., Any]]:
             return
         spot = view.locate(called)
         if spot.layer == ABSENT:
-            raise error(2, called)
+            raise error(errno.ENOENT, called)
         view.enter(spot)
 
     def fchdir(fd: int) -> None:

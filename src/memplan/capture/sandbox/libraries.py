@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import os
 import sys
 import types
@@ -134,6 +135,17 @@ def _parquet(patches: Patches, view: View) -> Adapter:
     return adapt
 
 
+def _numpy(patches: Patches) -> Adapter:
+    def adapt(module: types.ModuleType) -> None:
+        # Its table of ways to open a file holds the original `open`.
+        openers = getattr(module, "_file_openers", None)
+        if isinstance(table := getattr(openers, "_file_openers", None), dict):
+            opened = table | {None: lambda *args, **kwargs: io.open(*args, **kwargs)}
+            patches.set(openers, "_file_openers", opened)
+
+    return adapt
+
+
 def _hdf5(patches: Patches, view: View) -> Adapter:
     def adapt(module: types.ModuleType) -> None:
         real = module.File.__init__
@@ -185,6 +197,7 @@ def adapters(patches: Patches, view: View) -> dict[str, Adapter]:
     return {
         "sqlite3": _sqlite(patches, view),
         "sqlite3.dbapi2": _sqlite(patches, view),
+        "numpy.lib._datasource": _numpy(patches),
         "pyarrow": _arrow(patches, view),
         "pyarrow.parquet.core": _parquet(patches, view),
         "h5py._hl.files": _hdf5(patches, view),

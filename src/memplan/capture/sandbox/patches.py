@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 from memplan.capture.patching import Patches
@@ -29,7 +28,7 @@ _OWN = "memplan.capture.sandbox"
 _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
 
 
-def patch_files(patches: Patches, view: View, on_write: Callable[[str], None]) -> dict[int, Any]:
+def patch_files(patches: Patches, view: View) -> dict[int, Any]:
     """Send every path that goes through `open`, `os` and the import system to the view.
 
     Returns the stand-ins by the id of the original.
@@ -39,7 +38,7 @@ def patch_files(patches: Patches, view: View, on_write: Callable[[str], None]) -
         make_readers(view),
         make_listings(view),
         make_directory_functions(view),
-        make_writers(view, on_write),
+        make_writers(view),
     )
     for table in tables:
         for name, call in table.items():
@@ -47,7 +46,7 @@ def patch_files(patches: Patches, view: View, on_write: Callable[[str], None]) -
             stand_in = stand_ins[id(original)] = named(view, call, original)
             _announce(patches, original, stand_in)
             patches.set(os, name, stand_in)
-    open_ = stand_ins[id(_io.open)] = named(view, make_open(view, on_write), _io.open)
+    open_ = stand_ins[id(_io.open)] = named(view, make_open(view), _io.open)
     patches.set(builtins, "open", open_)
     patches.set(io, "open", open_)
     patches.set(shutil, "_use_fd_functions", False)

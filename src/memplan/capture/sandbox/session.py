@@ -111,8 +111,8 @@ class Sandbox:
             patch_children(undo, children)
             workers.patch_spawn(undo, view.root, self._allow_network)
             mapping.patch_mmap(undo, view)
-            budget = Budget(view.reading, self.note)
-            self._keep(patches.patch_files(undo, view, budget))
+            view.on_write = Budget(self.note)
+            self._keep(patches.patch_files(undo, view))
             self._arm(undo, view)
             stack.callback(audit.disarm)
             _current = self

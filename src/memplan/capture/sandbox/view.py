@@ -18,7 +18,7 @@ import posix
 import posixpath
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from memplan.capture.sandbox import journal as jr
@@ -44,8 +44,13 @@ class Place(NamedTuple):
     """May have entries in the overlay, or hidden ones."""
     covered: bool
     """The disk's entries are hidden."""
-    plain: bool
-    """Reads go straight to the disk."""
+    straight: bool
+    """The path it was found by leads to it on the disk as well."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether reads by the path it was found by go straight to the disk."""
+        return self.straight and not (self.touched or self.covered)
 
 
 class Spot(NamedTuple):
@@ -90,6 +95,8 @@ class View:
         self.lock = threading.RLock()
         self.refused: list[str] = []
         self.closed = False
+        self.on_write: Callable[[str], None] = lambda disk: None
+        """Told of each file in the overlay before it is opened for writing."""
         self._mark = self.journal.mark
         self._seen = b""
         self._shadows = False
@@ -256,23 +263,28 @@ class View:
         if links > _MAX_LINKS:
             raise error(errno.ELOOP, path)
         if not path.strip("/"):
-            return self._describe("/", covered=False)
+            return Place("/", False, "/" in self._touched, False, True)
         head, _, name = path.rpartition("/")
         parent = self.place(head or "/", links)
         if name in ("", "."):
             return parent
         if name == "..":
-            return self.place(posixpath.dirname(parent.at), links)
+            up = self.place(posixpath.dirname(parent.at), links)
+            return up._replace(straight=parent.straight)
         spot = self._find(parent, name)
+        straight = parent.straight and spot.layer != UPPER
         if spot.layer == REAL:
-            return Place(spot.at, True, False, False, True)
-        if spot.layer != ABSENT and stat.S_ISLNK(mode_of(spot.disk) or 0):
-            return self.place(posixpath.join(parent.at, posix.readlink(spot.disk)), links + 1)
-        return self._describe(spot.at, parent.covered or spot.at in self._hidden)
-
-    def _describe(self, at: str, covered: bool) -> Place:
-        touched = at in self._touched
-        return Place(at, False, touched, covered, not (touched or covered))
+            return Place(spot.at, True, False, False, straight)
+        kind = None if spot.layer == ABSENT else mode_of(spot.disk)
+        if kind is not None and stat.S_ISLNK(kind):
+            target = posixpath.join(parent.at, posix.readlink(spot.disk))
+            place = self.place(target, links + 1)
+            return place._replace(straight=straight and place.straight)
+        if kind is not None and not stat.S_ISDIR(kind):
+            raise error(errno.ENOTDIR, path)
+        # What the overlay alone shows, or shows instead, has nothing of the disk's below it.
+        covered = parent.covered or spot.layer == UPPER or spot.at in self._hidden
+        return Place(spot.at, False, spot.at in self._touched, covered, straight)
 
     # What stands in a directory.
 

@@ -13,18 +13,16 @@ from memplan.capture.sandbox.files import text_of
 from memplan.capture.sandbox.view import View
 
 
-def make_writers(view: View, on_write: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
-    """Stand-ins by name; `on_write` is told each path before it is opened for writing."""
-    return _open(view, on_write) | _tree(view) | _moves(view) | _nodes(view) | _metadata(view)
+def make_writers(view: View) -> dict[str, Callable[..., Any]]:
+    """Stand-ins by name."""
+    return _open(view) | _tree(view) | _moves(view) | _nodes(view) | _metadata(view)
 
 
-def _open(view: View, on_write: Callable[[str], None]) -> dict[str, Callable[..., Any]]:
+def _open(view: View) -> dict[str, Callable[..., Any]]:
     def open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         text = text_of(view, path, dir_fd)
         if text is None:
             return posix.open(path, flags, mode, dir_fd=dir_fd)
-        if changes.is_write(flags):
-            on_write(text)
         return changes.open_fd(view, text, flags, mode)
 
     def truncate(path: Any, length: int) -> None:
@@ -92,7 +90,7 @@ def _moves(view: View) -> dict[str, Callable[..., Any]]:
         if old is None or new is None:
             posix.link(src, dst)
         else:
-            changes.make_hard_link(view, old, new, follow_symlinks)
+            changes.make_hard_link(view, old, new)
 
     def symlink(
         src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None
