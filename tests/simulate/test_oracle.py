@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -112,3 +114,23 @@ def test_native_replay_agrees_with_the_plain_model(
         np.testing.assert_array_equal(getattr(fast, column), getattr(slow, column), column)
     assert fast.num_alloc_retries == slow.num_alloc_retries
     assert (fast.oom_event, fast.oom_bytes) == (slow.oom_event, slow.oom_bytes)
+
+
+def agree(trace: Trace, conf: AllocatorSettings) -> None:
+    fast, slow = simulate(trace, conf), simulate_slowly(trace, conf)
+    for column in ("address", "requested", "allocated", "active", "reserved"):
+        np.testing.assert_array_equal(getattr(fast, column), getattr(slow, column), column)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_they_agree_with_hundreds_of_cached_blocks(expandable: bool) -> None:
+    rng = random.Random(3)
+    program: list[tuple[str, int, int]] = []
+    for _ in range(500):
+        program.append(("alloc", rng.randrange(1, 400) * 512, 0))
+    for _ in range(300):  # Mostly apart, so that few of them merge.
+        program.append(("free", rng.randrange(10**6), 0))
+    for _ in range(200):
+        program.append(("alloc", rng.randrange(1, 400) * 512, 0))
+        program.append(("free", rng.randrange(10**6), 0))
+    agree(build(program), AllocatorSettings(expandable_segments=expandable))
