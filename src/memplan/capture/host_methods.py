@@ -69,7 +69,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     patches.set(FakeTensor, "numpy", to_numpy)
     patches.set(FakeTensor, "__array__", to_array)
     patches.set(FakeTensor, "__iter__", iterate)
-    patches.set(FakeTensor, "data_ptr", addresses.of_tensor)
+    patches.set(FakeTensor, "data_ptr", lambda tensor: addresses.of_tensor(tensor))
     real_data_ptr = torch.UntypedStorage.data_ptr
 
     def storage_data_ptr(storage: torch.UntypedStorage) -> int:

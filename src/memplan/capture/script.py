@@ -7,8 +7,11 @@ import sys
 import traceback
 from pathlib import Path
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
@@ -21,10 +24,16 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
     when it fails, never steps an optimizer or asks nothing of the device.
     """
     session = CaptureSession(options)
+    box = sandbox(
+        allow_network=options.allow_network,
+        on_note=session.notes.append,
+        is_fake=lambda tensor: isinstance(tensor, FakeTensor),
+        new_tensor=session.new_tensor,
+    )
     argv_before, path_before = sys.argv, list(sys.path)
     sys.argv = [target.name, *target.argv]
     try:
-        with session:
+        with box, session:
             _run(target)
     except EnoughSeen:
         pass
@@ -38,7 +47,7 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
             raise cause from error
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise _script_failed(error, target) from error
+        raise _script_failed(error, target, box.refused) from error
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
     trace = session.trace([target.name, *target.argv])
@@ -82,11 +91,17 @@ def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
     )
 
 
-def _script_failed(error: BaseException, target: ScriptTarget) -> CaptureError:
+def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str]) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename)]
     where = f"{own[-1].filename}:{own[-1].lineno}" if own else target.name
     detail = str(error) or "(no message)"
+    if refused:
+        return CaptureError(
+            f"{where}: the script raised {type(error).__name__}: {detail} (it wanted to reach "
+            f"{', '.join(refused[:3])}, and memplan keeps it off the network)",
+            "run it once by itself so that what it downloads is cached, or pass --allow-network",
+        )
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",
         "check that it runs by itself; MEMPLAN_DEBUG=1 shows the whole traceback",

@@ -21,6 +21,7 @@ from memplan.capture import (
     torch_cuda,
 )
 from memplan.capture.attention import Attention
+from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
@@ -51,7 +52,8 @@ class CaptureSession:
             handlers={**data_dependent.HANDLERS, **shape_rules.HANDLERS},
             observers=dict(data_dependent.OBSERVERS),
         )
-        self.steps = StepWatcher(self.mode, options.steps)
+        self.ending = Ending(self.mode)
+        self.steps = StepWatcher(self.mode, options.steps, self.ending)
         self.notes: list[str] = []
         if not test.ok and method is None:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
@@ -72,6 +74,7 @@ class CaptureSession:
             parameters.install(patches, self.mode)
             host_methods.install(patches, self.mode)
             self._patch_framework(patches)
+            self.ending.install(patches)
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
@@ -93,6 +96,7 @@ class CaptureSession:
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
+                self.ending.before_module(training=torch.is_grad_enabled())
                 self._name_parameters(module)
             context.enter_module(module)
             try:
@@ -125,6 +129,16 @@ class CaptureSession:
     def _name_parameters(self, root: torch.nn.Module) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self.mode.role_of(tensor, Role.PARAMETER, name)
+
+    def new_tensor(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor for a checkpoint read back: its data were never written."""
+        elements = nbytes // dtype.itemsize
+        if device.type == self.mode.device_type:
+            return torch.empty(elements, dtype=dtype, device=device)
+        fake: torch.Tensor = self.mode.fake_mode.dispatch(
+            aten.empty.memory_format, (), ([elements],), {"dtype": dtype, "device": device}
+        )
+        return fake
 
     def _calibrate(self) -> None:
         """See `FanIn.calibrate`; what this allocates is discarded."""

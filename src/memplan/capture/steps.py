@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as optim_module
 
-from memplan.capture.mode import EnoughSeen
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
+    from memplan.capture.ending import Ending
     from memplan.capture.mode import CaptureMode
 
 DEFAULT_MAX_STEPS = 16
+_PATIENCE_SECONDS = 60.0
+"""After this long, fewer steps than that must do."""
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
 
@@ -26,13 +28,15 @@ class StepWatcher:
     steady when it asked for the same bytes on the same streams in the same order as the one before.
     """
 
-    def __init__(self, mode: CaptureMode, max_steps: int | None) -> None:
+    def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending) -> None:
         self.mode = mode
         self.max_steps = max_steps
+        self.ending = ending
+        self.enough = False
         self.completed = 0
         self.steady = False
         self.stop_reason = ""
-        self.on_enough: Callable[[], None] = self._end
+        self._began = time.monotonic()
         self._first: int | None = None
         self._start = 0
         self._previous: bytes | None = None
@@ -78,17 +82,22 @@ class StepWatcher:
         self._start = end
         self.steady = self.completed > _STATE_STEPS and requests == self._previous
         self._previous = requests
+        if self.enough:  # a step after the epoch that was cut short
+            self.ending.stop()
+        self._decide()
+
+    def _decide(self) -> None:
+        """Whether enough steps were seen, and why."""
         if self.max_steps is not None:
-            if self.completed >= self.max_steps:
-                self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
-                self.on_enough()
+            if self.completed < self.max_steps:
+                return
+            self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
         elif self.steady:
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps: step {self.completed} asked for "
                 "the same memory as the step before"
             )
-            self.on_enough()
-        elif self.completed >= DEFAULT_MAX_STEPS:
+        elif self._out_of_patience():
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps, none of which repeated the last"
             )
@@ -97,11 +106,14 @@ class StepWatcher:
                 f"no two consecutive steps of the first {self.completed} were alike (batches of "
                 "different shapes?); a later step may need more: raise --steps to see more",
             )
-            self.on_enough()
+        else:
+            return
+        self.enough = True
+        self.ending.begin(at_once=self.max_steps is not None)
 
-    def _end(self) -> None:
-        self.mode.recorder.finished = True
-        raise EnoughSeen
+    def _out_of_patience(self) -> bool:
+        slow = time.monotonic() - self._began > _PATIENCE_SECONDS
+        return self.completed >= DEFAULT_MAX_STEPS or (slow and self.completed > _STATE_STEPS)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

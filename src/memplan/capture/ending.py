@@ -1,0 +1,85 @@
+"""How a capture ends: not in the middle of an epoch, if what comes after it can still be reached.
+
+Once a step repeats, more training steps show nothing new, but the evaluation and the checkpoint at
+the end of the epoch may. So the data loaders that are being read run dry, the script goes on to
+whatever follows, with a few batches from each loader it opens, and is stopped when it trains again
+or after a time limit.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from memplan.capture.mode import CaptureMode, EnoughSeen
+from memplan.capture.patching import Patches
+
+_BATCHES_AFTER = 3
+_SECONDS_AFTER = 20.0
+
+
+class Ending:
+    """Decides when the script has shown enough, and stops it."""
+
+    def __init__(self, mode: CaptureMode) -> None:
+        self.mode = mode
+        self.draining = False
+        self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._deadline = 0.0
+        self._evaluated = False
+
+    def install(self, patches: Patches) -> None:
+        """Let data loaders run dry on demand, until `patches.undo()`."""
+        iterator = dataloader._BaseDataLoaderIter
+        real_next = iterator.__next__
+
+        def next_batch(loader: Any) -> Any:
+            if self.draining:
+                self._allow(loader)
+            batch = real_next(loader)
+            self._reading.add(loader)
+            return batch
+
+        patches.set(iterator, "__next__", next_batch)
+
+    def begin(self, *, at_once: bool) -> None:
+        """Enough training steps were seen: drain the loaders being read, or stop right here."""
+        if at_once or not self._reading:
+            self.stop()
+        self.draining = True
+        self._deadline = time.monotonic() + _SECONDS_AFTER
+
+    def before_module(self, *, training: bool) -> None:
+        """A root module is about to run."""
+        if not self.draining:
+            return
+        if not training:
+            self._evaluated = True
+        elif not self._evaluated:
+            self.stop()
+        if time.monotonic() > self._deadline:
+            self.stop()
+
+    def stop(self) -> None:
+        """Raises EnoughSeen, here and at every operator that the script may still try."""
+        self.mode.recorder.flush()
+        self.mode.recorder.finished = True
+        raise EnoughSeen
+
+    def _allow(self, loader: Any) -> None:
+        """Raises StopIteration for a loader that has given enough."""
+        if loader in self._reading and loader not in self._batches:
+            self._reading.discard(loader)
+            raise StopIteration
+        self._batches[loader] = self._batches.get(loader, 0) + 1
+        if self._batches[loader] > _BATCHES_AFTER:
+            raise StopIteration
+
+    @property
+    def saw_evaluation(self) -> bool:
+        """Whether anything ran without gradients since the loaders began to run dry."""
+        return self._evaluated
