@@ -41,8 +41,11 @@ class CaptureSession:
     Only one can be active in a process. `trace()` gives what has been recorded, also afterwards.
     """
 
-    def __init__(self, options: CaptureOptions, method: str | None = None) -> None:
-        """`method` forces `fake-cuda` or `fake-cpu`; None takes fake CUDA where it works."""
+    def __init__(
+        self, options: CaptureOptions, method: str | None = None, *, stop: bool = True
+    ) -> None:
+        """`method` forces `fake-cuda` or `fake-cpu`; None takes fake CUDA where it works. `stop`:
+        end the job by `EnoughSeen` once enough has been seen."""
         self.options = options
         test = self_test()
         self.method = method or ("fake-cuda" if test.ok else "fake-cpu")
@@ -53,7 +56,7 @@ class CaptureSession:
             observers=dict(data_dependent.OBSERVERS),
         )
         self.ending = Ending(self.mode)
-        self.steps = StepWatcher(self.mode, options.steps, self.ending)
+        self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
         self.notes: list[str] = []
         if not test.ok and method is None:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
@@ -74,7 +77,8 @@ class CaptureSession:
             parameters.install(patches, self.mode)
             host_methods.install(patches, self.mode)
             self._patch_framework(patches)
-            self.ending.install(patches)
+            if self.steps.ending is not None:
+                self.ending.install(patches)
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)

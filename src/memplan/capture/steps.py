@@ -28,7 +28,7 @@ class StepWatcher:
     steady when it asked for the same bytes on the same streams in the same order as the one before.
     """
 
-    def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending) -> None:
+    def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending | None) -> None:
         self.mode = mode
         self.max_steps = max_steps
         self.ending = ending
@@ -82,15 +82,19 @@ class StepWatcher:
         self._start = end
         self.steady = self.completed > _STATE_STEPS and requests == self._previous
         self._previous = requests
+        if self.ending is None:
+            return
         if self.enough:  # a step after the epoch that was cut short
             self.ending.stop()
-        self._decide()
+        if self._seen_enough():
+            self.enough = True
+            self.ending.begin(at_once=self.max_steps is not None)
 
-    def _decide(self) -> None:
-        """Whether enough steps were seen, and why."""
+    def _seen_enough(self) -> bool:
+        """Whether more steps would show nothing new; says why in `stop_reason`."""
         if self.max_steps is not None:
             if self.completed < self.max_steps:
-                return
+                return False
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
         elif self.steady:
             self.stop_reason = (
@@ -107,9 +111,8 @@ class StepWatcher:
                 "different shapes?); a later step may need more: raise --steps to see more",
             )
         else:
-            return
-        self.enough = True
-        self.ending.begin(at_once=self.max_steps is not None)
+            return False
+        return True
 
     def _out_of_patience(self) -> bool:
         slow = time.monotonic() - self._began > _PATIENCE_SECONDS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from memplan._callable import make_callable
 from memplan.estimate.estimator import estimate
 
 __all__ = ["estimate"]
+
+make_callable(__name__, "estimate")

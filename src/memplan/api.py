@@ -1,0 +1,97 @@
+"""memplan from Python: `memplan.estimate(step)` and `with memplan.capture():`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from memplan.capture.mode import EnoughSeen
+from memplan.capture.options import CaptureOptions
+from memplan.capture.session import CaptureSession
+from memplan.estimate import estimate as estimate_trace
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.types.errors import CaptureError
+from memplan.types.estimate import Estimate
+from memplan.types.trace import Trace
+
+_MOST_CALLS = 64
+
+Routing = Literal["balanced", "worst"]
+
+
+class Capture:
+    """What a `with memplan.capture() as c:` block asked of the device, so far or in the end."""
+
+    def __init__(self, session: CaptureSession, profile: DeviceProfile | None) -> None:
+        self._session = session
+        self._profile = profile
+
+    def trace(self) -> Trace:
+        """The requests, as a `Trace`."""
+        return self._session.trace()
+
+    def estimate(self) -> Estimate:
+        """The peak of what has run. Raises CaptureError when nothing asked for device memory."""
+        trace = self.trace()
+        if not (trace.events.bytes > 0).any():
+            raise CaptureError(
+                "the captured block asked for no GPU memory",
+                "build the model and move it to 'cuda' inside the block",
+            )
+        return estimate_trace(trace, self._profile)
+
+
+@contextmanager
+def capture(*, gpu: str | None = None, routing: Routing = "balanced") -> Iterator[Capture]:
+    """While entered, CUDA is fake and what is asked of it is recorded.
+
+    Build the model inside the block: a tensor made before it is real data. Nothing ends the block
+    early; run as many steps as should count, three for a steady one. `gpu` is a name or a size as
+    on the command line; None: the estimate carries no verdict.
+
+    Raises UsageError for an unknown `gpu`, RuntimeError when a capture is already running.
+    """
+    profile = find_profile(gpu) if gpu else None
+    options = CaptureOptions(profile=profile or find_profile(DEFAULT_PROFILE), routing=routing)
+    session = CaptureSession(options, stop=False)
+    with session:
+        yield Capture(session, profile)
+
+
+def estimate(
+    step: Callable[..., object],
+    *,
+    setup: Callable[[], Any] | None = None,
+    gpu: str | None = None,
+    steps: int | None = None,
+    routing: Routing = "balanced",
+) -> Estimate:
+    """Peak GPU memory of a training step, on a machine without a GPU.
+
+    `setup()` builds the model and the optimizer on `cuda`; what it returns (a tuple: several
+    arguments) is passed to each call of `step`. `step` runs one training step, `optimizer.step()`
+    included, and is called until a step repeats the one before it, or `steps` times.
+
+    Raises CaptureError when the step asks for no GPU memory, never steps an optimizer, or cannot
+    be captured.
+    """
+    profile = find_profile(gpu) if gpu else None
+    options = CaptureOptions(
+        profile=profile or find_profile(DEFAULT_PROFILE), steps=steps, routing=routing
+    )
+    session = CaptureSession(options)
+    try:
+        with session:
+            made = setup() if setup is not None else ()
+            arguments = made if isinstance(made, tuple) else (made,)
+            for _ in range(_MOST_CALLS):
+                step(*arguments)
+    except EnoughSeen:
+        pass
+    if session.steps.completed == 0 and steps != 0:
+        raise CaptureError(
+            f"{getattr(step, '__name__', 'step')}() never stepped an optimizer",
+            "call optimizer.step() in it, or pass steps=0 for a step that only runs forward",
+        )
+    return Capture(session, profile).estimate()

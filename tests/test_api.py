@@ -1,0 +1,70 @@
+"""memplan from Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.types.errors import CaptureError
+
+MIB = 1 << 20
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).to("cuda")
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss = model(torch.randn(256, 1024).to("cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_estimate_of_a_step() -> None:
+    answer = memplan.estimate(train, setup=build, gpu="rtx4090")
+    weights = 4 * (2 * 1024 * 4096 + 4096 + 1024)
+    assert answer.breakdown.parameters == weights
+    assert answer.breakdown.optimizer_state >= 2 * weights
+    assert answer.steps == 3
+    assert answer.fits is True
+
+
+def test_capture_runs_everything_in_the_block() -> None:
+    with memplan.capture(gpu="8GiB") as captured:
+        arguments = build()
+        for _ in range(5):
+            train(*arguments)
+    trace = captured.trace()
+    assert trace.meta.optimizer_steps == 5
+    assert captured.estimate().fits is True
+
+
+def test_without_a_gpu_there_is_no_verdict() -> None:
+    assert memplan.estimate(train, setup=build).fits is None
+
+
+def test_a_step_that_never_steps() -> None:
+    def forward(model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+        model(torch.randn(2, 1024).to("cuda"))
+
+    with pytest.raises(CaptureError, match="never stepped an optimizer"):
+        memplan.estimate(forward, setup=build)
+
+
+def test_a_block_on_the_cpu() -> None:
+    with memplan.capture() as captured:
+        torch.randn(4) + 1
+    with pytest.raises(CaptureError, match="no GPU memory"):
+        captured.estimate()
+
+
+def test_cuda_is_gone_afterwards() -> None:
+    before = torch.cuda.is_available()
+    with memplan.capture():
+        assert torch.cuda.is_available()
+    assert torch.cuda.is_available() is before
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter
