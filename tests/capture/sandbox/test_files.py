@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.capture.sandbox import sandbox
 from memplan.capture.sandbox import changes as changes_module
+from memplan.capture.sandbox import sandbox
 from memplan.capture.sandbox.budget import Budget
 
 
@@ -170,7 +170,9 @@ def test_metadata(untouched: Path) -> None:
         os.truncate(untouched / "log.txt", 1)
         assert (untouched / "log.txt").read_text() == "o"
         shutil.copy2(untouched / "log.txt", untouched / "copy.txt")
-        assert (untouched / "copy.txt").stat().st_mtime_ns == (untouched / "log.txt").stat().st_mtime_ns
+        assert (untouched / "copy.txt").stat().st_mtime_ns == (
+            untouched / "log.txt"
+        ).stat().st_mtime_ns
 
 
 def test_files_that_python_code_writes(untouched: Path) -> None:

@@ -20,16 +20,22 @@ from memplan.capture.sandbox.view import ABSENT, UPPER, View
 
 # fmt: off
 _LOOKING = frozenset((
-    "arch", "basename", "cat", "cut", "date", "df", "dirname", "du", "echo", "env", "expr",
-    "false", "free", "getconf", "grep", "groups", "head", "hostname", "id", "ldd", "locale", "ls",
-    "lsb_release", "lscpu", "lsmod", "lspci", "nproc", "nvidia-smi", "printenv", "printf", "ps",
-    "pwd", "readlink", "realpath", "rocm-smi", "sha256sum", "stat", "tail", "test", "true", "tty",
+    "arch", "basename", "cat", "cut", "df", "dirname", "du", "echo", "expr",
+    "false", "free", "getconf", "grep", "groups", "head", "id", "locale", "ls",
+    "lsb_release", "lscpu", "lsmod", "lspci", "nproc", "printenv", "printf", "ps",
+    "pwd", "readlink", "realpath", "sha256sum", "stat", "tail", "test", "true", "tty",
     "uname", "uptime", "wc", "which", "whoami",
 ))
 # fmt: on
 _GIT_LOOKING = frozenset(
     ("rev-parse", "log", "show", "describe", "diff", "ls-files", "ls-tree", "cat-file", "rev-list")
 )
+_LOOKING_BY_ARGUMENT: dict[str, tuple[str, ...]] = {
+    "env": (),
+    "date": ("+",),
+    "hostname": ("-f", "-i", "-I", "-s"),
+    "nvidia-smi": ("--query", "--format", "--list", "-L", "-q", "-x", "-i", "topo", "-m"),
+}
 _SHELL_SYNTAX = frozenset(";&|<>$`(){}\n*?!\\")
 _WORKER_MODULES = ("multiprocessing.spawn", "multiprocessing.resource_tracker")
 _WORKER_MARKS = (*_WORKER_MODULES, "multiprocessing.forkserver", "loky.backend")
@@ -52,8 +58,8 @@ def only_looks(command: Sequence[str]) -> bool:
         rest = words[3:] if words[1:2] == ["-C"] else words[1:]
         output = any(word.startswith("--output") for word in rest)
         return bool(rest) and rest[0] in _GIT_LOOKING and not output
-    if name == "env":
-        return len(words) == 1
+    if name in _LOOKING_BY_ARGUMENT:
+        return all(word.startswith(_LOOKING_BY_ARGUMENT[name]) for word in words[1:])
     return name in _LOOKING
 
 

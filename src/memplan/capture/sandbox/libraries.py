@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import io
 import os
 import sys
 import types
@@ -140,7 +139,7 @@ def _numpy(patches: Patches) -> Adapter:
         # Its table of ways to open a file holds the original `open`.
         openers = getattr(module, "_file_openers", None)
         if isinstance(table := getattr(openers, "_file_openers", None), dict):
-            opened = table | {None: lambda *args, **kwargs: io.open(*args, **kwargs)}
+            opened = table | {None: lambda *args, **kwargs: open(*args, **kwargs)}
             patches.set(openers, "_file_openers", opened)
 
     return adapt

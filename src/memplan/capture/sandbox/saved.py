@@ -177,13 +177,30 @@ class Saved:
         return tensor.requires_grad_() if kept.requires_grad else tensor
 
 
+class _Movable:
+    """Stands for the storage, loaded on the host, that a callable `map_location` moves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to(self, device: Any, *_: Any, **__: Any) -> _Movable:
+        return _Movable(torch.device(device))
+
+    def cuda(self, device: Any = None, *_: Any, **__: Any) -> _Movable:
+        if device is None:
+            return _Movable(torch.device("cuda"))
+        return _Movable(torch.device("cuda", device) if isinstance(device, int) else device)
+
+    def cpu(self) -> _Movable:
+        return _Movable(torch.device("cpu"))
+
+
 def _location(map_location: Any, device: torch.device) -> torch.device:
     if map_location is None:
         return device
     if isinstance(map_location, dict):
         return torch.device(map_location.get(str(device), device))
     if callable(map_location):
-        nothing: Any = torch.empty(0, device="cpu").untyped_storage()
-        placed = map_location(nothing, str(device))
+        placed = map_location(_Movable(torch.device("cpu")), str(device))
         return device if placed is None else torch.device(placed.device)
     return torch.device(map_location)
