@@ -21,23 +21,29 @@ ANY_TOKEN = 5
 
 
 class Texts(Dataset[torch.Tensor]):
-    """`count` token sequences of at most 128 tokens, as a tokenized corpus would give.
+    """Token sequences of given lengths, as a tokenized corpus would give."""
 
-    Assumed: lengths spread evenly over 1 to 128 in a fixed shuffle (one text a batch, 4 batches:
-    26, 51, 77 and 102 tokens), and where a batch has several texts its longest was cut at 128.
-    """
-
-    def __init__(self, count: int, batch_size: int) -> None:
-        even = [max(1, round(MAX_LENGTH * place / (count + 1))) for place in range(1, count + 1)]
-        self.lengths = random.Random(0).sample(even, count)
-        if batch_size > 1:
-            self.lengths[::batch_size] = [MAX_LENGTH] * len(self.lengths[::batch_size])
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((self.lengths[index],), ANY_TOKEN, dtype=torch.int64)
+
+
+def assumed_lengths(batch_size: int, iterations: int) -> list[int]:
+    """Lengths spread evenly over 1 to 128 in a fixed shuffle.
+
+    Where a batch has several texts, its longest was cut at 128 tokens.
+    """
+    count = batch_size * iterations
+    even = [max(1, round(MAX_LENGTH * place / (count + 1))) for place in range(1, count + 1)]
+    lengths = random.Random(0).sample(even, count)
+    if batch_size > 1:
+        lengths[::batch_size] = [MAX_LENGTH] * iterations
+    return lengths
 
 
 def collate(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -73,8 +79,8 @@ def train(options: argparse.Namespace) -> None:
     model.train()
     optimizer = make_optimizer(options.optimizer, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
-    texts = Texts(options.batch_size * options.iterations, options.batch_size)
-    loader = DataLoader(texts, batch_size=options.batch_size, collate_fn=collate)
+    lengths = options.lengths or assumed_lengths(options.batch_size, options.iterations)
+    loader = DataLoader(Texts(lengths), batch_size=options.batch_size, collate_fn=collate)
 
     for batch in loader:
         if options.zero_grad_mode == 0:
@@ -97,6 +103,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--zero-grad-mode", type=int, choices=(0, 1, 2), default=1)
     parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of each text in turn")
     parser.add_argument("--device", default="cuda")
     train(parser.parse_args())
 

@@ -1,0 +1,280 @@
+"""Real runs on a GPU beside our estimates of the same scripts: `make gpu SUITE=estimate`.
+
+    python -m bench.gpu_estimate [--budget 450] [--only TEXT] [--dry-run]
+
+For each job: the script runs for real in a process of its own (peaks of PyTorch's allocator, of the
+card by NVML, and every request), then `memplan estimate` runs in another that sees no GPU. Also
+measured: the CUDA context by stage and the memory of single kernels. Unattended, no network; what
+fails or finds no time is told in the results, which are written after every job:
+`bench/results/gpu_estimate.json` and `gpu_scratch.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_jobs import nvml
+from bench.gpu_jobs.jobs import JOBS
+from bench.results import ROOT, write_result
+
+FOLDER = ROOT / "bench" / "gpu_jobs"
+SCRIPT = FOLDER / "train.py"
+BUDGET_SECONDS = 450.0
+JOB_SECONDS = 90.0
+SCRATCH_SECONDS = 75.0
+CONTEXT_SECONDS = 60.0
+LEAST_SECONDS = 15.0
+"""Nothing is started with less of the budget left."""
+ESTIMATES_AT_ONCE = 4
+MEASURES = {
+    # error: (measured, estimated)
+    "allocated": ("max_memory_allocated", "allocated_peak_bytes"),
+    "reserved": ("max_memory_reserved", "reserved_peak_bytes"),
+    "process": ("nvml_peak_bytes", "peak_bytes"),
+}
+
+Execute = Callable[[list[str], dict[str, str], float], tuple[int, str, str]]
+"""Runs a command: (command, environment, timeout) to (exit code, stdout, stderr)."""
+
+
+def execute(command: list[str], env: dict[str, str], timeout: float) -> tuple[int, str, str]:
+    """Run to the end, or killed at the timeout (code 124)."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, timeout=timeout, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"killed after {timeout:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+@dataclass
+class Suite:
+    """One run of the suite: its clock, its work folder and what it has found so far."""
+
+    work: Path
+    gpu: str = ""
+    """The card as `memplan estimate --gpu` takes it; empty: found out from the first job."""
+    budget: float = BUDGET_SECONDS
+    run: Execute = execute
+    clock: Callable[[], float] = time.monotonic
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    context: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def left(self) -> float:
+        return self.budget - (self.clock() - self.started)
+
+    def time_for(self, wanted: float) -> float:
+        """Seconds that a step may take; 0 when too little is left to begin it."""
+        return min(wanted, self.left()) if self.left() >= LEAST_SECONDS else 0.0
+
+    def measure(self, name: str, arguments: list[str]) -> dict[str, Any]:
+        """The real run of a job: its peaks, or `error`."""
+        seconds = self.time_for(JOB_SECONDS)
+        if not seconds:
+            return {"error": "no time left"}
+        out, snapshot = self.work / f"{name}.json", self.work / f"{name}.pickle"
+        command = [
+            sys.executable, str(FOLDER / "measure.py"), str(out), str(snapshot), str(SCRIPT),
+            *arguments,
+        ]  # fmt: skip
+        began = self.clock()
+        with nvml.PeakWatch() as watch:
+            code, _, stderr = self.run(command, dict(os.environ), seconds)
+        found: dict[str, Any] = {"seconds": round(self.clock() - began, 1)}
+        if out.exists():
+            found |= json.loads(out.read_text(encoding="utf-8"))
+        else:
+            found["error"] = f"exit code {code}: {stderr[-1500:]}"
+        if watch.peak_bytes is not None:
+            found["nvml_peak_bytes"] = watch.peak_bytes
+        return found
+
+    def estimate(self, name: str, arguments: list[str], gpu: str) -> dict[str, Any]:
+        """Our answer for the same command, in a process that sees no GPU; or `error`."""
+        seconds = self.time_for(JOB_SECONDS)
+        if not seconds:
+            return {"error": "no time left"}
+        trace = self.work / f"{name}.trace"
+        command = [
+            sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", gpu, "-o", str(trace),
+            str(SCRIPT), *arguments,
+        ]  # fmt: skip
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        began = self.clock()
+        code, stdout, stderr = self.run(command, env, seconds)
+        took = round(self.clock() - began, 1)
+        if code not in (0, 3):
+            return {"error": f"exit code {code}: {stderr[-1500:]}", "seconds": took}
+        answer = json.loads(stdout)
+        answer.pop("curve", None)
+        return {**answer, "seconds": took}
+
+    def measure_context(self) -> None:
+        """The process outside the allocator, with kernels loaded lazily and eagerly."""
+        for loading in ("LAZY", "EAGER"):
+            seconds = self.time_for(CONTEXT_SECONDS)
+            if not seconds:
+                return
+            out = self.work / f"context-{loading}.json"
+            command = [sys.executable, str(FOLDER / "context.py"), str(out)]
+            env = {**os.environ, "CUDA_MODULE_LOADING": loading}
+            code, _, stderr = self.run(command, env, seconds)
+            if out.exists():
+                self.context.append(json.loads(out.read_text(encoding="utf-8")))
+            else:
+                error = f"exit code {code}: {stderr[-500:]}"
+                self.context.append({"module_loading": loading, "error": error})
+
+    def measure_scratch(self) -> dict[str, Any]:
+        """Memory of single kernels, as far as the time lasts."""
+        seconds = self.time_for(SCRATCH_SECONDS)
+        if not seconds:
+            return {"error": "no time left"}
+        out = self.work / "scratch.json"
+        command = [sys.executable, str(FOLDER / "scratch.py"), str(out), str(seconds * 0.8)]
+        code, _, stderr = self.run(command, dict(os.environ), seconds + 20)
+        if not out.exists():
+            return {"error": f"exit code {code}: {stderr[-1500:]}"}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+def gpu_argument(measured: dict[str, Any]) -> str:
+    """The card as `--gpu` takes it: its name where a profile knows it, else its size."""
+    from memplan.types.device import find_profile
+    from memplan.types.errors import UsageError
+
+    try:
+        return find_profile(measured["device_name"]).name
+    except UsageError:
+        major, minor = measured["capability"]
+        return f"{measured['device_total_bytes'] / 2**30:.2f}GiB:sm{major}{minor}"
+
+
+def errors(measured: dict[str, Any], estimated: dict[str, Any]) -> dict[str, float]:
+    """Signed relative errors by measure, of those that both sides know."""
+    return {
+        name: estimated[theirs] / measured[ours] - 1
+        for name, (ours, theirs) in MEASURES.items()
+        if measured.get(ours) and theirs in estimated
+    }
+
+
+def explain(work: Path, name: str) -> dict[str, Any]:
+    """Requests and segments of the real run against the trace; `error` when a file is unusable."""
+    from bench.gpu_jobs.divergence import compare_requests, requests
+    from memplan.capture.importers.snapshot import read_snapshot
+    from memplan.simulate import replay_report
+    from memplan.types.errors import MemplanError
+    from memplan.types.trace_file import load_trace
+
+    try:
+        real = read_snapshot(work / f"{name}.pickle")
+        foreseen = load_trace(work / f"{name}.trace")
+        found = compare_requests(requests(real), requests(foreseen))
+        replay = replay_report(real)
+    except MemplanError as error:
+        return {"error": str(error)[:500]}
+    found["replay"] = {
+        key: getattr(replay, key)
+        for key in ("reserved_peak_bytes", "segments_logged", "segments_matched")
+    }
+    return found
+
+
+def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Worst and median errors of the jobs that were measured and estimated."""
+    compared = {name: job["errors"] for name, job in jobs.items() if job.get("errors")}
+    summary: dict[str, Any] = {"job_count": len(compared)}
+    for measure in MEASURES:
+        sizes = sorted(abs(found[measure]) for found in compared.values() if measure in found)
+        if sizes:
+            summary[f"worst_{measure}_error"] = sizes[-1]
+            summary[f"median_{measure}_error"] = sizes[len(sizes) // 2]
+    summary["failed"] = sorted(set(jobs) - set(compared))
+    return summary
+
+
+def finish(suite: Suite, name: str, estimated: dict[str, Any]) -> None:
+    """Compare a job whose two runs are over, and print its line."""
+    job = suite.jobs[name]
+    job["estimated"] = estimated
+    if "error" in estimated or job["measured"].get("error"):
+        reason = job["measured"].get("error") or estimated["error"]
+        print(f"{name:30s} failed: {str(reason).strip().splitlines()[-1][:150]}", flush=True)
+        return
+    job["errors"] = errors(job["measured"], estimated)
+    job["difference"] = explain(suite.work, name)
+    shown = "  ".join(f"{key} {100 * value:+.2f} %" for key, value in job["errors"].items())
+    print(f"{name:30s} {shown}", flush=True)
+
+
+def save(suite: Suite) -> None:
+    data = {"gpu": suite.gpu, **summarize(suite.jobs), "context": suite.context, "jobs": suite.jobs}
+    write_result("gpu_estimate", data)
+
+
+def run_jobs(suite: Suite, names: list[str]) -> None:
+    """Real runs one after another, estimates beside them on the CPU; saved after every job."""
+    pending: dict[str, Future[dict[str, Any]]] = {}
+    with ThreadPoolExecutor(ESTIMATES_AT_ONCE) as pool:
+        for name in names:
+            arguments = shlex.split(JOBS[name])
+            measured = suite.measure(name, arguments)
+            suite.jobs[name] = {"arguments": JOBS[name], "measured": measured}
+            if not suite.gpu and "device_name" in measured:
+                suite.gpu = gpu_argument(measured)
+            if suite.gpu:
+                pending[name] = pool.submit(suite.estimate, name, arguments, suite.gpu)
+            for done in [key for key, future in pending.items() if future.done()]:
+                finish(suite, done, pending.pop(done).result())
+            save(suite)
+        for name, future in pending.items():
+            finish(suite, name, future.result())
+            save(suite)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all")
+    parser.add_argument("--only", default="", help="jobs whose name holds this text")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
+    options = parser.parse_args(arguments)
+    names = [name for name in JOBS if options.only in name]
+    if options.dry_run:
+        for name in names:
+            print(f"{name}: python {SCRIPT.relative_to(ROOT)} {JOBS[name]}")
+        return 0
+    if nvml.used_bytes() is None:
+        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as work:
+        suite = Suite(Path(work), budget=options.budget)
+        suite.measure_context()
+        run_jobs(suite, names)
+        if not options.only:
+            write_result("gpu_scratch", suite.measure_scratch())
+        save(suite)
+        summary = summarize(suite.jobs)
+    print(json.dumps(summary, indent=1))
+    return 1 if summary["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
