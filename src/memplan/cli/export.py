@@ -28,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
     from memplan.capture.importers.load_any import load_any
     from memplan.report.memory_viz import export_memory_viz
 
-    export_memory_viz(load_any(source), target)
+    export_memory_viz(load_any(source), target, overwrite=args.force)
     write_answer(f"wrote {args.output}; drop it on PyTorch's memory visualizer\n")
     return EXIT_YES

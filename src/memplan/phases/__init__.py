@@ -1,0 +1,17 @@
+"""A `Trace` cut into steps, phases and module calls; which steps repeat."""
+
+from memplan.phases.requests import StepSignature, first_difference, is_steady, request_signature
+from memplan.phases.spans import ModuleSpans, PhaseSpans
+from memplan.phases.steps import Step, StepTable, find_steps
+
+__all__ = [
+    "ModuleSpans",
+    "PhaseSpans",
+    "Step",
+    "StepSignature",
+    "StepTable",
+    "find_steps",
+    "first_difference",
+    "is_steady",
+    "request_signature",
+]

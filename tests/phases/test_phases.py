@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.phases import (
+    Step,
+    StepSignature,
+    find_steps,
+    first_difference,
+    is_steady,
+    request_signature,
+)
+from memplan.phases.period import find_repetitions
+from memplan.phases.requests import REQUESTS
+from memplan.types.builder import TraceBuilder
+from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
+
+several = settings(max_examples=60, deadline=None)
+
+modules = st.sampled_from(["", "Net", "Net.a", "Net.a.b", "Net.a.b.c", "Net.ab", "Loss"])
+phases = st.sampled_from([Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION, Phase.OTHER])
+pieces = st.lists(st.tuples(phases, modules, st.integers(1, 4)), min_size=1, max_size=8)
+
+
+class Job:
+    """Builds a captured trace by hand."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder()
+        self.edges: list[int] = []
+
+    def touch(self, nbytes: int, times: int = 1, *, keep: bool = False) -> None:
+        for _ in range(times):
+            storage = self.builder.new_storage()
+            self.builder.append(EventKind.ALLOC, storage, nbytes)
+            if not keep:
+                self.builder.append(EventKind.FREE, storage, nbytes)
+
+    def setup(self) -> None:
+        self.builder.phase = Phase.SETUP
+        self.touch(4096, 3, keep=True)
+
+    def step(self, parts: list[tuple[Phase, str, int]], *, extra: int = 0) -> None:
+        builder = self.builder
+        self.edges.append(len(builder))
+        for index, (phase, module, times) in enumerate(parts):
+            builder.phase, builder.module = phase, builder.intern(module)
+            self.touch(512 * (index + 1) + extra, times)
+        builder.phase, builder.module = Phase.OPTIMIZER, 0
+        self.touch(100)
+        builder.step += 1
+
+    def trace(self) -> Trace:
+        return self.builder.build(TraceMeta())
+
+
+@several
+@given(pieces, st.integers(0, 4), st.booleans())
+def test_steps_are_cut_where_the_optimizer_ends(
+    parts: list[tuple[Phase, str, int]], steps: int, trailing: bool
+) -> None:
+    job = Job()
+    job.setup()
+    for _ in range(steps):
+        job.step(parts)
+    job.edges.append(len(job.builder))
+    if trailing:
+        job.builder.phase = Phase.EVALUATION
+        job.touch(77)
+    trace = job.trace()
+    table = find_steps(trace)
+    finished = steps if trailing else max(steps - 1, 0)
+    assert [table[i] for i in range(len(table))] == [
+        Step(*pair) for pair in zip(job.edges[:finished], job.edges[1:], strict=False)
+    ]
+    assert table.steady == (0 if finished > 1 else None)
+    assert not table.inferred or steps == 0
+    if finished:
+        assert f"{finished} complete step" in table.reason
+
+
+@several
+@given(st.lists(pieces, min_size=1, max_size=3))
+def test_spans_agree_with_a_walk_over_the_events(
+    programs: list[list[tuple[Phase, str, int]]],
+) -> None:
+    job = Job()
+    job.setup()
+    for parts in [*programs, programs[0]]:
+        job.step(parts)
+    job.touch(5)
+    trace = job.trace()
+    table = find_steps(trace)
+    assert len(table) == len(programs) + 1
+
+    walked: list[tuple[int, int, int, int]] = []
+    for row in range(len(table)):
+        for index in range(*table[row]):
+            phase = trace.event(index).phase
+            if walked and walked[-1][:2] == (row, phase) and walked[-1][3] == index:
+                walked[-1] = (*walked[-1][:3], index + 1)
+            else:
+                walked.append((row, phase, index, index + 1))
+    spans = table.phases
+    assert walked == rows(spans.step, spans.phase, spans.start, spans.stop)
+
+    called: dict[tuple[int, int, int, str], list[list[int]]] = {}
+    known = {trace.strings[i] for i in np.unique(trace.events.module)} - {""}
+    for row in range(len(table)):
+        for index in range(*table[row]):
+            event = trace.event(index)
+            if event.phase not in (Phase.FORWARD, Phase.EVALUATION):
+                continue
+            over = [p for p in known if p == event.module or event.module.startswith(p + ".")]
+            for path in over:
+                depth = sum(path.startswith(other + ".") for other in known)
+                calls = called.setdefault((row, event.phase, depth, path), [])
+                if calls and calls[-1][1] == index:
+                    calls[-1][1] += 1
+                else:
+                    calls.append([index, index + 1])
+    found: dict[tuple[int, int, int, str], list[list[int]]] = {}
+    spanned = table.modules
+    for row, of_phase, depth, name, start, stop in rows(
+        spanned.step, spanned.phase, spanned.depth, spanned.path, spanned.start, spanned.stop
+    ):
+        found.setdefault((row, of_phase, depth, trace.strings[name]), []).append([start, stop])
+    assert found == called
+
+
+def rows(*columns: np.ndarray) -> list[tuple[int, ...]]:
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_micro_batches_are_counted_in_each_step() -> None:
+    job = Job()
+    accumulation = [(Phase.FORWARD, "Net", 2), (Phase.BACKWARD, "Net", 2)] * 3
+    for _ in range(2):
+        job.step([*accumulation, (Phase.EVALUATION, "Net", 1)])
+    job.touch(5)
+    spans = find_steps(job.trace()).phases
+    assert spans.micro_batch[spans.step == 1].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    forward = spans.phase == Phase.FORWARD
+    assert spans.micro_batch[forward].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_steady_step_is_the_first_that_is_repeated() -> None:
+    parts = [(Phase.FORWARD, "Net", 2), (Phase.BACKWARD, "Net", 1)]
+    job = Job()
+    for extra in (7, 3, 0, 0, 0):
+        job.step(parts, extra=extra)
+    job.touch(5)
+    trace = job.trace()
+    table = find_steps(trace)
+    assert table.steady == 2
+    assert "step 3 repeats the requests of step 2" in table.reason
+    assert is_steady(trace, table[2], table[4])
+    assert not is_steady(trace, table[0], table[2])
+    assert first_difference(trace, table[2], table[4]) == ""
+    assert first_difference(trace, table[0], table[2]) == (
+        "request 0: alloc of 519 bytes against alloc of 512 bytes"
+    )
+
+
+def test_why_no_step_is_steady() -> None:
+    job = Job()
+    parts = [(Phase.FORWARD, "Net", 2)]
+    job.step(parts)
+    job.touch(1)
+    assert "takes two" in find_steps(job.trace()).reason
+    job.step(parts, extra=9)
+    job.touch(1)
+    table = find_steps(job.trace())
+    assert table.steady is None
+    assert "no step repeats the one before; steps 0 and 1: request 0: alloc of 512" in table.reason
+
+
+def test_a_step_that_ends_early_differs_at_its_end() -> None:
+    job = Job()
+    job.step([(Phase.FORWARD, "Net", 1)])
+    trace = job.trace()
+    assert first_difference(trace, (0, 2), (0, 4)) == "request 2: none against alloc of 100 bytes"
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(EventKind), st.integers(0, 1 << 40), st.integers(-1, 3)), max_size=40
+)
+
+
+def trace_of(made: list[tuple[EventKind, int, int]]) -> Trace:
+    builder = TraceBuilder()
+    for kind, nbytes, stream in made:
+        builder.append(kind, -1, nbytes, stream=stream)
+    return builder.build(TraceMeta())
+
+
+@several
+@given(events, events)
+def test_signatures_are_equal_exactly_when_the_requests_are(
+    left: list[tuple[EventKind, int, int]], right: list[tuple[EventKind, int, int]]
+) -> None:
+    trace = trace_of([*left, *right])
+    a, b = (0, len(left)), (len(left), len(trace))
+    signature = StepSignature()
+    for event in left:
+        signature.update(*event)
+    assert signature.digest() == request_signature(trace, *a)
+    same = [e for e in left if e[0] in REQUESTS] == [e for e in right if e[0] in REQUESTS]
+    assert is_steady(trace, a, b) == same
+    assert (request_signature(trace, *a) == request_signature(trace, *b)) == same
+    assert (first_difference(trace, a, b) == "") == same
+    for event in right:
+        signature.update(*event)
+    assert signature.digest() == request_signature(trace, 0, len(trace))
+
+
+def test_a_long_signature_is_taken_in_pieces() -> None:
+    made = [(EventKind.ALLOC, index, 0) for index in range(30_000)]
+    signature = StepSignature()
+    for event in made:
+        signature.update(*event)
+    assert signature.digest() == request_signature(trace_of(made), 0, len(made))
+
+
+def longest_by_brute_force(items: list[int]) -> int:
+    longest = 0
+    for period in range(1, len(items) // 2 + 1):
+        run = 0
+        for i in range(len(items) - period):
+            run = run + 1 if items[i] == items[i + period] else 0
+            if run >= period:
+                longest = max(longest, run + period)
+    return longest
+
+
+@several
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.lists(st.integers(0, 9), min_size=1, max_size=15),
+    st.integers(2, 6),
+    st.lists(st.integers(0, 4), max_size=12),
+)
+def test_repetitions_repeat_and_the_made_one_is_among_them(
+    before: list[int], period: list[int], times: int, after: list[int]
+) -> None:
+    items = [*before, *period * times, *after]
+    found = find_repetitions(np.array(items, np.int64))
+    for start, stop, distance in found:
+        assert stop - start >= 2 * distance
+        assert all(items[i] == items[i + distance] for i in range(start, stop - distance))
+    assert found
+    assert found[0].stop - found[0].start >= len(period) * times
+    assert found[0].stop - found[0].start <= longest_by_brute_force(items)
+
+
+def imported(period: list[int], times: int, *, setup: int = 5, keep: int = 0) -> Trace:
+    """A trace without phases: every storage of a period is released in it but `keep` of them,
+    and what the allocator observed stands in between."""
+    builder = TraceBuilder()
+    for index in range(setup):
+        builder.append(EventKind.ALLOC, builder.new_storage(), 3 + index)
+    for _ in range(times):
+        alive = []
+        for size in period:
+            storage = builder.new_storage()
+            builder.append(EventKind.SEGMENT_ALLOC, -1, 2 << 20)
+            builder.append(EventKind.ALLOC, storage, size)
+            alive.append((storage, size))
+        for storage, size in alive[keep:]:
+            builder.append(EventKind.FREE, storage, size)
+            builder.append(EventKind.FREE_COMPLETED, storage, size)
+    builder.append(EventKind.ALLOC, builder.new_storage(), 1)
+    return builder.build(TraceMeta(origin="csv"))
+
+
+@several
+@given(st.lists(st.integers(100, 10_000), min_size=4, max_size=30, unique=True), st.integers(2, 6))
+def test_steps_without_phases_come_from_repetition(period: list[int], times: int) -> None:
+    trace = imported(period, times)
+    table = find_steps(trace)
+    assert table.inferred
+    assert table.steady == 0
+    assert len(table) == times
+    assert f"{2 * len(period)} requests repeat {times} times" in table.reason
+    kinds = trace.events.kind
+    for index in range(times):
+        start, stop = table[index]
+        assert kinds[start] == EventKind.SEGMENT_ALLOC
+        assert kinds[stop - 1] == EventKind.FREE_COMPLETED
+        assert is_steady(trace, table[0], table[index])
+    assert len(table.phases) == len(table.modules) == 0
+
+
+def test_a_repetition_that_keeps_memory_is_no_step() -> None:
+    table = find_steps(imported([100, 200, 300, 400], 6, keep=1))
+    assert len(table) == 0
+    assert table.steady is None
+    assert "keeps 100 bytes each time" in table.reason
+
+
+def test_a_repetition_far_below_the_peak_is_no_step() -> None:
+    builder = TraceBuilder()
+    for _ in range(9):
+        for size in (4, 8):
+            storage = builder.new_storage()
+            builder.append(EventKind.ALLOC, storage, size)
+            builder.append(EventKind.FREE, storage, size)
+    builder.append(EventKind.ALLOC, builder.new_storage(), 1000)
+    table = find_steps(builder.build(TraceMeta()))
+    assert len(table) == 0
+    assert "far below the peak" in table.reason
+
+
+def test_traces_without_anything_to_find() -> None:
+    for made in ([], [(EventKind.ALLOC, 5, 0)], [(EventKind.SYNCHRONIZE, 0, -1)]):
+        table = find_steps(trace_of(made))
+        assert len(table) == len(table.phases) == len(table.modules) == 0
+        assert "do not repeat" in table.reason
+
+
+def test_the_busier_device_sets_the_period() -> None:
+    builder = TraceBuilder()
+    noise = np.random.default_rng(0).integers(1, 1000, 8)
+    for index in range(8):
+        for size in (100, 200, 300):
+            storage = builder.new_storage()
+            builder.append(EventKind.ALLOC, storage, size, device=1)
+            builder.append(EventKind.FREE, storage, size, device=1)
+        builder.append(EventKind.ALLOC, builder.new_storage(), int(noise[index]), device=0)
+    table = find_steps(builder.build(TraceMeta()))
+    assert "6 requests repeat 8 times" in table.reason
+
+
+def test_the_real_logs_hold_one_iteration_each(memplan_test_data: Path) -> None:
+    from memplan.capture.importers.load_any import load_any
+
+    layers = find_steps(load_any(memplan_test_data / "allocator" / "transformer_45154MiB.csv"))
+    assert len(layers) == 0
+    assert "(237 requests, 32 times) keeps 242757632 bytes each time" in layers.reason
+    assert len(find_steps(load_any(memplan_test_data / "allocator" / "conv_8768MiB.csv"))) == 0
