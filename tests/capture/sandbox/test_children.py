@@ -26,7 +26,7 @@ def no_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shell(command: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(  # type: ignore[call-overload]
         command, shell=True, capture_output=True, text=True, **kwargs
     )
 

@@ -310,7 +310,8 @@ def _apply(operation: tuple[str, ...], root: Path) -> object:
         status = getattr(os, kind)(paths[0])
         return status.st_mode, status.st_size if not os.path.isdir(paths[0]) else None
     if kind == "symlink":
-        return os.symlink(names[0], paths[1])
+        os.symlink(names[0], paths[1])
+        return None
     if kind in ("mkdir", "rmdir", "unlink", "rename", "link"):
         return getattr(os, kind)(*paths)
     with paths[0].open(kind) as file:

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memplan.capture.sandbox import sandbox
 
-safetensors = pytest.importorskip("safetensors")
-import safetensors.torch  # noqa: E402
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 @pytest.fixture
@@ -118,7 +117,8 @@ def test_map_location_of_a_callable(tmp_path: Path) -> None:
         torch.save(torch.empty(3, device="meta"), tmp_path / "x.pt")
         loaded = torch.load(tmp_path / "x.pt", map_location=lambda storage, place: storage)
         assert loaded.device.type == "cpu"
-        assert torch.load(tmp_path / "x.pt", map_location=lambda s, p: None).device.type == "meta"
+        left: Any = lambda storage, place: None  # noqa: E731
+        assert torch.load(tmp_path / "x.pt", map_location=left).device.type == "meta"
 
 
 def test_real_tensors_are_really_saved(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_real_tensor_beside_a_fake_one_keeps_its_values(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_pickled_fails_as_in_torch(tmp_path: Path, fake: FakeTensorMode) -> None:
-    with sandbox(), pytest.raises((AttributeError, TypeError, Exception), match="lambda|pickle"):
+    with sandbox(), pytest.raises(Exception, match=r"lambda|pickle"):
         torch.save({"f": lambda: 0, "x": torch.empty(1)}, tmp_path / "x.pt")
 
 
@@ -173,8 +173,8 @@ def test_safetensors(tmp_path: Path, fake: FakeTensorMode) -> None:
     path = tmp_path / "model.safetensors"
     with sandbox():
         tensors = {"a": torch.empty(2, 3, dtype=torch.bfloat16), "b": torch.empty(4)}
-        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-        loaded = safetensors.torch.load_file(path)
+        safetensors.save_file(tensors, path, metadata={"format": "pt"})
+        loaded = safetensors.load_file(path)
         assert {k: (v.shape, v.dtype) for k, v in loaded.items()} == {
             "a": ((2, 3), torch.bfloat16),
             "b": ((4,), torch.float32),
@@ -185,24 +185,24 @@ def test_safetensors(tmp_path: Path, fake: FakeTensorMode) -> None:
             assert file.get_slice("a").get_shape() == [2, 3]
             assert file.get_slice("a").get_dtype() == "BF16"
             assert file.get_slice("b")[1:].shape == (3,)
-        data = safetensors.torch.save(tensors)
-        assert safetensors.torch.load(data)["b"].shape == (4,)
+        data = safetensors.save(tensors)
+        assert safetensors.load(data)["b"].shape == (4,)
         model = torch.nn.Linear(3, 2)
-        safetensors.torch.save_model(model, str(path))
-        safetensors.torch.load_model(model, path)
+        safetensors.save_model(model, str(path))
+        safetensors.load_model(model, path)
     assert os.listdir(tmp_path) == []
 
 
 def test_real_safetensors(tmp_path: Path) -> None:
     with sandbox():
-        safetensors.torch.save_file({"a": torch.arange(3)}, tmp_path / "x.safetensors")
-        assert safetensors.torch.load_file(tmp_path / "x.safetensors")["a"].tolist() == [0, 1, 2]
+        safetensors.save_file({"a": torch.arange(3)}, tmp_path / "x.safetensors")
+        assert safetensors.load_file(tmp_path / "x.safetensors")["a"].tolist() == [0, 1, 2]
     assert os.listdir(tmp_path) == []
 
 
 def test_functions_are_put_back(tmp_path: Path) -> None:
-    before = (torch.save, torch.load, torch.serialization.save, safetensors.torch.save_file)
+    before = (torch.save, torch.load, torch.serialization.save, safetensors.save_file)
     with sandbox():
         assert torch.save is not before[0]
-    after = (torch.save, torch.load, torch.serialization.save, safetensors.torch.save_file)
+    after = (torch.save, torch.load, torch.serialization.save, safetensors.save_file)
     assert after == before

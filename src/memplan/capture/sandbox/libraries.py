@@ -134,13 +134,16 @@ def _parquet(patches: Patches, view: View) -> Adapter:
     return adapt
 
 
+def _open_now(*args: Any, **kwargs: Any) -> Any:
+    return open(*args, **kwargs)  # noqa: PTH123
+
+
 def _numpy(patches: Patches) -> Adapter:
     def adapt(module: types.ModuleType) -> None:
         # Its table of ways to open a file holds the original `open`.
         openers = getattr(module, "_file_openers", None)
         if isinstance(table := getattr(openers, "_file_openers", None), dict):
-            opened = table | {None: lambda *args, **kwargs: open(*args, **kwargs)}
-            patches.set(openers, "_file_openers", opened)
+            patches.set(openers, "_file_openers", table | {None: _open_now})
 
     return adapt
 
