@@ -14,46 +14,74 @@ from memplan.simulate.oracle import simulate_slowly
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
 from memplan.types.builder import TraceBuilder
-from memplan.types.trace import EventKind, Trace, TraceMeta
+from memplan.types.trace import EventKind, Provenance, Trace, TraceMeta
 
-EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "60"))
 
-sizes = st.one_of(
+any_size = st.one_of(
     st.integers(0, 4096),
     st.sampled_from([511, 512, 513, 300_000, MIB - 512, MIB, MIB + 1, 2 * MIB, 3 * MIB + 7]),
     st.integers(1, 30 * MIB),
     st.sampled_from([10 * MIB - 1, 10 * MIB, 19 * MIB, 20 * MIB, 21 * MIB, 40 * MIB, 62 * MIB]),
 )
-streams = st.integers(0, 2)
-steps = st.one_of(
-    st.tuples(st.just("alloc"), sizes, streams),
-    st.tuples(st.just("alloc"), sizes, st.just(0)),
-    st.tuples(st.just("free"), st.integers(0, 10**6), st.booleans()),
-    st.tuples(st.just("free"), st.integers(0, 10**6), st.just(False)),
-    st.tuples(st.just("use"), st.integers(0, 10**6), streams),
-    st.tuples(st.just("complete"), st.integers(0, 10**6), st.just(0)),
-    st.tuples(st.just("record"), st.integers(0, 3), streams),
-    st.tuples(st.just("wait"), st.integers(0, 3), streams),
-    st.tuples(st.just("sync"), st.just(0), st.integers(-1, 2)),
-    st.tuples(st.just("empty"), st.just(0), st.just(0)),
-)
+large_size = st.integers(6, 60).map(lambda count: count * MIB + 512)
+number = st.integers(0, 10**6)
+
+
+def steps(
+    weights: dict[str, int], sizes: st.SearchStrategy[int], streams: int
+) -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    """Programs of (action, value, extra), in which actions are as frequent as their weights."""
+    stream = st.integers(0, streams - 1)
+    kinds = {
+        "alloc": st.tuples(st.just("alloc"), sizes, stream),
+        "free": st.tuples(st.just("free"), number, st.integers(0, 3).map(lambda n: n == 0)),
+        "use": st.tuples(st.just("use"), number, stream),
+        "complete": st.tuples(st.just("complete"), number, st.just(0)),
+        "record": st.tuples(st.just("record"), st.integers(0, 1), stream),
+        "wait": st.tuples(st.just("wait"), st.integers(0, 1), stream),
+        "sync": st.tuples(st.just("sync"), st.just(0), st.integers(-1, streams - 1)),
+        "lend": st.tuples(st.just("lend"), number, stream),
+        "hand over": st.tuples(st.just("hand over"), stream, stream),
+        "empty": st.tuples(st.just("empty"), st.just(0), st.just(0)),
+    }
+    table = [kind for kind, weight in weights.items() for _ in range(weight)]
+    return st.lists(st.sampled_from(table).flatmap(kinds.__getitem__), min_size=1, max_size=80)
+
+
+PROGRAMS = {
+    "mixed": steps(
+        {"alloc": 6, "free": 5, "use": 2, "complete": 1, "record": 1, "wait": 1, "sync": 1,
+         "empty": 1}, any_size, 3,
+    ),
+    "full device": steps({"alloc": 10, "free": 9}, large_size, 1),
+    "gaps in expandable segments": steps({"alloc": 10, "free": 9, "empty": 3}, large_size, 1),
+    "streams that wait": steps(
+        {"alloc": 6, "lend": 6, "record": 1, "wait": 1, "hand over": 4, "sync": 2}, any_size, 3
+    ),
+}  # fmt: skip
 
 
 @st.composite
-def allocator_settings(draw: st.DrawFn) -> AllocatorSettings:
+def allocator_settings(draw: st.DrawFn, kind: str) -> AllocatorSettings:
     large = draw(st.sampled_from([20 * MIB, 20 * MIB, 12 * MIB, 32 * MIB]))
     limit = draw(st.sampled_from([UNLIMITED, UNLIMITED, large, 40 * MIB]))
+    expandable = draw(st.booleans())
+    if kind == "full device":
+        limit, expandable = draw(st.sampled_from([large, 30 * MIB])), False
     return AllocatorSettings(
-        expandable_segments=draw(st.booleans()),
+        expandable_segments=expandable or kind == "gaps in expandable segments",
         large_segment_size=large,
         max_split_size=max(limit, large),
         max_non_split_rounding=draw(st.sampled_from([large, 2 * large])),
         garbage_collection_threshold=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9])),
         roundup_power2_divisions=tuple(
             draw(st.lists(st.sampled_from([0, 1, 2, 4, 8]), min_size=16, max_size=16))
+            if kind == "mixed"
+            else [0] * 16
         ),
-        per_process_memory_fraction=draw(st.sampled_from([1.0, 0.9, 0.5])),
-        throw_on_cudamalloc_oom=draw(st.sampled_from([False, False, True])),
+        per_process_memory_fraction=draw(st.sampled_from([1.0, 1.0, 0.9, 0.5])),
+        throw_on_cudamalloc_oom=draw(st.sampled_from([False, False, False, True])),
     )
 
 
@@ -66,7 +94,15 @@ def build(program: list[tuple[str, int, int]]) -> Trace:
         if action == "alloc":
             storage = builder.new_storage()
             alive.append(storage)
-            builder.append(EventKind.ALLOC, storage, value, stream=extra)
+            derived = value % 3 == 0  # A workspace, which may do with less.
+            builder.append(
+                EventKind.ALLOC,
+                storage,
+                value,
+                low=value // 4 * (value % 2) if derived else None,
+                stream=extra,
+                provenance=Provenance.RULE if derived else Provenance.OBSERVED,
+            )
         elif action == "free" and alive:
             storage = alive.pop(value % len(alive))
             builder.append(EventKind.FREE, storage)
@@ -77,6 +113,13 @@ def build(program: list[tuple[str, int, int]]) -> Trace:
         elif action == "use" and alive:
             storage = alive[value % len(alive)]
             builder.append(EventKind.RECORD_STREAM, storage, stream=extra)
+        elif action == "lend" and alive:
+            storage = alive.pop(value % len(alive))
+            builder.append(EventKind.RECORD_STREAM, storage, stream=extra)
+            builder.append(EventKind.FREE, storage)
+        elif action == "hand over":
+            builder.append(EventKind.EVENT_RECORD, stream=value, aux=7)
+            builder.append(EventKind.EVENT_WAIT, stream=extra, aux=7)
         elif action == "record":
             builder.append(EventKind.EVENT_RECORD, stream=extra, aux=value)
         elif action == "wait":
@@ -88,21 +131,15 @@ def build(program: list[tuple[str, int, int]]) -> Trace:
     return builder.build(TraceMeta())
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    program=st.lists(steps, min_size=1, max_size=80),
-    conf=allocator_settings(),
-    capacity=st.sampled_from([None, 24 * MIB, 66 * MIB, 130 * MIB, 256 * MIB]),
-    spare=st.sampled_from([0, 10 * MIB]),
-    reuse=st.sampled_from(["earliest", "latest"]),
-)
-def test_native_replay_agrees_with_the_plain_model(
-    program: list[tuple[str, int, int]],
-    conf: AllocatorSettings,
-    capacity: int | None,
-    spare: int,
-    reuse: str,
-) -> None:
+@pytest.mark.parametrize("kind", list(PROGRAMS))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_native_replay_agrees_with_the_plain_model(kind: str, data: st.DataObject) -> None:
+    program = data.draw(PROGRAMS[kind])
+    conf = data.draw(allocator_settings(kind))
+    capacity = data.draw(st.sampled_from([None, 66 * MIB, 130 * MIB, 256 * MIB]))
+    spare = data.draw(st.sampled_from([0, 10 * MIB]))
+    reuse = data.draw(st.sampled_from(["latest", "latest", "earliest"]))
     trace = build(program)
     total = (capacity or 200 * MIB) + spare
     fast = simulate(trace, conf, capacity_bytes=capacity, device_bytes=total, reuse=reuse)
