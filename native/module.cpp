@@ -106,7 +106,8 @@ nb::dict summary_dict(const ReplaySummary& summary) {
 }
 
 nb::dict replay_columns(const Column<std::uint8_t>& kind, const Column<std::int64_t>& storage,
-                        const Column<std::int64_t>& bytes, const Column<std::int32_t>& stream,
+                        const Column<std::int64_t>& bytes, const Column<std::int64_t>& least,
+                        const Column<std::int32_t>& stream,
                         const Column<std::int16_t>& device, const Column<std::int64_t>& aux,
                         const Column<std::int64_t>& segments, const Column<std::int64_t>& blocks,
                         const nb::dict& settings_values, std::int64_t storages,
@@ -119,7 +120,7 @@ nb::dict replay_columns(const Column<std::uint8_t>& kind, const Column<std::int6
   const std::size_t size = kind.shape(0);
   const Settings settings = settings_from(settings_values);
   ReplayInput input;
-  input.events = {view(kind, size),   view(storage, size), view(bytes, size),
+  input.events = {view(kind, size),   view(storage, size), view(bytes, size), view(least, size),
                   view(stream, size), view(device, size),  view(aux, size)};
   input.storages = storages;
   input.device = device_index;
@@ -144,7 +145,7 @@ nb::dict replay_columns(const Column<std::uint8_t>& kind, const Column<std::int6
 NB_MODULE(_native, m) {
   using namespace nb::literals;
   m.doc() = "memplan's native code.";
-  m.def("replay", &replay_columns, "kind"_a, "storage"_a, "bytes"_a, "stream"_a, "device"_a,
+  m.def("replay", &replay_columns, "kind"_a, "storage"_a, "bytes"_a, "least"_a, "stream"_a, "device"_a,
         "aux"_a, "segments"_a, "blocks"_a, "settings"_a, "storages"_a, "device_index"_a,
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");

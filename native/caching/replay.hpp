@@ -27,6 +27,7 @@ struct EventColumns {
   std::span<const std::uint8_t> kind;
   std::span<const std::int64_t> storage;
   std::span<const std::int64_t> bytes;
+  std::span<const std::int64_t> least;  // What the request can do with when there is no more.
   std::span<const std::int32_t> stream;
   std::span<const std::int16_t> device;
   std::span<const std::int64_t> aux;

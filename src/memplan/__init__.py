@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memplan.api import capture as capture
+    from memplan.api import estimate as estimate
 
 __version__ = "0.1.0"
 

@@ -44,6 +44,7 @@ def replay(
     kind: npt.NDArray[np.uint8],
     storage: npt.NDArray[np.int64],
     bytes: npt.NDArray[np.int64],
+    least: npt.NDArray[np.int64],
     stream: npt.NDArray[np.int32],
     device: npt.NDArray[np.int16],
     aux: npt.NDArray[np.int64],
@@ -60,6 +61,8 @@ def replay(
     address: npt.NDArray[np.int64],
 ) -> ReplaySummary:
     """Fill the last five columns with the state after each event.
+
+    `least` is what a request can do with when `bytes` cannot be had; 0: it can do without.
 
     `segments` holds rows of (address, bytes, stream, small, expandable), flattened; `blocks` rows
     of (segment row, bytes, requested bytes, in use, storage or -1), those of a segment in order of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from memplan.simulate.oracle_streams import StreamGraph
 from memplan.simulate.rounding import block_size
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
-from memplan.types.trace import EventKind, Trace
+from memplan.types.trace import EventKind, Provenance, Trace
 
 _CHUNK = 32 * MIB
 
@@ -395,11 +395,17 @@ class _Replay:
                 self.awaited.remove(entry)
                 self.oracle.complete_free(entry[0])
 
-    def step(self, kind: int, storage: int, nbytes: int, stream: int, aux: int) -> int:
+    def step(
+        self, kind: int, storage: int, nbytes: int, least: int, stream: int, aux: int
+    ) -> int:
         oracle = self.oracle
         block = self.blocks.get(storage)
         if kind == EventKind.ALLOC and nbytes:
             made = oracle.malloc(nbytes, stream)
+            if made is None and least < nbytes:
+                if least <= 0:
+                    return -1
+                made = oracle.malloc(least, stream)
             if made is None:
                 oracle.result.oom_event = oracle.event
                 oracle.result.oom_bytes = nbytes
@@ -454,10 +460,15 @@ def simulate_slowly(
     oracle = Oracle(settings, capacity_bytes, device_bytes)
     replay = _Replay(oracle, trace, reuse == "earliest")
     result, events = oracle.result, trace.events
-    columns = (events.kind, events.storage, events.bytes, events.stream, events.aux, events.device)
-    for i, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    derived = events.provenance == Provenance.RULE
+    least = [
+        low if rule else size
+        for low, size, rule in zip(events.bytes_low, events.bytes, derived, strict=True)
+    ]
+    columns = (events.kind, events.storage, events.bytes, least, events.stream, events.aux)
+    for i, row in enumerate(zip(*(map(int, column) for column in columns), strict=True)):
         oracle.event = i
-        result.address.append(replay.step(*row[:5]) if row[5] == device else -1)
+        result.address.append(replay.step(*row) if events.device[i] == device else -1)
         blocks = [block for segment in oracle.segments for block in segment.blocks]
         used = [block for block in blocks if block.state == "used"]
         held = [block for block in blocks if block.state in ("used", "pending")]

@@ -9,7 +9,7 @@ from memplan.simulate.initial import initial_rows
 from memplan.simulate.settings import UNLIMITED, AllocatorSettings
 from memplan.simulate.timeline import Timeline, segment_events
 from memplan.types.errors import FormatError, NoAnswerError, UsageError
-from memplan.types.trace import I64, EventKind, Trace
+from memplan.types.trace import I64, EventKind, Provenance, Trace
 
 BOUNDS = {"expected": "bytes", "low": "bytes_low", "high": "bytes_high"}
 REUSES = ("latest", "earliest")
@@ -66,6 +66,7 @@ def simulate(
             kind=np.ascontiguousarray(events.kind),
             storage=np.ascontiguousarray(events.storage),
             bytes=np.ascontiguousarray(getattr(events, BOUNDS[bounds])),
+            least=least_bytes(trace, bounds),
             stream=np.ascontiguousarray(events.stream),
             device=np.ascontiguousarray(events.device),
             aux=np.ascontiguousarray(events.aux),
@@ -102,6 +103,17 @@ def simulate(
         alloc_event=alloc_event,
         free_event=free_event,
     )
+
+
+def least_bytes(trace: Trace, bounds: str) -> I64:
+    """What each request can do with when the device has no more.
+
+    A kernel whose workspace is derived by a rule has plans with smaller ones, down to its low
+    size: PyTorch tries the next plan when a workspace cannot be had (`native/cudnn/Conv_v8.cpp`).
+    """
+    events = trace.events
+    sizes: I64 = getattr(events, BOUNDS[bounds])
+    return np.where(events.provenance == Provenance.RULE, events.bytes_low, sizes)
 
 
 def _native_settings(
