@@ -35,7 +35,7 @@ Settings random_settings(Random& random) {
 
 struct Columns {
   std::vector<std::uint8_t> kind;
-  std::vector<std::int64_t> storage, bytes, aux;
+  std::vector<std::int64_t> storage, bytes, least, aux;
   std::vector<std::int32_t> stream;
   std::vector<std::int16_t> device;
 
@@ -43,6 +43,7 @@ struct Columns {
     kind.push_back(static_cast<std::uint8_t>(k));
     storage.push_back(s);
     bytes.push_back(b);
+    least.push_back(storage.size() % 3 == 0 ? b / 2 : b);
     stream.push_back(st);
     device.push_back(0);
     aux.push_back(a);
@@ -140,7 +141,7 @@ int main(int argc, char** argv) {
     ReplayInput input{};
     input.reuse_early = random() % 2 == 0;
     const Columns columns = random_events(random, random_start(random, input), input.storages);
-    input.events = {columns.kind,   columns.storage, columns.bytes,
+    input.events = {columns.kind,   columns.storage, columns.bytes, columns.least,
                     columns.stream, columns.device,  columns.aux};
     const std::size_t size = columns.kind.size();
     std::vector<std::int64_t> requested(size), allocated(size), active(size), reserved(size),

@@ -395,9 +395,7 @@ class _Replay:
                 self.awaited.remove(entry)
                 self.oracle.complete_free(entry[0])
 
-    def step(
-        self, kind: int, storage: int, nbytes: int, least: int, stream: int, aux: int
-    ) -> int:
+    def step(self, kind: int, storage: int, nbytes: int, least: int, stream: int, aux: int) -> int:
         oracle = self.oracle
         block = self.blocks.get(storage)
         if kind == EventKind.ALLOC and nbytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan import _native
+import memplan._native as _native
 from memplan.simulate.initial import initial_rows
 from memplan.simulate.settings import UNLIMITED, AllocatorSettings
 from memplan.simulate.timeline import Timeline, segment_events
