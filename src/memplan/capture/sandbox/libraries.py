@@ -165,8 +165,8 @@ def _profiler(patches: Patches, view: View) -> Adapter:
     def adapt(module: types.ModuleType) -> None:
         real = module.profile.export_chrome_trace
 
-        def export_chrome_trace(self: Any, path: Any) -> Any:
-            return real(self, _on_disk(view, path, True, keep=False))
+        def export_chrome_trace(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return real(self, _on_disk(view, path, True, keep=False), *args, **kwargs)
 
         patches.set(module.profile, "export_chrome_trace", export_chrome_trace)
 
