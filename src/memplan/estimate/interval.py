@@ -1,24 +1,28 @@
-"""Low, expected and high peaks: the same trace replayed three times.
+"""Low, expected and high peaks: the same trace replayed several times.
 
-The expected replay takes every size as recorded. The low one takes the low sizes (they differ
-where an event was derived by a rule or assumed) and lets memory used on several streams be reused
-at once; the high one takes the high sizes and the latest reuse.
+How much an allocator reserves depends chaotically on the sizes it is asked for: a workspace a
+little larger can cost a segment or save one. A single replay with uncertain sizes is therefore one
+draw of many. The trace is replayed with its uncertain sizes at several points between low and
+expected, and the largest is taken as the expected value, because a job of many iterations meets
+many of them and what is reserved once stays. The interval spans all of these and the high sizes
+with the latest reuse of memory that several streams used.
 
 Even a trace in which everything was observed leaves a margin, because a real run is not repeated
-to the byte: library handles take blocks in another order, threads interleave, and published
-repeats of one job differ by up to 2 %. The margin is one large segment (20 MiB, the allocator's
-own granularity) plus 1 % of the reserved peak, on each side.
+to the byte: library handles take blocks in another order, threads interleave, kernels differ
+between releases. The margin is one large segment (20 MiB, the allocator's own granularity) plus
+4 % of the reserved peak on each side: published repeats of one job differ by up to 4 %
+(`bench/results/accuracy.json` says how many measured jobs lie within).
 
-Near a card's limit the allocator returns cached segments to the device and tries again, so how
-much it reserves depends on the card. A replay that passes the room left on the card is therefore
-repeated against that room; only when that fails too does the job not fit, and the unlimited replay
-says how much it would need.
+Near a card's limit the allocator returns cached segments to the device and tries again, and
+kernels make do with smaller workspaces, so how much is reserved depends on the card. A replay that
+passes the room left on the card is therefore repeated against that room; only when that fails too
+does the job not fit, and the unlimited replay says how much it would need.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +31,9 @@ from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind, Trace
 
 MARGIN_BYTES = 20 << 20
-MARGIN_FRACTION = 0.01
+MARGIN_FRACTION = 0.04
+_SHARES = (0.25, 0.5, 0.75)
+"""Points between the low and the expected sizes that are replayed beside these two."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Replay:
     fits: bool
     """False when the device ran out even after the caches were given back."""
     squeezed: bool
-    """It fits only because cached segments were given back."""
+    """It fits only because cached segments were given back or workspaces made smaller."""
 
     @property
     def reserved(self) -> int:
@@ -74,32 +80,24 @@ def find_interval(
     *,
     limited: bool,
 ) -> Interval:
-    """Replay the trace three times. `limited`: whether the card's size binds."""
-    total = profile.total_memory_bytes if limited else None
-    replay = partial(_replay, trace, settings, card=profile)
-    expected = replay("expected", "earliest", room=_room(total, profile.context_bytes))
+    """Replay the trace. `limited`: whether the card's size binds."""
+    player = _Player(settings, profile, profile.total_memory_bytes if limited else None)
+    drawn = [
+        player.play(sizes, "expected", "earliest", profile.context_bytes) for sizes in _draws(trace)
+    ]
+    expected = max(drawn, key=lambda replay: replay.reserved)
     margin = margin_bytes(expected.reserved)
-    low = high = expected
-    if _varies(trace):
-        low = replay("low", "earliest", room=_room(total, profile.context_low_bytes))
+    high = expected
     if _varies(trace) or limited:
-        room = _room(total, profile.context_high_bytes + margin)
-        high = replay("high", "latest", room=room)
-    # The allocator is not monotone: smaller requests can fragment more. Hence the min and max.
-    reserved = (
-        max(min(low.reserved, expected.reserved) - margin, min(low.allocated, expected.allocated)),
-        expected.reserved,
-        max(high.reserved, expected.reserved) + margin,
-    )
+        taken = profile.context_high_bytes + margin
+        high = player.play(trace, "high", "latest", taken)
+    played = [*drawn, high]
+    reserved = _span([replay.reserved for replay in played], expected.reserved)
     return Interval(
         expected=expected,
         high=high,
         reserved=reserved,
-        allocated=(
-            min(low.allocated, expected.allocated),
-            expected.allocated,
-            max(high.allocated, expected.allocated),
-        ),
+        allocated=_span([replay.allocated for replay in played], expected.allocated),
         peak=(
             reserved[0] + profile.context_low_bytes,
             reserved[1] + profile.context_bytes,
@@ -108,8 +106,23 @@ def find_interval(
     )
 
 
-def _room(total: int | None, taken: int) -> int | None:
-    return None if total is None else max(total - taken, 0)
+def _span(totals: list[int], expected: int) -> tuple[int, int, int]:
+    """Low, expected and high. The allocator is not monotone: smaller requests can fragment more,
+    hence the least and the largest of all replays."""
+    margin = margin_bytes(expected)
+    return max(min(totals) - margin, 0), expected, max(totals) + margin
+
+
+def _draws(trace: Trace) -> Iterator[Trace]:
+    """The trace with its uncertain sizes at expected, at low and in between."""
+    yield trace
+    events = trace.events
+    uncertain = events.bytes - events.bytes_low
+    if not uncertain.any():
+        return
+    for share in (0.0, *_SHARES):
+        sizes = events.bytes_low + (uncertain * share).astype(np.int64)
+        yield replace(trace, events=replace(events, bytes=sizes), _cache={})
 
 
 def _varies(trace: Trace) -> bool:
@@ -121,26 +134,34 @@ def _varies(trace: Trace) -> bool:
     )
 
 
-def _replay(
-    trace: Trace,
-    settings: AllocatorSettings,
-    bounds: str,
-    reuse: str,
-    *,
-    card: DeviceProfile,
-    room: int | None,
-) -> Replay:
-    total = card.total_memory_bytes
-    # The card's size matters to an unlimited replay only where the settings take a part of it.
-    part = total if settings.per_process_memory_fraction < 1.0 else None
-    free = simulate(trace, settings, device_bytes=part, bounds=bounds, reuse=reuse)
-    if free.oom_event is not None:
+@dataclass(frozen=True)
+class _Player:
+    """Replays traces for one card."""
+
+    settings: AllocatorSettings
+    card: DeviceProfile
+    total: int | None
+    """The card's memory where it binds; None: no limit."""
+
+    def play(self, trace: Trace, bounds: str, reuse: str, taken: int) -> Replay:
+        """One replay, beside `taken` bytes of the process that are not the allocator's."""
+        settings = self.settings
+        # The card's size matters to an unlimited replay only where the settings take a part of it.
+        part = self.card.total_memory_bytes if settings.per_process_memory_fraction < 1.0 else None
+        free = simulate(trace, settings, device_bytes=part, bounds=bounds, reuse=reuse)
+        if free.oom_event is not None:
+            return Replay(free, fits=False, squeezed=False)
+        room = None if self.total is None else max(self.total - taken, 0)
+        if room is None or free.reserved_peak_bytes <= room:
+            return Replay(free, fits=True, squeezed=free.num_alloc_retries > 0)
+        tight = simulate(
+            trace,
+            settings,
+            capacity_bytes=room,
+            device_bytes=self.total,
+            bounds=bounds,
+            reuse=reuse,
+        )
+        if tight.oom_event is None:
+            return Replay(tight, fits=True, squeezed=True)
         return Replay(free, fits=False, squeezed=False)
-    if room is None or free.reserved_peak_bytes <= room:
-        return Replay(free, fits=True, squeezed=free.num_alloc_retries > 0)
-    tight = simulate(
-        trace, settings, capacity_bytes=room, device_bytes=total, bounds=bounds, reuse=reuse
-    )
-    if tight.oom_event is None:
-        return Replay(tight, fits=True, squeezed=True)
-    return Replay(free, fits=False, squeezed=False)
