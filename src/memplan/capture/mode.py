@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.capture.answers import Answers, Assumptions
 from memplan.capture.context import Context
 from memplan.capture.fan_in import FanIn
+from memplan.capture.host_rule import run_on_host
 from memplan.capture.recorder import Recorder
 from memplan.capture.values import Values, small_enough
 from memplan.types.errors import CaptureError
@@ -50,11 +51,24 @@ Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
 
 
 class DeviceFakeMode(FakeTensorMode):
-    """A fake mode that never asks whether there is a real device."""
+    """A fake mode that never asks whether there is a real device, for several threads."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     @property
     def avoid_device_init(self) -> bool:
         return True
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        """A fake tensor says that it is on `meta` in the thread whose kernel runs, only there."""
+        return getattr(self._thread, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._thread.in_kernel = value
 
 
 class CaptureMode(TorchDispatchMode):
@@ -83,7 +97,7 @@ class CaptureMode(TorchDispatchMode):
         self.handlers = handlers or {}
         self.observers = observers or {}
         self.recordings = {}
-        self.fake_mode = DeviceFakeMode(allow_non_fake_inputs=True)
+        self.fake_mode = DeviceFakeMode()
         self.recorder = Recorder()
         self.context = Context(self.recorder.builder)
         self.values = Values()
@@ -96,6 +110,17 @@ class CaptureMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that keeps Dynamo out costs more than the dispatch
+
+    def observe(self, func: Any, observer: Observer) -> None:
+        """Add an observer; those that an operator already has come first."""
+        before = self.observers.get(func)
+
+        def both(*call: Any) -> None:
+            assert before is not None
+            before(*call)
+            observer(*call)
+
+        self.observers[func] = observer if before is None else both
 
     # Dispatch
 
@@ -111,6 +136,8 @@ class CaptureMode(TorchDispatchMode):
         kwargs = kwargs or {}
         fakes, has_real = _tensors(args, kwargs)
         if not fakes and not self._on_device(kwargs):
+            if "pin_memory" in kwargs:  # pinning needs a driver
+                kwargs = {**kwargs, "pin_memory": None}
             return func(*args, **kwargs)
         with self._lock:
             return self._run(func, args, kwargs, fakes, has_real)
@@ -147,6 +174,11 @@ class CaptureMode(TorchDispatchMode):
                 if reused is not None:
                     self.values.forget(reused)
                     return reused
+            if torch.is_inference_mode_enabled() and func._can_decompose():
+                # Outside autograd an operator made of others arrives whole: take it apart, to see
+                # what its parts ask for.
+                with self:
+                    return func.decompose(*args, **kwargs)
             return self.fake(func, args, kwargs, fakes, has_real)
         finally:
             recorder.stream = stream_before
@@ -203,7 +235,10 @@ class CaptureMode(TorchDispatchMode):
                 func, "its result depends on values that do not exist without a GPU"
             ) from error
         except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-            raise self.cannot(func, "PyTorch has no shape rule for it") from error
+            result = run_on_host(self, func, args, kwargs)
+            if result is NotImplemented:
+                raise self.cannot(func, "PyTorch has no shape rule for it") from error
+            return result
 
     def cannot(self, func: Any, why: str) -> CaptureError:
         """The error for an operator that cannot be answered."""

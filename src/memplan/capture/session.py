@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch
 import memplan
 from memplan.capture import (
     data_dependent,
+    foreach,
     host_methods,
     packages,
     parameters,
@@ -52,7 +53,7 @@ class CaptureSession:
         self.mode = CaptureMode(
             device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
-            handlers={**data_dependent.HANDLERS, **shape_rules.HANDLERS},
+            handlers={**data_dependent.HANDLERS, **foreach.HANDLERS, **shape_rules.HANDLERS},
             observers=dict(data_dependent.OBSERVERS),
         )
         self.ending = Ending(self.mode)
@@ -74,6 +75,7 @@ class CaptureSession:
                 stack.enter_context(fake_cuda_device())
                 torch_cuda.install(patches, self.mode, self.options.profile)
                 self._install_kernels(stack)
+            stack.enter_context(foreach.fake_tensors_supported())
             parameters.install(patches, self.mode)
             host_methods.install(patches, self.mode)
             self._patch_framework(patches)
@@ -101,6 +103,8 @@ class CaptureSession:
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
                 self.ending.before_module(training=torch.is_grad_enabled())
+                if torch.is_grad_enabled():
+                    self.steps.before_forward()
                 self._name_parameters(module)
             context.enter_module(module)
             try:
@@ -127,7 +131,8 @@ class CaptureSession:
         stack.callback(library._destroy)
         self.mode.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = KernelMemory(self.mode, self.options.profile)
-        self.mode.observers.update(memory.observers())
+        for func, observer in memory.observers().items():
+            self.mode.observe(func, observer)
         self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
 
     def _name_parameters(self, root: torch.nn.Module) -> None:

@@ -1,0 +1,70 @@
+"""Multi-tensor operators: chosen as for real parameters, and cheap when they change tensors in place.
+
+Optimizers and `clip_grad_norm_` take their multi-tensor paths only for the plain tensor types that
+they list, and a fake tensor is not one of them.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim_module
+from torch.utils import _foreach_utils
+
+from memplan.capture.mode import CaptureMode, Handler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def fake_tensors_supported() -> Iterator[None]:
+    """While entered, PyTorch's lists of plain tensor types name the fake one too.
+
+    The lists are changed in place, because other modules hold them.
+    """
+    lists: list[list[type]] = [
+        optim_module._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,  # type: ignore[list-item]
+    ]
+    for types in lists:
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in lists:
+            types.remove(FakeTensor)
+
+
+def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """An in-place operator on lists asks for no memory; only values that are known need a kernel."""
+    lists = [item for item in args if isinstance(item, (list, tuple))]
+    tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
+    known = mode.values.of
+    if not all(isinstance(item, FakeTensor) and known(item) is None for item in tensors):
+        return NotImplemented
+    written = [mode.number_of(tensor) for tensor in args[0]]
+    builder = mode.recorder.builder
+    builder.begin_op(
+        str(func),
+        reads=[number for number in map(mode.number_of, tensors) if number >= 0],
+        stream=mode.recorder.stream,
+    )
+    builder.op_writes(number for number in written if number >= 0)
+    return None
+
+
+def _in_place_overloads() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::_foreach_"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            if packet.endswith("_"):
+                yield getattr(getattr(aten, packet), overload or "default")
+
+
+HANDLERS: dict[Any, Handler] = {func: in_place for func in _in_place_overloads()}
