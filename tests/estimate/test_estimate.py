@@ -146,6 +146,20 @@ def test_a_card_on_which_caches_must_go() -> None:
     assert tight.breakdown.total() == tight.peak_bytes
 
 
+def test_a_workspace_that_cannot_be_had_is_not_counted() -> None:
+    job = Job()
+    job.at(Phase.FORWARD, "aten::convolution")
+    kept = job.alloc(256 * MIB)
+    job.free(job.alloc(GIB, Role.WORKSPACE, low=MIB, high=GIB))
+    job.free(kept)
+    trace = job.build()
+    roomy, tight = estimate(trace, CARD), estimate(trace, find_profile("1500MiB"))
+    assert roomy.breakdown.workspaces == GIB
+    assert tight.fits and tight.breakdown.workspaces < 900 * MIB
+    assert tight.breakdown.total() == tight.peak_bytes
+    assert any("smaller workspaces" in note for note in tight.notes)
+
+
 def test_a_job_that_does_not_fit_says_what_it_would_need() -> None:
     answer = estimate(cached_job(), find_profile("1GiB"))
     assert answer.fits is False

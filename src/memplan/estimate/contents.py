@@ -41,8 +41,9 @@ class Contents:
         self._trace = trace
         self._timeline = timeline
         self._event = event
-        self._alive = timeline.live_at(event)
-        self._bytes = requested_bytes(trace, timeline.device)
+        self._bytes = requested_bytes(trace, timeline)
+        alive = timeline.live_at(event)
+        self._alive = alive[self._bytes[alive] > 0]
         self._roles = derive_roles(trace, timeline)
 
     def breakdown(self, reserved: int, context: int) -> Breakdown:

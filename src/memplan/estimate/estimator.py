@@ -86,8 +86,10 @@ def _seen_card(trace: Trace) -> DeviceProfile:
 def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: DeviceProfile) -> int:
     """How much larger the room must be for the high bound to fit; 0 when it does."""
     total = card.total_memory_bytes
-    allowed = int(total * settings.per_process_memory_fraction)
-    missing = max(interval.peak[2] - total, interval.reserved[2] - allowed, 0)
+    missing = max(interval.peak[2] - total, 0)
+    if settings.per_process_memory_fraction < 1.0:
+        allowed = int(total * settings.per_process_memory_fraction)
+        missing = max(missing, interval.reserved[2] - allowed)
     return missing if interval.expected.fits and interval.high.fits else max(missing, 1)
 
 
@@ -108,7 +110,7 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
         return [f"No card was named, so there is no verdict; the job saw {card.device_name}."]
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):
         return [
-            "It fits only because PyTorch gives cached memory back when the card is full and "
-            "tries again; expect slower steps."
+            "It fits only because PyTorch gives cached memory back when the card is full, and its "
+            "kernels make do with smaller workspaces; expect slower steps."
         ]
     return []

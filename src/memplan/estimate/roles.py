@@ -9,19 +9,26 @@ from memplan.simulate import Timeline
 from memplan.types.trace import I64, U8, EventKind, Phase, Role, Trace
 
 
-def requested_bytes(trace: Trace, device: int = 0) -> I64:
-    """Requested bytes by storage generation; 0 for those that never live on the device."""
+def requested_bytes(trace: Trace, timeline: Timeline) -> I64:
+    """Requested bytes by storage generation; 0 for those that never live on the device.
+
+    They are what the replay granted: on a full card a kernel makes do with a smaller workspace
+    than the trace asks for, or with none.
+    """
     nbytes = np.zeros(len(trace.storages), np.int64)
     for segment in trace.meta.initial_segments:
         for block in segment.blocks:
-            if segment.device == device and 0 <= block.storage < len(nbytes):
+            if segment.device == timeline.device and 0 <= block.storage < len(nbytes):
                 nbytes[block.storage] = block.requested_bytes
     events = trace.events
+    granted = np.diff(timeline.requested, prepend=timeline.start_requested_bytes)
     # A generation begins once, so plain assignment is enough.
     rows = np.flatnonzero(
-        (events.kind == EventKind.ALLOC) & (events.device == device) & (events.storage >= 0)
+        (events.kind == EventKind.ALLOC)
+        & (events.device == timeline.device)
+        & (events.storage >= 0)
     )
-    nbytes[events.storage[rows]] = events.bytes[rows]
+    nbytes[events.storage[rows]] = granted[rows]
     return nbytes
 
 
