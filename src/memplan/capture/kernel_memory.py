@@ -62,7 +62,17 @@ class KernelMemory:
             found[overload] = self.blas
         for overload in _overloads(_BATCH_NORMS):
             found[overload] = self.batch_norm
-        return found
+        return {func: self._on_device(observer) for func, observer in found.items()}
+
+    def _on_device(self, observer: Observer) -> Observer:
+        """Fake tensors on the host go through kernels of the host."""
+
+        def observe(mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+            first = next(_tensors_of(args), None)
+            if first is not None and first.device.type == mode.device_type:
+                observer(mode, func, args, kwargs, result)
+
+        return observe
 
     # Recording
 
@@ -293,6 +303,14 @@ def _overloads(names: Iterable[str]) -> Iterator[Any]:
         packet = getattr(aten, name.removeprefix("aten."), None)
         for overload in packet.overloads() if packet is not None else ():
             yield getattr(packet, overload)
+
+
+def _tensors_of(args: Any) -> Iterator[torch.Tensor]:
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors_of(item)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

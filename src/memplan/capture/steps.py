@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
 
 DEFAULT_MAX_STEPS = 16
+_MANY_MICRO_BATCHES = 16
+_MICRO_BATCHES_SEEN = 4
 _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps than that must do."""
 _STATE_STEPS = 2
@@ -37,6 +39,8 @@ class StepWatcher:
         self.steady = False
         self.stop_reason = ""
         self._began = time.monotonic()
+        self._forwards: list[int] = []
+        self._forwards_in_a_step = 0
         self._first: int | None = None
         self._start = 0
         self._previous: bytes | None = None
@@ -71,10 +75,36 @@ class StepWatcher:
         if id(optimizer) == self._first and self.mode.context.in_optimizer == 0:
             self._complete()
 
+    def before_forward(self) -> None:
+        """A root module is about to run with gradients: perhaps the next of many micro-batches.
+
+        Where a step accumulates very many, the second is not run to its end: the first step's
+        update made the optimizer's state, and micro-batches that repeat show nothing new.
+        """
+        if self.ending is None or self.enough or self.max_steps is not None:
+            return
+        self.mode.recorder.flush()
+        self._forwards.append(len(self.mode.recorder.builder))
+        if self.completed != 1 or self._forwards_in_a_step < _MANY_MICRO_BATCHES:
+            return
+        if len(self._forwards) < _MICRO_BATCHES_SEEN:
+            return
+        first, second, third = self._forwards[-3:]
+        builder = self.mode.recorder.builder
+        if builder.requests(first, second) == builder.requests(second, third):
+            self.enough = True
+            self.stop_reason = (
+                f"stopped in step 2: after one update, micro-batches of {self._forwards_in_a_step} "
+                "a step asked for the same memory again and again"
+            )
+            self.ending.begin(at_once=False)
+
     def _complete(self) -> None:
         recorder = self.mode.recorder
         recorder.flush()
         self.completed += 1
+        self._forwards_in_a_step = len(self._forwards)
+        self._forwards.clear()
         recorder.builder.step = self.completed
         self.mode.answers.new_step()
         end = len(recorder.builder)

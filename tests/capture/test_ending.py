@@ -1,0 +1,140 @@
+"""When a capture ends, and what it still sees before it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.script import capture_script
+from memplan.types.device import find_profile
+from memplan.types.errors import CaptureError, MemplanError, UsageError
+from memplan.types.trace import Phase, Trace
+
+HEAD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+model = nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(TensorDataset(torch.randn(4096, 512)), batch_size=4)
+
+def forward(batch):
+    return model(batch.cuda()).square().mean()
+"""
+
+EPOCHS = """
+for epoch in range(10):
+    for (batch,) in loader:
+        forward(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for (batch,) in DataLoader(TensorDataset(torch.randn(4096, 512)), batch_size=1024):
+            forward(batch)
+"""
+
+
+def run(tmp_path: Path, body: str, *, steps: int | None = None, head: str = HEAD) -> Trace:
+    script = tmp_path / "train.py"
+    script.write_text(head + body)
+    options = CaptureOptions(profile=find_profile("rtx4090"), steps=steps)
+    return capture_script(ScriptTarget("script", str(script)), options)
+
+
+def test_stops_when_a_step_repeats(tmp_path: Path) -> None:
+    trace = run(tmp_path, "x = torch.randn(4, 512)\nwhile True:\n" + _indented("x", 4))
+    assert trace.meta.optimizer_steps == 3
+    assert "same memory as the step before" in trace.meta.stop_reason
+
+
+def test_evaluation_after_the_epoch_is_seen(tmp_path: Path) -> None:
+    trace = run(tmp_path, EPOCHS)
+    events = trace.events
+    evaluated = events.phase == Phase.EVALUATION
+    assert events.bytes[evaluated].max() == 1024 * 512 * 4
+    assert trace.meta.optimizer_steps == 4  # one more after the epoch that was cut short
+
+
+def test_as_many_steps_as_asked(tmp_path: Path) -> None:
+    trace = run(tmp_path, EPOCHS, steps=5)
+    assert trace.meta.optimizer_steps == 5
+    assert "as asked" in trace.meta.stop_reason
+
+
+def test_steps_that_differ_are_an_assumption(tmp_path: Path) -> None:
+    body = "n = 1\nwhile True:\n    n += 1\n" + _indented("torch.randn(n, 512)", 4)
+    trace = run(tmp_path, body)
+    assert [a.kind for a in trace.meta.assumptions] == ["steady-step"]
+
+
+def test_many_micro_batches_are_not_all_run(tmp_path: Path) -> None:
+    body = """
+for step in range(50):
+    for micro in range(64):
+        forward(torch.randn(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 1
+    assert "micro-batches of 64 a step" in trace.meta.stop_reason
+    assert (trace.events.phase[trace.events.step == 1] == Phase.BACKWARD).any()
+
+
+def test_a_script_that_swallows_everything_still_stops(tmp_path: Path) -> None:
+    body = """
+while True:
+    try:
+        forward(torch.randn(4, 512)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except Exception:
+        print("ignored")
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ("forward(torch.randn(4, 512))", CaptureError, "without a single optimizer step"),
+        ("raise ValueError('no such file')", CaptureError, r"train.py:\d+.*ValueError: no such"),
+        ("import sys; sys.exit(3)", CaptureError, "exit code 3"),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
+            UsageError,
+            "refused its arguments",
+        ),
+    ],
+)
+def test_bad_scripts(tmp_path: Path, body: str, error: type[MemplanError], message: str) -> None:
+    with pytest.raises(error, match=message) as raised:
+        run(tmp_path, body)
+    assert raised.value.hint
+
+
+def test_a_script_on_the_cpu(tmp_path: Path) -> None:
+    body = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    with pytest.raises(CaptureError, match="CPU only"):
+        run(tmp_path, body, head="")
+
+
+def test_a_script_that_is_not_there() -> None:
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    with pytest.raises(UsageError, match="no such script"):
+        capture_script(ScriptTarget("script", "nowhere/train.py"), options)
+
+
+def _indented(batch: str, width: int) -> str:
+    lines = [f"forward({batch}).backward()", "optimizer.step()", "optimizer.zero_grad()"]
+    return "".join(" " * width + line + "\n" for line in lines)
