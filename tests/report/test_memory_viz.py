@@ -140,7 +140,7 @@ def test_pytorchs_flame_graphs(exported: tuple[Trace, dict[str, Any]]) -> None:
             sizes[stack] += int(size)
         assert sum(sizes.values()) == int(timeline.reserved[-1])
         layer = next(stack for stack in sizes if "Net.layers.1" in stack)
-        assert "active_allocated;step:0:setup;module:0:Net;module:0:Net.layers;" in layer
+        assert "active_allocated;phase:0:setup;module:0:Net;module:0:Net.layers;" in layer
         assert layer.endswith("tensor:0:float32 8x8;(unknown file):0:aten.mm.default")
     nothing = viewer.compare(snapshot["segments"], [], format_flamegraph=str)
     assert nothing.count("only_before") == len(nothing.splitlines())
@@ -165,7 +165,7 @@ def test_frames_say_what_is_known(exported: tuple[Trace, dict[str, Any]]) -> Non
         "module:0:Net.layers.0",
         "module:0:Net.layers",
         "module:0:Net",
-        "step:0:forward",
+        "phase:0:forward",
     ]
 
 

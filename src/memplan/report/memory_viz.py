@@ -19,6 +19,7 @@ from typing import Any
 from memplan.report.memory_viz_frames import Frame, FrameWriter
 from memplan.simulate import AllocatorSettings, Timeline, simulate
 from memplan.simulate.replay import with_start
+from memplan.types.collection import paused_collection
 from memplan.types.errors import UsageError
 from memplan.types.output_file import refuse_existing, write_file
 from memplan.types.trace import EventKind, Trace
@@ -50,7 +51,9 @@ def export_memory_viz(
     """
     path = Path(path)
     refuse_existing(path, overwrite=overwrite)
-    content = pickle.dumps(memory_viz_snapshot(trace, device=device, settings=settings), _PROTOCOL)
+    with paused_collection():
+        snapshot = memory_viz_snapshot(trace, device=device, settings=settings)
+        content = pickle.dumps(snapshot, _PROTOCOL)
     write_file(path, [content], overwrite=overwrite)
 
 
@@ -124,19 +127,20 @@ class _Walk:
         addresses = timeline.address.tolist()
         allocated, active = timeline.allocated.tolist(), timeline.active.tolist()
         segment_events = _by_event(timeline)
+        alloc, free, completed = EventKind.ALLOC, EventKind.FREE, EventKind.FREE_COMPLETED
         allocated_before = active_before = timeline.start_allocated_bytes
         for event, kind in enumerate(kinds):
             storage = storages[event]
             let_go = active_before - active[event]
-            if mine[event] and kind == EventKind.ALLOC and addresses[event] >= 0:
+            if mine[event] and kind == alloc and addresses[event] >= 0:
                 size = allocated[event] - allocated_before
                 block = _Block(addresses[event], size, nbytes[event], streams[event], [])
                 self._complete_some(event, let_go + size)
                 self._segment_events(event, segment_events)
                 self._alloc(event, storage, block)
-            elif mine[event] and kind == EventKind.FREE:
+            elif mine[event] and kind == free:
                 self._free(event, storage, let_go)
-            elif mine[event] and kind == EventKind.FREE_COMPLETED:
+            elif mine[event] and kind == completed:
                 self._complete(event, storage)
             else:
                 self._complete_some(event, let_go)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from memplan.types.trace import EventKind, Phase, Trace
+import numpy as np
+
+from memplan.types.trace import I64, EventKind, Phase, Trace
 
 
 class Frame(TypedDict):
@@ -17,53 +19,24 @@ class Frame(TypedDict):
 
 class FrameWriter:
     """Frames of events, innermost first: the operator at its source line, the tensor, the module
-    and those that hold it, the phase in its step. Equal frames are one object, so that a pickle
-    holds them once."""
+    and those that hold it, the phase. Equal stacks and equal frames are one object, so that a
+    pickle holds them once."""
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+        self._strings = trace.strings
         self._frames: dict[tuple[str, int, str], Frame] = {}
-        self._stacks: dict[tuple[int, ...], list[Frame]] = {}
+        keys, which = np.unique(_keys(trace), axis=0, return_inverse=True)
+        self._stacks = [self._stack(*key) for key in keys.tolist()]
+        self._which: list[int] = which.reshape(-1).tolist()
 
     def of_event(self, event: int) -> list[Frame]:
         """The frames of an event; empty when the trace knows nothing about it."""
-        events = self._trace.events
-        row = int(events.op[event])
-        storage = int(events.storage[event])
-        is_alloc = events.kind[event] == EventKind.ALLOC and storage >= 0
-        key = (
-            int(events.source[event]),
-            int(self._trace.ops.name[row]) if row >= 0 else 0,
-            int(events.module[event]),
-            int(events.phase[event]),
-            int(events.step[event]),
-            *(self._tensor_key(storage) if is_alloc else (0, 0, 0)),
-        )
-        stack = self._stacks.get(key)
-        if stack is None:
-            stack = self._stacks[key] = self._stack(*key)
-        return stack
-
-    def _tensor_key(self, storage: int) -> tuple[int, int, int]:
-        storages = self._trace.storages
-        return (
-            int(storages.dtype[storage]),
-            int(storages.shape[storage]),
-            int(storages.name[storage]),
-        )
+        return self._stacks[self._which[event]]
 
     def _stack(
-        self,
-        source: int,
-        op: int,
-        module: int,
-        phase: int,
-        step: int,
-        dtype: int,
-        shape: int,
-        name: int,
+        self, source: int, op: int, module: int, phase: int, dtype: int, shape: int, name: int
     ) -> list[Frame]:
-        strings = self._trace.strings
+        strings = self._strings
         stack: list[Frame] = []
         if source or op:
             file, line = _split(strings[source])
@@ -75,8 +48,8 @@ class FrameWriter:
         while path:
             stack.append(self._frame("module", 0, path))
             path = path.rpartition(".")[0]
-        if phase or step or stack:
-            stack.append(self._frame("step", step, Phase(phase).name.lower()))
+        if phase or stack:
+            stack.append(self._frame("phase", 0, Phase(phase).name.lower()))
         return stack
 
     def _frame(self, filename: str, line: int, name: str) -> Frame:
@@ -85,6 +58,22 @@ class FrameWriter:
         if frame is None:
             frame = self._frames[key] = Frame(name=name, filename=filename, line=line)
         return frame
+
+
+def _keys(trace: Trace) -> I64:
+    """One row an event, the arguments of `_stack`; what is unknown is 0."""
+    events, ops, storages = trace.events, trace.ops, trace.storages
+    keys = np.zeros((len(trace), 7), np.int64)
+    caused = events.op >= 0
+    keys[:, 0] = events.source
+    keys[caused, 1] = ops.name[events.op[caused]]
+    keys[:, 2] = events.module
+    keys[:, 3] = events.phase
+    begun = (events.kind == EventKind.ALLOC) & (events.storage >= 0)
+    made = events.storage[begun]
+    for column, values in enumerate((storages.dtype, storages.shape, storages.name), start=4):
+        keys[begun, column] = values[made]
+    return keys
 
 
 def _split(source: str) -> tuple[str, int]:

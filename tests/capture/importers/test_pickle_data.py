@@ -124,7 +124,8 @@ def test_instructions_that_could_run_code_are_refused_by_name(name: str) -> None
 
 def test_the_allowed_instructions_are_these_and_no_more() -> None:
     by_name = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
-    inline = {"BINGET", "LONG_BINGET", "MEMOIZE", "BININT1", "STOP"}
+    inline = {"BINGET", "LONG_BINGET", "MEMOIZE", "MARK", "STOP"}
+    inline |= {"BININT", "BININT1", "LONG1"}
     allowed = {n for n, code in by_name.items() if code in pickle_data._HANDLERS} | inline
     assert set(by_name) - allowed == {*HOSTILE}
 
@@ -164,6 +165,8 @@ BROKEN = {
     "huge bytes": b"\x80\x04\x8e" + (1 << 63).to_bytes(8, "little") + b"ab.",
     "huge integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "negative integer length": b"\x80\x02\x8b\xff\xff\xff\xff.",
+    "long integer": b"\x80\x02\x8a\xff" + bytes(255) + b".",
+    "cut integer": b"\x80\x02\x8a\x08\x01\x02",
     "long decimal": b"I" + b"9" * 5000 + b"\n.",
     "huge decimal": b"I" + b"9" * 1000 + b"x\n.",
     "memo that was never put": b"\x80\x02h\x07.",

@@ -36,33 +36,39 @@ NOWHERE = Place("", "", None)
 
 
 class FrameReader:
-    """Reads each distinct list of frames once; most allocations share theirs with others."""
+    """Reads each distinct stack once; most allocations share theirs with others."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._known: dict[int, Place] = {}
+        self._known: dict[tuple[int, ...], Place] = {}
 
     def place(self, frames: Any) -> Place:
         """Where a list of frames points. Raises FormatError for anything but frames.
 
-        The list must stay alive: it is remembered by identity.
+        The frames must stay alive: stacks are remembered by the identity of their frames.
         """
         if not frames:
             return NOWHERE
-        found = self._known.get(id(frames))
+        if not isinstance(frames, list | tuple):
+            raise self._error()
+        key = tuple(map(id, frames))
+        found = self._known.get(key)
         if found is None:
-            found = self._known[id(frames)] = self._read(frames)
+            found = self._known[key] = self._read(frames)
         return found
 
     def _read(self, frames: Any) -> Place:
         try:
             stack = [(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames]
         except (TypeError, KeyError, ValueError, IndexError):
-            raise FormatError(
-                f"{self._where}: a stack frame is not a dict of filename, line and name",
-                "a file written by torch.cuda.memory._dump_snapshot(FILE)",
-            ) from None
+            raise self._error() from None
         return Place(_source(stack), _operator(stack), _phase(stack))
+
+    def _error(self) -> FormatError:
+        return FormatError(
+            f"{self._where}: a stack frame is not a dict of filename, line and name",
+            "a file written by torch.cuda.memory._dump_snapshot(FILE)",
+        )
 
 
 _Stack = list[tuple[str, int, str]]

@@ -11,7 +11,6 @@ The instructions are those of Lib/pickletools.py, protocols 0 to 5.
 
 from __future__ import annotations
 
-import gc
 import pickletools
 import re
 import struct
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memplan.types.collection import paused_collection
 from memplan.types.errors import FormatError, UsageError
 
 MAX_FILE_BYTES = 2 << 30
@@ -30,7 +30,8 @@ _I4 = struct.Struct("<i")
 _U4 = struct.Struct("<I")
 _U8 = struct.Struct("<Q")
 _F8 = struct.Struct(">d")
-_BINGET, _LONG_BINGET, _MEMOIZE, _BININT1, _STOP = 0x68, 0x6A, 0x94, 0x4B, 0x2E
+_BINGET, _LONG_BINGET, _MEMOIZE, _MARK, _STOP = 0x68, 0x6A, 0x94, 0x28, 0x2E
+_BININT, _BININT1, _LONG1 = 0x4A, 0x4B, 0x8A
 _LONG_BINGETS = re.compile(rb"(?:j.{4}){1,64}", re.DOTALL)
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
@@ -60,19 +61,15 @@ def read_pickle(path: Path) -> tuple[Any, int]:
 def unpickle(content: bytes, where: str = "the pickle") -> Any:
     """The plain data in `content`. Raises FormatError, naming `where`."""
     machine = _Machine(content, where)
-    collecting = gc.isenabled()
-    gc.disable()  # millions of containers and no garbage among them: half of the time otherwise
     try:
-        return machine.run()
+        with paused_collection():
+            return machine.run()
     except (IndexError, KeyError, struct.error):
         machine.refuse("it ends early or its instructions do not fit together")
     except (TypeError, AttributeError, ValueError):
         machine.refuse("its instructions do not fit together")
     except MemoryError:
         machine.refuse("it does not fit in memory")
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Machine:
@@ -106,6 +103,18 @@ class _Machine:
                 at = run.end()
             elif code == _MEMOIZE:
                 memo[len(memo)] = self.stack[-1]
+            elif code == _LONG1:
+                end = at + 1 + content[at]
+                if content[at] > _MAX_INTEGER_BYTES:
+                    self.refuse(f"an integer of {content[at]} bytes")
+                self.stack.append(int.from_bytes(content[at + 1 : end], "little", signed=True))
+                at = end
+            elif code == _BININT:
+                self.stack.append(_I4.unpack_from(content, at)[0])
+                at += 4
+            elif code == _MARK:
+                self.marks.append(self.stack)
+                self.stack = []
             elif code == _BININT1:
                 self.stack.append(content[at])
                 at += 1
@@ -252,11 +261,6 @@ def _list_on_top(m: _Machine) -> list[Any]:
     return top
 
 
-def _mark(m: _Machine) -> None:
-    m.marks.append(m.stack)
-    m.stack = []
-
-
 def _pop(m: _Machine) -> None:
     if m.stack:
         m.stack.pop()
@@ -307,7 +311,6 @@ def _memo_key(m: _Machine) -> int:
 
 
 _HANDLERS: dict[int, Callable[[_Machine], Any]] = {
-    ord("("): _mark,
     ord("}"): lambda m: m.stack.append({}),
     ord("]"): lambda m: m.stack.append([]),
     ord(")"): _push(()),
@@ -325,8 +328,6 @@ _HANDLERS: dict[int, Callable[[_Machine], Any]] = {
     0x86: _tuple_of(2),
     0x87: _tuple_of(3),
     ord("M"): _push_number(_U2),
-    ord("J"): _push_number(_I4),
-    0x8A: lambda m: _push_integer(m, m.take(1)[0]),
     0x8B: lambda m: _push_integer(m, m.number(_I4)),
     ord("G"): _push_number(_F8),
     ord("I"): _integer_line,

@@ -13,6 +13,7 @@ from memplan.capture.importers.frames import FrameReader, PhaseTracker
 from memplan.capture.importers.snapshot_schema import Entry, Snapshot, read_schema
 from memplan.capture.importers.snapshot_start import StartState, rewind
 from memplan.types.builder import TraceBuilder
+from memplan.types.collection import paused_collection
 from memplan.types.errors import FormatError
 from memplan.types.trace import Block, EventKind, Provenance, Segment, Trace, TraceMeta
 from memplan.types.trace_check import check_trace
@@ -45,17 +46,21 @@ def read_snapshot(path: Path | str) -> Trace:
     UsageError when it cannot be read.
     """
     path = Path(path)
-    snapshot = read_schema(path)
+    with paused_collection():
+        trace = _import(path, read_schema(path))
+    check_trace(trace, str(path))
+    return trace
+
+
+def _import(path: Path, snapshot: Snapshot) -> Trace:
     importer = _Importer(str(path))
     for device, entries in enumerate(snapshot.device_traces):
-        if entries or any(segment.device == device for segment in snapshot.segments):
-            held = [segment for segment in snapshot.segments if segment.device == device]
+        held = [segment for segment in snapshot.segments if segment.device == device]
+        if entries or held:
             importer.start(device, rewind(held, entries))
     for device, entry in _in_order(snapshot):
         importer.entry(device, entry)
-    trace = importer.trace(_alloc_conf(snapshot.allocator_settings))
-    check_trace(trace, str(path))
-    return trace
+    return importer.trace(_alloc_conf(snapshot.allocator_settings))
 
 
 def _in_order(snapshot: Snapshot) -> Iterator[tuple[int, Entry]]:
