@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK_TO_START = [
     "memplan",
     "memplan.types",
+    "memplan.phases",
     "memplan.simulate",
     "memplan.estimate",
     "memplan.report",

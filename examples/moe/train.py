@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--experts-per-token", type=int, default=4)
     parser.add_argument("--expert-width", type=int, default=512)
+    parser.add_argument("--implementation", choices=["grouped_mm", "eager"], default="grouped_mm")
     return parser.parse_args()
 
 
@@ -60,7 +61,9 @@ def main() -> None:
         tie_word_embeddings=True,
         use_cache=False,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(args.device)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation=args.implementation
+    ).to(args.device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     loader = DataLoader(
