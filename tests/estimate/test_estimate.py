@@ -160,6 +160,12 @@ def test_a_workspace_that_cannot_be_had_is_not_counted() -> None:
     assert any("smaller workspaces" in note for note in tight.notes)
 
 
+def test_a_card_smaller_than_its_context_fits_nothing() -> None:
+    answer = estimate(Job().build(), find_profile("200MiB"))
+    assert answer.fits is False
+    assert answer.low_bytes <= answer.peak_bytes <= answer.high_bytes
+
+
 def test_a_job_that_does_not_fit_says_what_it_would_need() -> None:
     answer = estimate(cached_job(), find_profile("1GiB"))
     assert answer.fits is False

@@ -93,20 +93,17 @@ def find_interval(
         high = player.play(trace, "high", "latest", taken)
     played = [*drawn, high]
     reserved = _span([replay.reserved for replay in played], expected.reserved)
-    top = reserved[2] + profile.context_high_bytes
+    peak, top = reserved[1] + profile.context_bytes, reserved[2] + profile.context_high_bytes
     if limited and all(replay.fits for replay in played):
-        # Each replay was held to the room beside its own context; none needs more than the card.
-        top = min(top, profile.total_memory_bytes)
+        # Each replay was held to the room beside its own context, so none needs more than the
+        # card, unless the context alone does.
+        top = max(min(top, profile.total_memory_bytes), peak)
     return Interval(
         expected=expected,
         high=high,
         reserved=reserved,
         allocated=_span([replay.allocated for replay in played], expected.allocated),
-        peak=(
-            reserved[0] + profile.context_low_bytes,
-            reserved[1] + profile.context_bytes,
-            top,
-        ),
+        peak=(reserved[0] + profile.context_low_bytes, peak, top),
     )
 
 
