@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.importers import load_any
 from memplan.capture.importers.event_csv import read_event_csv
-from memplan.types.errors import FormatError
+from memplan.capture.importers.load_any import load_any
+from memplan.types.errors import FormatError, UsageError
 from memplan.types.trace import EventKind, Trace
 from memplan.types.trace_file import save_trace
 
@@ -99,7 +99,7 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     save_trace(read(tmp_path, "alloc,512,9,0\n"), path)
     assert load_any(path).meta.origin == "csv"
     path.write_bytes(b"\x7fELF")
-    with pytest.raises(FormatError, match="neither a trace of memplan"):
+    with pytest.raises(FormatError, match="none of the files that memplan reads"):
         load_any(path)
-    with pytest.raises(FormatError, match="No such file"):
+    with pytest.raises(UsageError, match="does not exist"):
         load_any(tmp_path / "absent")
