@@ -226,6 +226,18 @@ def test_pipes_and_devices_stay_real(project: Path) -> None:
             null.write("nothing")
 
 
+def test_shared_memory_of_the_script_is_its_files(project: Path) -> None:
+    name = f"/dev/shm/{project.parent.name}-{project.name}"
+    ipc = f"/dev/shm/torch_{project.name}"
+    with sandbox():
+        Path(name).write_text("a cache in memory")
+        assert Path(name).read_text() == "a cache in memory"
+        Path(ipc).write_text("between processes")
+    assert not Path(name).exists()
+    assert Path(ipc).read_text() == "between processes"
+    Path(ipc).unlink()
+
+
 def test_what_gets_past_the_stand_ins_is_refused(untouched: Path) -> None:
     import posix
 

@@ -137,7 +137,10 @@ def test_arrow(empty: Path) -> None:
     table = arrow.table({"x": [1, 2]})
     with sandbox():
         parquet.write_table(table, empty / "x.parquet")
-        with (empty / "x.arrow").open("wb") as file, arrow.ipc.new_stream(file, table.schema) as out:
+        with (
+            (empty / "x.arrow").open("wb") as file,
+            arrow.ipc.new_stream(file, table.schema) as out,
+        ):
             out.write_table(table)
         mapped = arrow.ipc.open_stream(arrow.memory_map(str(empty / "x.arrow")))
         assert mapped.read_all().to_pydict() == {"x": [1, 2]}
@@ -180,5 +183,8 @@ def test_libraries_imported_by_the_script(empty: Path) -> None:
     source = str(Path(sys.modules["memplan.capture.sandbox"].__file__ or "").parents[3])
     environment = os.environ | {"PYTHONPATH": source}
     subprocess.run(
-        [sys.executable, "-c", IMPORTED_INSIDE, str(empty)], check=True, env=environment, timeout=120
+        [sys.executable, "-c", IMPORTED_INSIDE, str(empty)],
+        check=True,
+        env=environment,
+        timeout=120,
     )

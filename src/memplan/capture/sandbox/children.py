@@ -10,7 +10,7 @@ import posixpath
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from typing import Any
 
 from memplan.capture.patching import Patches
@@ -90,7 +90,10 @@ class Children:
         """
         worker = is_worker(command)
         if self.confined:
-            return self._pool(worker).submit(start).result()
+            try:
+                return self._pool(worker).submit(start).result()
+            except BrokenExecutor:  # The kernel has the means, and something above it forbids them.
+                self.confined = False
         if worker or only_looks(command):
             return start()
         text = shlex.join(command)[:200]

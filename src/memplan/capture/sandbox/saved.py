@@ -87,7 +87,8 @@ class Saved:
     ) -> None:
         self._is_fake = is_fake
         self._new_tensor = new_tensor
-        self._objects: dict[int, SavedObject] = {}
+        # By process and number: a forked worker has its parent's objects, and adds its own.
+        self._objects: dict[tuple[int, int], SavedObject] = {}
         self._numbers = itertools.count()
 
     def has_fake(self, tensors: dict[str, torch.Tensor]) -> bool:
@@ -122,9 +123,10 @@ class Saved:
 
     def add(self, saved: SavedObject) -> bytes:
         """Remember an object; returns the marker to write in its place."""
-        number = next(self._numbers)
-        self._objects[number] = saved
-        return f"memplan saved object {os.getpid()}-{number}\n".encode().ljust(MARKER_BYTES, b"\n")
+        key = (os.getpid(), next(self._numbers))
+        self._objects[key] = saved
+        text = f"memplan saved object {key[0]}-{key[1]}\n"
+        return text.encode().ljust(MARKER_BYTES, b"\n")
 
     def find(self, head: bytes) -> SavedObject | None:
         """The object whose marker `head` begins with; None if it is no marker.
@@ -134,10 +136,10 @@ class Saved:
         match = _MARKER.match(head)
         if match is None:
             return None
-        pid, number = (int(group) for group in match.groups())
-        if pid != os.getpid() or number not in self._objects:
+        key = (int(match[1]), int(match[2]))
+        if key not in self._objects:
             raise OSError("this file was saved by another process of the captured script")
-        return self._objects[number]
+        return self._objects[key]
 
     def rebuild(self, saved: SavedObject, map_location: Any = None) -> Any:
         """A fresh copy of a saved object; `map_location` as in `torch.load`.

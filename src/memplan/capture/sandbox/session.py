@@ -84,7 +84,11 @@ class Sandbox:
             raise InternalError("a sandbox is already open in this process")
         self.scratch = Path(make_scratch())
         self._stack.callback(self._remove_scratch, posix.getpid())
-        self._install(create=True)
+        try:
+            self._install(create=True)
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -98,6 +98,7 @@ class View:
         self.on_write: Callable[[str], None] = lambda disk: None
         """Told of each file in the overlay before it is opened for writing."""
         self._mark = self.journal.mark
+        self._real_prefixes = (*(f"{place}/" for place in (*_REAL_ROOTS, root)),)
         self._seen = b""
         self._shadows = False
         self._touched: set[str] = set()
@@ -188,8 +189,11 @@ class View:
         place = self._places.get(key)
         if place is None:
             place = self.place(key)
-        if place.plain and tail not in _DOTS and not (self._shadows and follow):
-            return path
+        if place.plain and tail not in _DOTS:
+            # A link on the disk may lead to what was changed in the overlay.
+            linked = self._shadows and follow and stat.S_ISLNK(mode_of(path) or 0)
+            if not linked:
+                return path
         return self._read_slow(path, follow)
 
     def _read_slow(self, path: str, follow: bool) -> str:
@@ -224,7 +228,7 @@ class View:
 
     def _find(self, place: Place, name: str) -> Spot:
         at = join(place.at, name)
-        if place.real or self.is_real(at):
+        if self.is_real(at):
             return Spot(at, at, REAL)
         visible = not place.covered and at not in self._hidden
         below = mode_of(at) if visible else None
@@ -239,12 +243,11 @@ class View:
     def is_real(self, at: str) -> bool:
         """Whether canonical `at` is outside the view: devices, kernel files, memory shared between
         processes, and the scratch directory itself."""
-        if at.startswith(self.root) and (len(at) == len(self.root) or at[len(self.root)] == "/"):
-            return True
-        if at.startswith(_SHARED_MEMORY):
-            inside = at[len(_SHARED_MEMORY) + 1 :]
-            return inside.startswith(_IPC_PREFIXES)
-        return any(at == root or at.startswith(f"{root}/") for root in _REAL_ROOTS)
+        if not at.startswith(self._real_prefixes):
+            return at == self.root or at in _REAL_ROOTS
+        if at.startswith(_SHARED_MEMORY) and not at.startswith(self.root):
+            return at[len(_SHARED_MEMORY) + 1 :].startswith(_IPC_PREFIXES)
+        return True
 
     def place(self, path: str, links: int = 0) -> Place:
         """The directory at an absolute path, which need not exist nor be canonical."""
