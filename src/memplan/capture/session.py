@@ -16,6 +16,7 @@ from memplan.capture import (
     data_dependent,
     foreach,
     host_methods,
+    lazy_modules,
     packages,
     parameters,
     shape_rules,
@@ -28,6 +29,7 @@ from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
+from memplan.capture.recurrent import Recurrent
 from memplan.capture.steps import StepWatcher
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
@@ -61,6 +63,8 @@ class CaptureSession:
         self.notes: list[str] = []
         if not test.ok and method is None:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
+        self._alloc_conf = ""
+        self._cuda: torch_cuda.FakeCuda | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> CaptureSession:
@@ -73,10 +77,11 @@ class CaptureSession:
             packages.make_torchvision_importable()
             if self.method == "fake-cuda":
                 stack.enter_context(fake_cuda_device())
-                torch_cuda.install(patches, self.mode, self.options.profile)
-                self._install_kernels(stack)
+                self._cuda = torch_cuda.install(patches, self.mode, self.options.profile)
+                self._install_kernels(stack, patches)
             stack.enter_context(foreach.fake_tensors_supported())
             parameters.install(patches, self.mode)
+            lazy_modules.install(patches, self.mode)
             host_methods.install(patches, self.mode)
             self._patch_framework(patches)
             if self.steps.ending is not None:
@@ -93,6 +98,7 @@ class CaptureSession:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._alloc_conf = self._settings_in_force()
         self._stack.__exit__(*exc)
 
     def _patch_framework(self, patches: Patches) -> None:
@@ -125,7 +131,7 @@ class CaptureSession:
         patches.set(torch, "compile", compiled)
         patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
 
-    def _install_kernels(self, stack: ExitStack) -> None:
+    def _install_kernels(self, stack: ExitStack, patches: Patches) -> None:
         attention = Attention(self.mode, self.options.profile)
         library = attention.install()
         stack.callback(library._destroy)
@@ -133,6 +139,9 @@ class CaptureSession:
         memory = KernelMemory(self.mode, self.options.profile)
         for func, observer in memory.observers().items():
             self.mode.observe(func, observer)
+        recurrent = Recurrent(self.mode, self.options.profile, memory)
+        stack.callback(recurrent.install(patches)._destroy)
+        self.mode.handlers.update(recurrent.handlers())
         self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
 
     def _name_parameters(self, root: torch.nn.Module) -> None:
@@ -161,6 +170,13 @@ class CaptureSession:
         mode.fan_in.calibrate(backward)
         mode.recorder.restart()
 
+    def _settings_in_force(self) -> str:
+        """Allocator settings that the script or its environment made, in PyTorch's order."""
+        if self._cuda is not None and self._cuda.alloc_conf:
+            return self._cuda.alloc_conf
+        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
     def trace(self, command: list[str] | None = None) -> Trace:
         """The trace so far."""
         recorder = self.mode.recorder
@@ -171,7 +187,7 @@ class CaptureSession:
             method=self.method,
             gpu=self.options.profile.name,
             command=command or [],
-            alloc_conf=_alloc_conf(),
+            alloc_conf=self._alloc_conf or self._settings_in_force(),
             optimizer_steps=self.steps.completed,
             stop_reason=self.steps.stop_reason or "the job ended by itself",
             assumptions=self.mode.assumptions.listed(),
@@ -187,10 +203,6 @@ class CaptureSession:
 def _deactivate() -> None:
     global _active
     _active = None
-
-
-def _alloc_conf() -> str:
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def _leave_in_child() -> None:

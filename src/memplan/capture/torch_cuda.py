@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind
 
 if TYPE_CHECKING:
@@ -26,6 +28,19 @@ if TYPE_CHECKING:
 CUDA_VERSION = "13.0"
 _CUDNN_VERSION = 91200
 _SEGMENT = 2 << 20
+_STREAMS_IN_POOL = 32
+_STREAM_PRIORITIES = 4
+_STATISTICS = (
+    "allocated_bytes",
+    "active_bytes",
+    "requested_bytes",
+    "reserved_bytes",
+    "inactive_split_bytes",
+    "allocation",
+    "active",
+    "segment",
+    "inactive_split",
+)
 
 
 class FakeStream:
@@ -37,7 +52,7 @@ class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.priority = priority
-        self.stream_id = next(self._api.stream_numbers)
+        self.stream_id = self._api.new_stream_number(priority)
         self.cuda_stream = self.stream_id
         self.device_index = 0
 
@@ -111,12 +126,24 @@ class FakeCuda:
     def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
         self.mode = mode
         self.profile = profile
-        self.stream_numbers = itertools.count()
+        self.alloc_conf = ""
+        """Allocator settings that the script made at run time."""
+        self._streams_made: Counter[int] = Counter()
         self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
         self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
         FakeEvent._api = self
         self.default = self.Stream()
+        self.default.stream_id = self.default.cuda_stream = 0
+        self._streams_made.clear()
         self.current: FakeStream = self.default
+
+    def new_stream_number(self, priority: int) -> int:
+        """PyTorch hands out 32 streams for each of four priorities, round and round
+        (`c10/cuda/CUDAStream.cpp`); 0 is the default stream."""
+        pool = min(max(-priority, 0), _STREAM_PRIORITIES - 1)
+        number = self._streams_made[pool] % _STREAMS_IN_POOL
+        self._streams_made[pool] += 1
+        return 1 + pool * _STREAMS_IN_POOL + number
 
     def mark(self, kind: EventKind, *, stream: int = 0, aux: int = -1) -> None:
         self.mode.recorder.mark(kind, stream=stream, aux=aux)
@@ -136,6 +163,10 @@ class FakeCuda:
         finally:
             self.switch(before)
 
+    def set_alloc_conf(self, conf: str) -> None:
+        """`torch.cuda.memory._set_allocator_settings`: keys said before stay in force."""
+        self.alloc_conf = ",".join(filter(None, (self.alloc_conf, conf)))
+
     # Memory questions
 
     def reserved(self, nbytes: int) -> int:
@@ -144,7 +175,16 @@ class FakeCuda:
     def memory_stats(self, *_args: Any, **_kwargs: Any) -> dict[str, int]:
         recorder = self.mode.recorder
         recorder.flush()
-        stats: dict[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
+        stats = {
+            f"{name}.{pool}.{figure}": 0
+            for name in _STATISTICS
+            for pool in ("all", "small_pool", "large_pool")
+            for figure in ("current", "peak", "allocated", "freed")
+        }
+        for name in ("oversize_allocations", "oversize_segments"):
+            stats.update({f"{name}.{figure}": 0 for figure in ("current", "peak")})
+        stats |= {"num_alloc_retries": 0, "num_ooms": 0, "num_sync_all_streams": 0}
+        stats |= {"num_device_alloc": 0, "num_device_free": 0, "max_split_size": -1}
         pairs = {
             "allocated_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
             "active_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
@@ -158,6 +198,23 @@ class FakeCuda:
             stats[f"{name}.all.current"] = current
             stats[f"{name}.all.peak"] = peak
         return stats
+
+    def memory_stats_as_nested_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for name, value in self.memory_stats().items():
+            *folders, last = name.split(".")
+            place = nested
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            place[last] = value
+        return nested
+
+    def no_graphs(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"{self.mode.source()}: CUDA graphs cannot be captured: their memory pools are "
+            "private to the device",
+            "switch them off when estimating; the eager job's memory is a lower bound",
+        )
 
     def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
         total = self.profile.total_memory_bytes
@@ -173,6 +230,9 @@ class FakeCuda:
             minor=minor,
             total_memory=profile.total_memory_bytes,
             multi_processor_count=profile.sm_count,
+            clock_rate=1_500_000,
+            memory_clock_rate=1_500_000,
+            memory_bus_width=5120,
             is_integrated=0,
             is_multi_gpu_board=0,
             max_threads_per_multi_processor=2048 if (major, minor) in ((8, 0), (9, 0)) else 1536,
@@ -258,6 +318,7 @@ def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> Fake
         "default_stream": lambda *_args: api.default,
         "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
         "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "_set_allocator_settings": api.set_alloc_conf,
         "ipc_collect": constant(None),
         "mem_get_info": api.mem_get_info,
         "memory_stats": api.memory_stats,
@@ -267,6 +328,14 @@ def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> Fake
         "max_memory_reserved": stat("reserved_bytes.all.peak"),
         "memory_cached": stat("reserved_bytes.all.current"),
         "max_memory_cached": stat("reserved_bytes.all.peak"),
+        "memory_stats_as_nested_dict": api.memory_stats_as_nested_dict,
+        "_record_memory_history": constant(None),
+        "_snapshot": constant({"segments": [], "device_traces": [[]]}),
+        "_dump_snapshot": constant(None),
+        "CUDAGraph": api.no_graphs,
+        "graph": api.no_graphs,
+        "graph_pool_handle": api.no_graphs,
+        "make_graphed_callables": api.no_graphs,
         "memory_summary": constant("memory summaries are not available while estimating"),
         "memory_snapshot": constant([]),
         "reset_peak_memory_stats": reset_peak,
@@ -299,6 +368,8 @@ def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> Fake
             patches.set(cuda.memory, name, answer)
         if name in vars(cuda.random):
             patches.set(cuda.random, name, answer)
+        if name in vars(cuda.graphs):
+            patches.set(cuda.graphs, name, answer)
     _install_neighbours(patches, api)
     return api
 
@@ -336,6 +407,24 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         if hasattr(accelerator, name):
             patches.set(accelerator, name, answer)
     _install_generators(patches)
+    def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+        number = api.mode.number_of(tensor)
+        if number >= 0:
+            api.mode.recorder.mark(
+                EventKind.RECORD_STREAM, stream=stream.stream_id, storage=number
+            )
+
+    def scatter(
+        tensor: torch.Tensor, _devices: Any, _sizes: Any, _dim: int, streams: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """`DataParallel` on the one device there is."""
+        with api.stream_context(streams[0] if streams else None):
+            return (tensor.to("cuda", non_blocking=True),)
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
+    patches.set(torch, "Stream", api.Stream)
+    patches.set(torch, "Event", api.Event)
+    patches.set(torch._C, "_scatter", scatter)
     patches.set(torch.Tensor, "pin_memory", lambda self, *_args, **_kwargs: self)
     patches.set(torch.Tensor, "is_pinned", lambda self, *_args, **_kwargs: not self.is_cuda)
 
