@@ -275,3 +275,12 @@ def test_sums_order_and_verdict_hold_for_any_job(trace: Trace, card_bytes: int |
     else:
         assert answer.fits is (answer.high_bytes <= card.total_memory_bytes)
     assert sum(t.bytes for t in answer.largest) <= answer.reserved_peak_bytes
+
+
+def test_a_capture_on_cpu_kernels_has_a_wider_interval() -> None:
+    job = training_job()
+    job.meta.method = "fake-cpu"
+    fallback, sure = estimate(job, CARD), estimate(training_job(), CARD)
+    assert fallback.reserved_peak_bytes == sure.reserved_peak_bytes
+    assert fallback.high_bytes > sure.high_bytes
+    assert fallback.low_bytes < sure.low_bytes
