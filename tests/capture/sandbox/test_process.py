@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import io
 import logging
 import multiprocessing.spawn
@@ -103,6 +104,22 @@ def test_one_at_a_time() -> None:
         pass
     with sandbox():
         pass
+
+
+def test_what_a_killed_process_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("memplan-killed", "memplan-recent", "memplan-alive", "memplan-foreign"):
+        (tmp_path / name).mkdir()
+        if name != "memplan-foreign":
+            (tmp_path / name / "journal").write_text("")
+            os.utime(tmp_path / name / "journal", None if name == "memplan-recent" else (1, 1))
+    with (tmp_path / "memplan-alive/journal").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with sandbox() as box:
+            assert box.scratch.parent == tmp_path
+    assert sorted(os.listdir(tmp_path)) == ["memplan-alive", "memplan-foreign", "memplan-recent"]
 
 
 def test_no_place_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

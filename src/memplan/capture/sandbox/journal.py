@@ -9,6 +9,7 @@ is up to date.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import posix
@@ -37,6 +38,9 @@ class Journal:
     def __init__(self, root: str, create: bool) -> None:
         flags = posix.O_RDWR | posix.O_CLOEXEC | (posix.O_CREAT if create else 0)
         self._log = posix.open(f"{root}/journal", flags | posix.O_APPEND, 0o600)
+        if create:
+            # Held as long as a process of the sandbox lives: see scratch.py.
+            fcntl.flock(self._log, fcntl.LOCK_EX)
         mark = posix.open(f"{root}/mark", flags, 0o600)
         try:
             if create:
