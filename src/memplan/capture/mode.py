@@ -1,4 +1,4 @@
-"""The dispatch mode: data stay real, the model is fake, and every request of the device is recorded.
+"""The dispatch mode: data stay real, the model is fake, what is asked of the device is recorded.
 
 An operator with a fake input, or one that makes a tensor on the device, runs under PyTorch's
 `FakeTensorMode`; every other operator runs for real. What the first kind allocates goes to the
@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.capture.answers import Answers, Assumptions
 from memplan.capture.context import Context
 from memplan.capture.fan_in import FanIn
+from memplan.capture.fast_fake import FastFakeMode
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.recorder import Recorder
 from memplan.capture.values import Values, small_enough
@@ -50,7 +50,7 @@ Observer = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any], Any], 
 Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
 
 
-class DeviceFakeMode(FakeTensorMode):
+class DeviceFakeMode(FastFakeMode):
     """A fake mode that never asks whether there is a real device, for several threads."""
 
     def __init__(self) -> None:
