@@ -18,7 +18,7 @@ from memplan.types.trace import Assumption
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_TRUE_ORIGINS = frozenset({"isfinite", "all", "isclose", "equal"})
+_TRUE_ORIGINS = frozenset({"isfinite", "all", "isclose", "equal", "_is_all_true"})
 _PATIENCE = 1_000
 _LIMIT = 20_000
 

@@ -34,6 +34,25 @@ def equal(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
     return bool(mode.answers.scalar(torch.bool, "equal"))
 
 
+def allclose(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
+    """`torch.allclose`: like a condition that holds, once its operands were compared."""
+    mode.fake(aten.isclose.default, args, kwargs)
+    return bool(mode.answers.scalar(torch.bool, "isclose"))
+
+
+def pack_padded(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`pack_padded_sequence`: the lengths are the host's, the batch sizes too."""
+    padded, lengths, batch_first = args
+    if isinstance(lengths, FakeTensor):
+        lengths = read_back(mode, lengths)
+    steps = torch.arange(int(lengths.max()))
+    batch_sizes = (lengths.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
+    if batch_first:
+        padded = padded.transpose(0, 1)
+    shape = [int(lengths.sum()), *padded.shape[2:]]
+    return mode.fake(aten.new_empty.default, (padded, shape), {}), batch_sizes
+
+
 def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     """A small tensor read back to the host becomes a real one; a large one stays fake."""
     source = args[0]
@@ -217,7 +236,10 @@ def assume_uniform(value: int) -> Observer:
 
 HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: local_scalar,
+    aten.item.default: local_scalar,
     aten.equal.default: equal,
+    aten.allclose.default: allclose,
+    aten._pack_padded_sequence.default: pack_padded,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten._to_copy.default: copy_to_host,
     aten.copy_.default: copy_into_host,

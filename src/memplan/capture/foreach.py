@@ -1,4 +1,4 @@
-"""Multi-tensor operators: chosen as for real parameters, and cheap when they change tensors in place.
+"""Multi-tensor operators: chosen as for real parameters, and cheap when in place.
 
 Optimizers and `clip_grad_norm_` take their multi-tensor paths only for the plain tensor types that
 they list, and a fake tensor is not one of them.
@@ -28,9 +28,9 @@ def fake_tensors_supported() -> Iterator[None]:
 
     The lists are changed in place, because other modules hold them.
     """
-    lists: list[list[type]] = [
+    lists: list[list[Any]] = [
         optim_module._foreach_supported_types,
-        _foreach_utils._foreach_supported_types,  # type: ignore[list-item]
+        _foreach_utils._foreach_supported_types,
     ]
     for types in lists:
         types.append(FakeTensor)
@@ -42,7 +42,7 @@ def fake_tensors_supported() -> Iterator[None]:
 
 
 def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """An in-place operator on lists asks for no memory; only values that are known need a kernel."""
+    """An in-place operator on lists asks for no memory; only known values need a kernel."""
     lists = [item for item in args if isinstance(item, (list, tuple))]
     tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
     known = mode.values.of
@@ -67,4 +67,4 @@ def _in_place_overloads() -> Iterator[Any]:
                 yield getattr(getattr(aten, packet), overload or "default")
 
 
-HANDLERS: dict[Any, Handler] = {func: in_place for func in _in_place_overloads()}
+HANDLERS: dict[Any, Handler] = dict.fromkeys(_in_place_overloads(), in_place)

@@ -25,6 +25,8 @@ def run_on_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     returns = func._schema.returns
     if not returns:
         return None
+    if any(str(item.type) not in ("Tensor", "List[Tensor]") for item in returns):
+        return NotImplemented
     flat = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
     nbytes = sum(item.numel() * item.element_size() for item in flat)
     if not flat or nbytes > _MAX_BYTES or func._schema.is_mutable:

@@ -231,14 +231,16 @@ class CaptureMode(TorchDispatchMode):
         try:
             return self.fake_mode.dispatch(func, (), args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self.cannot(
-                func, "its result depends on values that do not exist without a GPU"
-            ) from error
+            why = "its result depends on values that do not exist without a GPU"
+            return self._host_rule(func, args, kwargs, why, error)
         except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
-            result = run_on_host(self, func, args, kwargs)
-            if result is NotImplemented:
-                raise self.cannot(func, "PyTorch has no shape rule for it") from error
-            return result
+            return self._host_rule(func, args, kwargs, "PyTorch has no shape rule for it", error)
+
+    def _host_rule(self, func: Any, args: Any, kwargs: Any, why: str, error: Exception) -> Any:
+        result = run_on_host(self, func, args, kwargs)
+        if result is NotImplemented:
+            raise self.cannot(func, why) from error
+        return result
 
     def cannot(self, func: Any, why: str) -> CaptureError:
         """The error for an operator that cannot be answered."""
@@ -259,6 +261,8 @@ class CaptureMode(TorchDispatchMode):
         device = tensor.fake_device
         if device.type != self.device_type:
             return -1
+        if tensor.layout is not torch.strided:
+            raise self.cannot(tensor.layout, "only dense tensors can be followed")
         return self.recorder.track(tensor, device.index or 0)
 
     def number_of(self, tensor: torch.Tensor) -> int:

@@ -44,13 +44,15 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.utils, "swap_tensors", swap)
-    patches.set(FakeTensor, "data", property(_get_data, set_data))
+
+    def set_any_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+        set_data(tensor, value if isinstance(value, FakeTensor) else mode.fakify(value))
+
+    patches.set(FakeTensor, "data", property(_get_data, set_any_data))
 
 
-def set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
     """`tensor.data = value`, with the Python side of the fake device moved along."""
-    if not isinstance(value, FakeTensor):
-        raise TypeError("the data of a fake tensor cannot be set to a real tensor")
     _data.__set__(tensor, value)  # type: ignore[attr-defined]
     tensor.fake_device = value.fake_device
 

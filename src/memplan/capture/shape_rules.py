@@ -17,23 +17,50 @@ def grouped_mm(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     if dtype == torch.bfloat16:
         return NotImplemented
 
-    def empty(like: torch.Tensor, wanted: torch.dtype) -> Any:
-        return mode.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(like.size()), tuple(like.stride())),
-            {"dtype": wanted, "device": args[0].device},
-        )
-
-    stand_ins = [empty(tensor, torch.bfloat16) for tensor in args[:2]]
+    stand_ins = [_empty(mode, tensor, torch.bfloat16) for tensor in args[:2]]
     named = {name: value for name, value in kwargs.items() if name != "out_dtype"}
     shaped = mode.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
     builder = mode.recorder.builder
     reads = [mode.number_of(tensor) for tensor in args[:2]]
     builder.begin_op(str(func), reads=reads, stream=mode.recorder.stream)
-    result = empty(shaped, kwargs.get("out_dtype") or dtype)
+    result = _empty(mode, shaped, kwargs.get("out_dtype") or dtype)
     builder.op_writes([mode.record(result)])
     return result
 
 
-HANDLERS: dict[Any, Handler] = {aten._grouped_mm.default: grouped_mm}
+def gru_cell(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
+    hx = args[2]
+    state = mode.fake(aten.empty_like.default, (hx,), {})
+    workspace = mode.fake(aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
+    return state, workspace
+
+
+def gru_cell_backward(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of both gates, of the state, and of the biases as sums of the gates' gradients."""
+    grad, workspace, has_bias = args
+    rows, units = workspace.shape[0], workspace.shape[1] // 5
+    gates = [
+        mode.fake(aten.new_empty.default, (workspace, [rows, 3 * units]), {}) for _ in range(2)
+    ]
+    state = mode.fake(aten.empty_like.default, (grad,), {})
+    biases = [
+        mode.fake(aten.sum.dim_IntList, (gate, [0]), {}) if has_bias else None for gate in gates
+    ]
+    return (*gates, state, *biases)
+
+
+def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
+    return mode.fake_mode.dispatch(
+        aten.empty_strided.default,
+        (),
+        (tuple(like.size()), tuple(like.stride())),
+        {"dtype": dtype, "device": like.device},
+    )
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._grouped_mm.default: grouped_mm,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+}
