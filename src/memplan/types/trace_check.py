@@ -12,7 +12,7 @@ MAX_BYTES = 1 << 48
 """Largest size that any request, block or segment may have."""
 MAX_ADDRESS = (1 << 63) - 1
 
-_Column = npt.NDArray[np.integer]  # type: ignore[type-arg]
+_Column = npt.NDArray[np.integer]
 
 
 def check_trace(trace: Trace, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,22 +25,22 @@ V100, T4, A100, A10, L4, H100, B200, B300, RTX5090 = (
 BASE = SdpaCall((2, 8, 128, 64), (2, 8, 128, 64), (2, 8, 128, 64), "bfloat16")
 
 
-def call(head: int = 64, **changes: object) -> SdpaCall:
-    shapes = {**dict.fromkeys("qkv", (2, 8, 128, head)), "requires_grad": True}
+def call(head: int = 64, **changes: Any) -> SdpaCall:
+    shapes: dict[str, Any] = {**dict.fromkeys("qkv", (2, 8, 128, head)), "requires_grad": True}
     return replace(BASE, **(shapes | changes))
 
 
-def env(capability: tuple[int, int], **changes: object) -> SdpaEnvironment:
+def env(capability: tuple[int, int], **changes: Any) -> SdpaEnvironment:
     return replace(SdpaEnvironment(capability), **changes)
 
 
-LONG_KEYS = {"k": (2, 8, 256, 64), "v": (2, 8, 256, 64)}
-GROUPED = {"k": (2, 2, 128, 64), "v": (2, 2, 128, 64), "enable_gqa": True}
+LONG_KEYS: dict[str, Any] = {"k": (2, 8, 256, 64), "v": (2, 8, 256, 64)}
+GROUPED: dict[str, Any] = {"k": (2, 2, 128, 64), "v": (2, 2, 128, 64), "enable_gqa": True}
 BOOL_MASK = Mask((2, 1, 128, 128), "bool")
 FLOAT_MASK = Mask((128, 128), "bfloat16")
-DEEPSEEK = {"q": (2, 8, 128, 192), "k": (2, 8, 128, 192), "v": (2, 8, 128, 128)}
-ONE_QUERY = {"q": (2, 8, 1, 64)}
-ONLY_CUDNN = {"enabled": frozenset({"cudnn"})}
+DEEPSEEK: dict[str, Any] = {"q": (2, 8, 128, 192), "k": (2, 8, 128, 192), "v": (2, 8, 128, 128)}
+ONE_QUERY: dict[str, Any] = {"q": (2, 8, 1, 64)}
+ONLY_CUDNN: dict[str, Any] = {"enabled": frozenset({"cudnn"})}
 
 # name, call, environment, kernel, part of a reason
 TABLE = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_ordinary_convolutions_take_cudnn() -> None:
         ({"groups": 64, "w": (64, 1, 3, 3), "transposed": True}, "cudnn_transpose"),
     ],
 )  # fmt: skip
-def test_depthwise(changes: dict[str, object], backend: str) -> None:
+def test_depthwise(changes: dict[str, Any], backend: str) -> None:
     assert conv_backend(replace(DEPTHWISE, **changes), A10) == backend
 
 

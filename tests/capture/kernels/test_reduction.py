@@ -6,6 +6,7 @@ import csv
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from memplan.capture.kernels.model import Scratch
 from memplan.capture.kernels.reduction import merge, reduction_scratch
 
-H100 = {"sm_count": 132, "capability": (9, 0)}
-A100 = {"sm_count": 108, "capability": (8, 0)}
+H100: dict[str, Any] = {"sm_count": 132, "capability": (9, 0)}
+A100: dict[str, Any] = {"sm_count": 108, "capability": (8, 0)}
 LOG = "allocator/transformer_45154MiB.csv"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ IMAGE = BatchNorm((8, 64, 56, 56), "float32")
         ({"shape": (1024, 64, 256, 256)}, "native"),
     ],
 )
-def test_batch_norm_backend(changes: dict[str, object], backend: str) -> None:
+def test_batch_norm_backend(changes: dict[str, Any], backend: str) -> None:
     assert cudnn_norm.batch_norm_backend(replace(IMAGE, **changes)) == backend
 
 

@@ -132,7 +132,7 @@ def test_the_sort_temporary_holds_a_second_copy() -> None:
 def test_every_rule_gives_ordered_bounds(batch: int, length: int, width: int) -> None:
     shape = (batch, length, width)
     for op in SCRATCH:
-        shapes = [shape] * 3
+        shapes: list[tuple[int, ...]] = [shape] * 3
         if "embedding" in op:
             shapes = [(batch, 9 * length, width), (batch, 9 * length)]
         args = {"dim": 1, "accumulate": True, "k": 10, "n": length, "num_weights": 100,
