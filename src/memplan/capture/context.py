@@ -133,6 +133,12 @@ class Context:
             frame = frame.f_back
         return ""
 
+    def current_source(self) -> str:
+        """`file:line` that the operator being run is ascribed to; in the backward pass there is no
+        frame to ask."""
+        number = self.builder.source
+        return next((text for text, n in self.builder.strings() if n == number), "")
+
 
 def _shown_path(filename: str) -> str:
     if filename.startswith(_HIDDEN) and "site-packages" not in filename.removeprefix(_TORCH):

@@ -150,7 +150,7 @@ def values_of(mode: CaptureMode, func: Any, tensor: FakeTensor) -> torch.Tensor:
 
 
 def masked_index(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing with boolean masks: the masks become index tensors, as the real kernel makes them."""
+    """Indexing with boolean masks: they become index tensors, as the real kernel makes them."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
         return NotImplemented

@@ -37,6 +37,12 @@ _WORDS_BEFORE = 2
 _PATCHED_SLOTS = (2, 3, 4)
 _COPIED_WORDS = 96
 
+# Layout of a device guard's vtable, which begins with type and exchangeDevice and ends with two
+# destructors.
+_GUARD_SLOTS = 24
+_SCOPE_END_SLOTS = (4, 9)
+"""uncheckedSetDevice and exchangeStream."""
+
 _kept: list[Any] = []
 """Objects that C++ points to; never released."""
 
@@ -79,7 +85,26 @@ def _python_guard() -> int:
     registry[_PRIVATEUSE1] = before
     if address is None or address == before:
         raise RuntimeError("this PyTorch did not register a Python device guard")
+    _end_scopes_without_python(int(address))
     return int(address)
+
+
+def _end_scopes_without_python(guard: int) -> None:
+    """Give the guard the CPU guard's empty functions for what the end of a stream's scope calls.
+
+    The autograd engine ends such a scope also while a Python error passes through, and a call into
+    Python would lose the error or end the process then.
+    """
+    word = ctypes.sizeof(ctypes.c_void_p)
+    cpu = ctypes.c_void_p.from_address(_guard_registry()[0]).value
+    own = ctypes.c_void_p.from_address(guard)
+    assert cpu is not None and own.value is not None
+    table = ctypes.c_void_p * (_WORDS_BEFORE + _GUARD_SLOTS + 2)
+    copy = table(*table.from_address(own.value - _WORDS_BEFORE * word))
+    for slot in _SCOPE_END_SLOTS:
+        copy[_WORDS_BEFORE + slot] = ctypes.c_void_p.from_address(cpu + slot * word).value
+    _kept.append(copy)
+    own.value = ctypes.addressof(copy) + _WORDS_BEFORE * word
 
 
 def _hooks_object() -> Any:

@@ -242,17 +242,18 @@ class CaptureMode(TorchDispatchMode):
             raise self.cannot(func, why) from error
         return result
 
-    def cannot(self, func: Any, why: str) -> CaptureError:
+    def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:
         """The error for an operator that cannot be answered."""
         return CaptureError(
-            f"{self.source() or 'the script'}: {func} cannot be captured: {why}",
-            "leave that part out when estimating, or register a shape rule for the operator "
+            f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
+            hint
+            or "leave that part out when estimating, or register a shape rule for the operator "
             "(torch.library.register_fake)",
         )
 
     def source(self) -> str:
         """`file:line` of the user's code that is running."""
-        return self.context.source_text(sys._getframe(1))
+        return self.context.source_text(sys._getframe(1)) or self.context.current_source()
 
     # Tensors
 
@@ -262,7 +263,11 @@ class CaptureMode(TorchDispatchMode):
         if device.type != self.device_type:
             return -1
         if tensor.layout is not torch.strided:
-            raise self.cannot(tensor.layout, "only dense tensors can be followed")
+            raise self.cannot(
+                f"a tensor of layout {tensor.layout}",
+                "only dense tensors can be followed",
+                "use dense ones when estimating (sparse=False for embeddings)",
+            )
         return self.recorder.track(tensor, device.index or 0)
 
     def number_of(self, tensor: torch.Tensor) -> int:

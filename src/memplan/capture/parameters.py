@@ -21,7 +21,7 @@ _data = torch._C.TensorBase.data
 
 
 def install(patches: Patches, mode: CaptureMode) -> None:
-    """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors` and module moves until `patches.undo()`."""
+    """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors`, module moves until `patches.undo()`."""
     parameter_new = torch.nn.Parameter.__new__
     module_apply = torch.nn.Module._apply
     swap_tensors = torch.utils.swap_tensors

@@ -1,4 +1,4 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device: cuDNN's fused stack, as the real one runs it.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device: cuDNN's fused stack, as on a real one.
 
 PyTorch takes cuDNN in C++ (`native/cudnn/RNN.cpp`) after asking a device that is not there, and
 would fall back to one cell at a time. Here the module's operators go to `_cudnn_rnn` and its

@@ -80,6 +80,10 @@ class TraceBuilder:
             number = self._strings[text] = len(self._strings)
         return number
 
+    def strings(self) -> Iterable[tuple[str, int]]:
+        """Interned strings and their numbers."""
+        return self._strings.items()
+
     def begin_op(self, name: str, *, reads: Iterable[int] = (), stream: int = 0) -> int:
         """Start an operator; the events that follow belong to it. Returns its row."""
         ops = self._ops
