@@ -332,7 +332,8 @@ def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> Fake
         "_record_memory_history": constant(None),
         "_snapshot": constant({"segments": [], "device_traces": [[]]}),
         "_dump_snapshot": constant(None),
-        "CUDAGraph": api.no_graphs,
+        # A class, for libraries that name it in annotations.
+        "CUDAGraph": type("CUDAGraph", (), {"__new__": api.no_graphs, "__module__": "torch.cuda"}),
         "graph": api.no_graphs,
         "graph_pool_handle": api.no_graphs,
         "make_graphed_callables": api.no_graphs,
