@@ -187,12 +187,9 @@ class FastFakeMode(FakeTensorMode):
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
     ) -> Any:
-        versions = _versions(tensors)
         result = super().dispatch(func, types, args, kwargs)
         plan: _Plan | None = None
-        unchanged = versions == _versions(tensors) and key == self._signature(
-            func, args, kwargs, []
-        )
+        unchanged = key == self._signature(func, args, kwargs, [])
         if unchanged and all(tensor.dtype in _PLAIN_DTYPES for tensor in tensors):
             plan = _plan(result, tensors)
         if plan is not None and func not in self._aliasing and _aliases(plan):
@@ -221,10 +218,6 @@ def _is_eligible(func: Any) -> bool:
     return not any(tag in func.tags for tag in _UNSAFE_TAGS)
 
 
-def _versions(tensors: list[FakeTensor]) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def _plan(result: Any, tensors: list[FakeTensor]) -> _Plan | None:
     """Take a result apart; None when there is something in it that cannot be made again."""
     container = type(result) if isinstance(result, (list, tuple)) else None
@@ -238,10 +231,10 @@ def _plan(result: Any, tensors: list[FakeTensor]) -> _Plan | None:
         if item is None or type(item) in (bool, int, float):
             outputs.append(item)
             continue
-        if type(item) is not FakeTensor or not _is_plain(item):
+        same = [i for i, tensor in enumerate(tensors) if tensor is item]
+        if not same and (type(item) is not FakeTensor or not _is_plain(item)):
             return None
         address = item.untyped_storage()._cdata
-        same = [i for i, tensor in enumerate(tensors) if tensor is item]
         source = same[0] if same else storages.get(address, -1)
         if source < 0 and address in fresh:
             return None  # outputs that share a new storage
