@@ -356,16 +356,27 @@ def _tree(root: Path) -> list[tuple[str, object]]:
     return seen
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(OPERATION, min_size=3, max_size=12))
-def test_any_sequence_does_as_it_would_on_the_disk(operations: list[tuple[str, ...]]) -> None:
-    with tempfile.TemporaryDirectory() as real, tempfile.TemporaryDirectory() as shown:
-        _populate(Path(real))
-        _populate(Path(shown))
-        before = fingerprint(Path(shown))
-        expected = [_outcome(operation, Path(real)) for operation in operations]
-        tree = _tree(Path(real))
+SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(SEQUENCE, min_size=1, max_size=8))
+def test_any_sequence_does_as_it_would_on_the_disk(
+    sequences: list[list[tuple[str, ...]]],
+) -> None:
+    """Each sequence in a tree of its own, all in one sandbox, as opening one takes a while."""
+    with tempfile.TemporaryDirectory() as real_root, tempfile.TemporaryDirectory() as shown_root:
+        real = [Path(real_root, str(number)) for number in range(len(sequences))]
+        shown = [Path(shown_root, str(number)) for number in range(len(sequences))]
+        for root in (*real, *shown):
+            _populate(root)
+        before = fingerprint(Path(shown_root))
+        expected = [[_outcome(o, root) for o in s] for s, root in zip(sequences, real, strict=True)]
         with sandbox():
-            assert [_outcome(operation, Path(shown)) for operation in operations] == expected
-            assert _tree(Path(shown)) == tree
-        assert fingerprint(Path(shown)) == before
+            seen = [
+                [_outcome(o, root) for o in s] for s, root in zip(sequences, shown, strict=True)
+            ]
+            trees = [_tree(root) for root in shown]
+        assert seen == expected
+        assert trees == [_tree(root) for root in real]
+        assert fingerprint(Path(shown_root)) == before
