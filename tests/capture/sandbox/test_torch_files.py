@@ -59,16 +59,31 @@ def test_loading_gives_a_copy_of_what_was_saved(tmp_path: Path, fake: FakeTensor
         assert loaded["weights"][0] is not state["weights"][0]
 
 
-def test_saving_does_not_keep_the_memory_alive(tmp_path: Path, fake: FakeTensorMode) -> None:
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_memory_lives_no_longer_than_in_a_real_run(
+    tmp_path: Path, fake: FakeTensorMode, no_garbage_collection: None
+) -> None:
     with sandbox():
         weight = torch.empty(10)
-        storage = weakref.ref(weight.untyped_storage())
-        tensor = weakref.ref(weight)
-        torch.save(weight, tmp_path / "x.pt")
+        saved = weakref.ref(weight)
+        torch.save({"x": weight}, tmp_path / "x.pt")
+        safetensors.save_file({"x": weight}, tmp_path / "x.safetensors")
         del weight
-        gc.collect()
-        assert tensor() is None
-        assert storage() is None
+        assert saved() is None
+        for loaded in (
+            torch.load(tmp_path / "x.pt"),
+            safetensors.load_file(tmp_path / "x.safetensors"),
+        ):
+            again = weakref.ref(loaded["x"].untyped_storage())
+            assert again() is not None
+            loaded.clear()
+            assert again() is None
 
 
 def test_shared_storages_and_views_stay_so(tmp_path: Path, fake: FakeTensorMode) -> None:

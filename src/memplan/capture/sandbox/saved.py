@@ -8,6 +8,7 @@ survives renaming, copying and a detour through a buffer in memory.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import os
@@ -77,6 +78,46 @@ def _layout(tensor: torch.Tensor) -> Layout:
     )
 
 
+class _Apart:
+    """Gives the tensors met in pickling their places in `tensors`."""
+
+    def __init__(self, is_fake: Callable[[torch.Tensor], bool]) -> None:
+        self.tensors: list[Layout | torch.Tensor] = []
+        self._is_fake = is_fake
+        self._kept: list[torch.Tensor] = []  # An id stays a tensor's own while the tensor lives.
+        self._places: dict[int, int] = {}
+
+    def place(self, item: object) -> int | None:
+        """The place of a tensor; None for anything else."""
+        if not isinstance(item, torch.Tensor):
+            return None
+        if id(item) not in self._places:
+            self._places[id(item)] = len(self.tensors)
+            self._kept.append(item)
+            self.tensors.append(_layout(item) if self._is_fake(item) else item)
+        return self._places[id(item)]
+
+
+# A class made in a function is part of a reference cycle: what its methods close over lives until
+# the garbage collector runs: tensors would outlive their time in the trace. These hold nothing.
+@functools.cache
+def _pickler(module: Any) -> Any:
+    class Pickler(module.Pickler):  # type: ignore[misc]
+        apart: _Apart
+
+        def persistent_id(self, item: object) -> int | None:
+            return self.apart.place(item)
+
+    return Pickler
+
+
+class _Unpickler(pickle.Unpickler):
+    make: Callable[[int], torch.Tensor]
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self.make(pid)
+
+
 class Saved:
     """The objects saved in this process."""
 
@@ -100,22 +141,11 @@ class Saved:
 
         Raises what pickling `obj` raises.
         """
-        tensors: list[Layout | torch.Tensor] = []
-        kept: list[torch.Tensor] = []  # An id stays a tensor's own while the tensor lives.
-        index: dict[int, int] = {}
-
-        class Pickler(module.Pickler):  # type: ignore[misc]
-            def persistent_id(_, item: object) -> int | None:  # noqa: N805
-                if not isinstance(item, torch.Tensor):
-                    return None
-                if id(item) not in index:
-                    index[id(item)] = len(tensors)
-                    kept.append(item)
-                    tensors.append(_layout(item) if self._is_fake(item) else item)
-                return index[id(item)]
-
         buffer = io.BytesIO()
-        Pickler(buffer, protocol=pickle.DEFAULT_PROTOCOL).dump(obj)
+        pickler = _pickler(module)(buffer, protocol=pickle.DEFAULT_PROTOCOL)
+        pickler.apart = apart = _Apart(self._is_fake)
+        pickler.dump(obj)
+        tensors = apart.tensors
         if not any(isinstance(tensor, Layout) for tensor in tensors):
             return None
         real = [t if isinstance(t, Layout) else t.detach().clone() for t in tensors]
@@ -146,16 +176,13 @@ class Saved:
 
         Tensors that shared a storage share one again.
         """
+        unpickler = _Unpickler(io.BytesIO(saved.pickled))
+        unpickler.make = functools.cache(self._maker(saved, map_location))
+        return unpickler.load()
+
+    def _maker(self, saved: SavedObject, map_location: Any) -> Callable[[int], torch.Tensor]:
         storages: dict[tuple[int, torch.device], torch.Tensor] = {}
-        made: dict[int, torch.Tensor] = {}
-
-        class Unpickler(pickle.Unpickler):
-            def persistent_load(_, pid: Any) -> torch.Tensor:  # noqa: N805
-                if pid not in made:
-                    made[pid] = self._tensor(saved.tensors[pid], map_location, storages)
-                return made[pid]
-
-        return Unpickler(io.BytesIO(saved.pickled)).load()
+        return lambda pid: self._tensor(saved.tensors[pid], map_location, storages)
 
     def _tensor(
         self,
