@@ -144,7 +144,5 @@ def test_allocator_settings_of_the_script(tmp_path: Path) -> None:
     body = "torch.cuda.memory._set_allocator_settings('expandable_segments:True')\n"
     loop = "while True:\n" + _indented("torch.randn(4, 512)", 4)
     assert run(tmp_path, body + loop).meta.alloc_conf == "expandable_segments:True"
-    in_environment = (
-        "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:64'\n"
-    )
+    in_environment = "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:64'\n"
     assert run(tmp_path, in_environment + loop).meta.alloc_conf == "max_split_size_mb:64"

@@ -70,6 +70,9 @@ class DeviceFakeMode(FastFakeMode):
     def in_kernel_invocation(self, value: bool) -> None:
         self._thread.in_kernel = value
 
+    def __deepcopy__(self, _memo: Any) -> DeviceFakeMode:
+        return self  # every copy of a fake tensor carries its mode along
+
 
 class CaptureMode(TorchDispatchMode):
     """Routes operators to the fake or the real world and records the fake ones.
@@ -105,6 +108,7 @@ class CaptureMode(TorchDispatchMode):
         self.answers = Answers(self.assumptions, self.source)
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
+        self._op_names: dict[Any, str] = {}
         self._lock = threading.RLock()
 
     @classmethod
@@ -200,7 +204,10 @@ class CaptureMode(TorchDispatchMode):
         known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
         recorder = self.recorder
         builder = recorder.builder
-        builder.begin_op(str(func), reads=self._numbers(fakes), stream=recorder.stream)
+        name = self._op_names.get(func)
+        if name is None:
+            name = self._op_names[func] = str(func)
+        builder.begin_op(name, reads=self._numbers(fakes), stream=recorder.stream)
         result = self._fake_kernel(func, args, kwargs)
         outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
         recording = self.recordings.get(func)
@@ -274,8 +281,9 @@ class CaptureMode(TorchDispatchMode):
         return self.recorder.number_of(tensor.untyped_storage())
 
     def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
-        numbers = (self.number_of(tensor) for tensor in tensors)
-        return [number for number in numbers if number >= 0]
+        live = self.recorder.live
+        found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return [storage.number for storage in found if storage is not None]
 
     def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
         """A fake CPU tensor with a real one's geometry, and its values when they are few."""
@@ -339,13 +347,19 @@ def _caller() -> FrameType | None:
     return None if own is None else own.f_back
 
 
+_NO_TENSOR = frozenset({type(None), bool, int, float, torch.dtype, torch.device})
+
+
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FakeTensor], bool]:
     """The fake tensors among the arguments, and whether there is a real one too."""
     fakes: list[FakeTensor] = []
     real = False
     for item in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(item, FakeTensor):
+        kind = type(item)
+        if kind is FakeTensor:
             fakes.append(item)
+        elif kind in _NO_TENSOR:
+            continue
         elif isinstance(item, torch.Tensor):
             real = True
         elif isinstance(item, (list, tuple)):

@@ -1,0 +1,159 @@
+"""Optimizers take the implementation that CUDA parameters would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim_module
+from torch.utils import _foreach_utils
+
+from memplan.types.trace import Phase
+from tests.capture.jobs import operators, record, sizes
+
+WIDTH = 64
+PARAMETERS = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def training(make: Callable[[Any], optim.Optimizer], *, clip: bool = False) -> Callable[[], None]:
+    def job() -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).cuda()
+        optimizer = make(model.parameters())
+        for _ in range(4):
+            model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return job
+
+
+MULTI_TENSOR: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, 0.1),
+    "momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "rmsprop": optim.RMSprop,
+    "asgd": optim.ASGD,
+    "rprop": optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", MULTI_TENSOR)
+def test_the_default_is_multi_tensor(name: str) -> None:
+    trace = record(training(MULTI_TENSOR[name]))
+    found = operators(trace, Phase.OPTIMIZER)
+    assert any(op.startswith("_foreach_") for op in found)
+    assert trace.meta.optimizer_steps == 3
+
+
+def test_asking_for_a_loop_gives_a_loop() -> None:
+    found = operators(record(training(lambda p: optim.AdamW(p, foreach=False))), Phase.OPTIMIZER)
+    assert not any(op.startswith("_foreach_") for op in found)
+    assert found["addcdiv_"] == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        (lambda p: optim.SGD(p, 0.1, fused=True), "_fused_sgd_"),
+        (lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True), "_fused_sgd_"),
+        (lambda p: optim.Adagrad(p, fused=True), "_fused_adagrad_"),
+        (lambda p: optim.Adam(p, fused=True), "_fused_adam_"),
+        (lambda p: optim.AdamW(p, fused=True), "_fused_adamw_"),
+    ],
+)
+def test_fused_steps_ask_for_nothing(make: Callable[[Any], optim.Optimizer], op: str) -> None:
+    trace = record(training(make))
+    assert operators(trace, Phase.OPTIMIZER)[op] == 3
+    assert sizes(trace, Phase.OPTIMIZER, op="_fused") == []
+
+
+def state_sizes(make: Callable[[Any], optim.Optimizer]) -> list[int]:
+    trace = record(training(make), steps=1)
+    return sorted(size for size in sizes(trace, Phase.OPTIMIZER, op="zeros") if size < 64)
+
+
+def test_step_counters_live_where_the_optimizer_keeps_them() -> None:
+    """On the host by default, on the device for fused and capturable ones."""
+    assert state_sizes(optim.AdamW) == []
+    assert state_sizes(lambda p: optim.AdamW(p, fused=True)) == [4] * 4
+    assert state_sizes(lambda p: optim.AdamW(p, capturable=True)) == [4] * 4
+
+
+def test_clipping_is_multi_tensor() -> None:
+    found = operators(record(training(optim.AdamW, clip=True)))
+    assert found["_foreach_norm"] == 3
+    assert found["linalg_vector_norm"] == 3  # of the norms
+
+
+def test_the_lists_of_plain_types_are_put_back() -> None:
+    record(training(optim.AdamW), steps=1)
+    assert FakeTensor not in optim_module._foreach_supported_types
+    assert FakeTensor not in _foreach_utils._foreach_supported_types
+
+
+def test_factored_states() -> None:
+    """Adafactor keeps rows and columns of a matrix's second moments, never the matrix."""
+    trace = record(training(optim.Adafactor), steps=1)
+    kept = sizes(trace, Phase.OPTIMIZER, op="new_zeros")
+    assert sorted(kept) == [4 * WIDTH] * 4
+
+
+def test_transformers_adafactor() -> None:
+    adafactor = pytest.importorskip("transformers.optimization").Adafactor
+    assert record(training(adafactor)).meta.optimizer_steps == 3
+
+
+def test_lbfgs_terminates() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer = optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDTH, device="cuda")).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    assert record(job, steps=2).meta.optimizer_steps == 2
+
+
+def test_an_optimizer_made_before_the_model_moves() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = optim.AdamW(model.parameters())
+        model.cuda()
+        model(torch.randn(8, WIDTH, device="cuda")).mean().backward()
+        optimizer.step()
+
+    trace = record(job, steps=1)
+    assert sum(sizes(trace, Phase.OPTIMIZER, op="zeros_like")) == 2 * PARAMETERS
+
+
+def test_optimizer_state_loaded_from_another() -> None:
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        first, second = optim.AdamW(model.parameters()), optim.AdamW(model.parameters())
+        for optimizer in (first, second):
+            model(torch.randn(8, WIDTH, device="cuda")).mean().backward()
+            optimizer.step()
+            second.load_state_dict(first.state_dict())
+
+    trace = record(job)
+    made = sizes(trace, Phase.OPTIMIZER, op="zeros_like")
+    assert sum(made) == 2 * PARAMETERS  # the second found its state
