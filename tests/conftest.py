@@ -20,3 +20,18 @@ def memplan_test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}: name the folder in MEMPLAN_SHARED_DATA")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared_process() -> None:
+    """What has to come before the first test, whichever that is.
+
+    The autograd engine counts the devices once, at a process's first backward pass: where that is
+    a test's on the CPU, no later test finds the fake device. And a torchvision built for CUDA is
+    imported at most once, so its operators must be there beforehand.
+    """
+    from memplan.capture.fake_cuda import self_test
+    from memplan.capture.packages import make_torchvision_importable
+
+    assert self_test().ok, self_test().detail
+    make_torchvision_importable()
