@@ -86,18 +86,23 @@ class Values:
         return getattr(tensor.untyped_storage(), _ORIGIN, "")
 
     def compute(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
     ) -> Any:
         """Run an operator for real on known inputs; None when an input is unknown, or too large.
 
         `tensors` are the fake tensors among the arguments. In-place operators change the known
         values of their arguments, which share storage with the known storage.
         """
+        for tensor in tensors:  # hardly any are known, so this comes before anything else
+            if getattr(tensor.untyped_storage(), _VALUE, None) is None:
+                return None
         values: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            if not small_enough(tensor):
-                return None
-            value = self.of(tensor)
+            value = self.of(tensor) if small_enough(tensor) else None
             if value is None:
                 return None
             values[id(tensor)] = value
