@@ -7,7 +7,6 @@ bound, decide the peak, so both follow the description of the measured jobs to t
 from __future__ import annotations
 
 import argparse
-import random
 
 import torch
 from model_configs import is_encoder_decoder, model_config  # type: ignore[import-not-found]
@@ -17,33 +16,30 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.optimization import Adafactor
 
 MAX_LENGTH = 128
+LONGEST_OF_FOUR = 103
 ANY_TOKEN = 5
 
 
 class Texts(Dataset[torch.Tensor]):
-    """Token sequences of given lengths, as a tokenized corpus would give."""
+    """Token sequences as a tokenized corpus would give; their lengths are assumed.
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+    With several texts a batch the longest of each batch is cut at 128 tokens and the others are
+    shorter. One text a batch has 1 to 128 tokens, evenly: each has the expected longest of four.
+    """
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        self.count = count
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((self.lengths[index],), ANY_TOKEN, dtype=torch.int64)
-
-
-def assumed_lengths(batch_size: int, iterations: int) -> list[int]:
-    """Lengths spread evenly over 1 to 128 in a fixed shuffle.
-
-    Where a batch has several texts, its longest was cut at 128 tokens.
-    """
-    count = batch_size * iterations
-    even = [max(1, round(MAX_LENGTH * place / (count + 1))) for place in range(1, count + 1)]
-    lengths = random.Random(0).sample(even, count)
-    if batch_size > 1:
-        lengths[::batch_size] = [MAX_LENGTH] * iterations
-    return lengths
+        if self.batch_size == 1:
+            tokens = LONGEST_OF_FOUR
+        else:
+            tokens = MAX_LENGTH if index % self.batch_size == 0 else MAX_LENGTH // 2
+        return torch.full((tokens,), ANY_TOKEN, dtype=torch.int64)
 
 
 def collate(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -79,8 +75,8 @@ def train(options: argparse.Namespace) -> None:
     model.train()
     optimizer = make_optimizer(options.optimizer, model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
-    lengths = options.lengths or assumed_lengths(options.batch_size, options.iterations)
-    loader = DataLoader(Texts(lengths), batch_size=options.batch_size, collate_fn=collate)
+    texts = Texts(options.batch_size * options.iterations, options.batch_size)
+    loader = DataLoader(texts, batch_size=options.batch_size, collate_fn=collate)
 
     for batch in loader:
         if options.zero_grad_mode == 0:
@@ -103,7 +99,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--zero-grad-mode", type=int, choices=(0, 1, 2), default=1)
     parser.add_argument("--iterations", type=int, default=4)
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of each text in turn")
     parser.add_argument("--device", default="cuda")
     train(parser.parse_args())
 

@@ -160,7 +160,10 @@ def test_a_card_without_a_profile_is_given_by_its_size() -> None:
 
 
 def test_summary_counts_only_what_was_compared() -> None:
-    jobs = {"good": {"errors": {"allocated": -0.02}}, "bad": {"measured": {"error": "x"}}}
+    jobs: dict[str, dict[str, Any]] = {
+        "good": {"errors": {"allocated": -0.02}},
+        "bad": {"measured": {"error": "x"}},
+    }
     assert summarize(jobs) == {
         "job_count": 1,
         "worst_allocated_error": 0.02,
@@ -184,7 +187,7 @@ def test_first_difference_and_surplus_sizes() -> None:
 
 def test_every_job_says_what_it_covers() -> None:
     lines = " ".join(JOBS.values())
-    models = "gpt2 llama bert vit resnet50 convnext unet".split()
+    models = ["gpt2", "llama", "bert", "vit", "resnet50", "convnext", "unet"]
     precisions = ["amp-fp16", "amp-bf16", "bf16"]
     optimizers = ["sgd", "adamw", "adamw-fused"]
     kernels = ["flash", "efficient", "math", "cudnn"]
