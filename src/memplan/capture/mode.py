@@ -269,6 +269,12 @@ class CaptureMode(TorchDispatchMode):
         device = tensor.fake_device
         if device.type != self.device_type:
             return -1
+        if device.index:
+            raise self.cannot(
+                f"device {device}",
+                "the job is estimated with one device",
+                "let the script use cuda:0 when estimating",
+            )
         if tensor.layout is not torch.strided:
             raise self.cannot(
                 f"a tensor of layout {tensor.layout}",

@@ -45,9 +45,21 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.utils, "swap_tensors", swap)
 
+    tensor_deepcopy = torch.Tensor.__deepcopy__
+
+    def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+        """A parameter is cloned; other tensors copy their storage."""
+        if not isinstance(tensor, torch.nn.Parameter):
+            return tensor_deepcopy(tensor, memo)
+        if id(tensor) not in memo:
+            data = tensor.data.clone(memory_format=torch.preserve_format)
+            memo[id(tensor)] = torch.nn.Parameter(data, tensor.requires_grad)
+        return memo[id(tensor)]
+
     def set_any_data(tensor: FakeTensor, value: torch.Tensor) -> None:
         set_data(tensor, value if isinstance(value, FakeTensor) else mode.fakify(value))
 
+    patches.set(FakeTensor, "__deepcopy__", deepcopy)
     patches.set(FakeTensor, "data", property(_get_data, set_any_data))
 
 

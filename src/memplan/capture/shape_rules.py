@@ -50,6 +50,12 @@ def gru_cell_backward(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> A
     return (*gates, state, *biases)
 
 
+def no_cudnn_ctc(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
+    """cuDNN's loss wants 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`); what
+    it takes is not public, so PyTorch's own kernel stands for it."""
+    return False
+
+
 def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
     return mode.fake_mode.dispatch(
         aten.empty_strided.default,
@@ -61,6 +67,8 @@ def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
 
 HANDLERS: dict[Any, Handler] = {
     aten._grouped_mm.default: grouped_mm,
+    aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
+    aten._use_cudnn_ctc_loss.Tensor: no_cudnn_ctc,
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
 }

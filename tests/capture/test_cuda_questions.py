@@ -1,0 +1,104 @@
+"""`torch.cuda` and its neighbours answer as the chosen device would."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from memplan.types.device import find_profile
+from tests.capture.jobs import record
+
+PROFILE = find_profile("a100-80gb")
+MIB = 1 << 20
+
+
+def test_the_device() -> None:
+    def job() -> None:
+        cuda = torch.cuda
+        assert cuda.is_available()
+        assert cuda.device_count() == 1
+        assert cuda.current_device() == 0
+        assert cuda.get_device_name(0) == PROFILE.device_name
+        assert cuda.get_device_capability() == (8, 0)
+        assert cuda.is_bf16_supported()
+        assert cuda.get_device_properties("cuda").total_memory == PROFILE.total_memory_bytes
+        assert torch.backends.cudnn.is_available()
+        assert torch.version.cuda
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        with cuda.device(0), cuda.nvtx.range("a"):
+            pass
+
+    record(job)
+
+
+def test_every_device_property_that_pytorch_documents() -> None:
+    text = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text()
+    body = text.split("class _CudaDeviceProperties:")[1].split("\n\n")[0]
+    names = re.findall(r"^    (\w+):", body, re.MULTILINE)
+    assert len(names) > 10
+
+    def job() -> None:
+        properties = torch.cuda.get_device_properties(0)
+        assert [name for name in names if not hasattr(properties, name)] == []
+
+    record(job)
+
+
+def test_memory_questions_follow_the_record() -> None:
+    def job() -> None:
+        cuda = torch.cuda
+        free, total = cuda.mem_get_info()
+        assert free < total == PROFILE.total_memory_bytes
+        before = cuda.memory_allocated()
+        x = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
+        assert cuda.memory_allocated() - before == 10 * MIB
+        assert cuda.max_memory_allocated() >= cuda.memory_allocated()
+        assert cuda.memory_reserved() >= cuda.memory_allocated()
+        assert cuda.memory_stats()["inactive_split_bytes.all.peak"] == 0
+        assert cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] >= 10 * MIB
+        del x
+        assert cuda.memory_allocated() == before
+        cuda.reset_peak_memory_stats()
+        assert cuda.max_memory_allocated() == before
+        cuda.memory._record_memory_history()
+        cuda.memory._snapshot()
+        assert isinstance(cuda.memory_summary(), str)
+
+    record(job)
+
+
+def test_random_state() -> None:
+    def job() -> None:
+        generator = torch.Generator("cuda").manual_seed(1)
+        assert generator.device == torch.device("cuda", 0)
+        torch.randn(3, device="cuda", generator=generator)
+        torch.randperm(10, device="cuda", generator=generator)
+        generator.set_state(generator.get_state())
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        torch.cuda.manual_seed_all(3)
+        torch.cuda.default_generators[0].seed()
+        with torch.random.fork_rng(devices=[0]):
+            torch.rand(3, device="cuda")
+        assert isinstance(generator, torch.Generator)
+        assert isinstance(torch.default_generator, torch.Generator)
+
+    record(job)
+
+
+def test_data_parallel_on_the_one_device() -> None:
+    def job() -> None:
+        model = nn.DataParallel(nn.Linear(4, 4).cuda())
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.module.weight.grad is not None
+
+    record(job)
+
+
+def test_the_environment_is_left_alone() -> None:
+    before = dict(os.environ)
+    record(lambda: torch.ones(1, device="cuda"))
+    assert dict(os.environ) == before

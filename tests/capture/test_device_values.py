@@ -1,0 +1,204 @@
+"""Values that only the device would know: known from real data, else assumed and said so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from memplan.types.errors import CaptureError
+from memplan.types.trace import Role
+from tests.capture.jobs import allocations, assumed, bytes_of, record, sizes
+
+ROWS, WIDTH = 32, 64
+
+
+def scores() -> torch.Tensor:
+    """Values that cannot be known."""
+    return torch.randn(ROWS, WIDTH, device="cuda")
+
+
+# Known values
+
+
+def test_values_of_real_data_are_known_on_the_device() -> None:
+    def job() -> None:
+        lengths = torch.tensor([3, 5, 2]).cuda()
+        assert lengths.max().item() == 5
+        assert lengths.sum().tolist() == 10
+        mask = torch.arange(5, device="cuda")[None] < lengths[:, None]
+        assert mask.sum().item() == 10
+        assert mask.nonzero().shape == (10, 2)
+        assert torch.unique(torch.tensor([1, 1, 4]).to("cuda")).tolist() == [1, 4]
+        ids = torch.tensor([0, 2, 2, 1], device="cuda")
+        assert torch.bincount(ids).tolist() == [1, 1, 2]
+        assert F.one_hot(ids).shape == (4, 3)
+        ids[0] = 2
+        assert (ids == 2).sum().item() == 3
+        assert torch.equal(ids, ids.clone())
+        assert np.asarray(ids.cpu()).tolist() == [2, 2, 2, 1]
+
+    assert list(record(job).meta.assumptions) == []
+
+
+def test_a_write_of_something_unknown_is_not_forgotten() -> None:
+    def job() -> None:
+        known = torch.zeros(4, device="cuda")
+        known[1:3] += scores()[0, :2]
+        known.sum().item()
+
+    assert any(text.startswith("value") for text in assumed(record(job)))
+
+
+def test_conditions_on_a_healthy_loss() -> None:
+    """Nothing is NaN or infinite, everything is finite."""
+
+    def job() -> None:
+        loss = scores().mean()
+        assert not torch.isnan(loss)
+        assert not torch.isinf(loss).any()
+        assert torch.isfinite(loss).all()
+        assert not math.isnan(loss.item())
+        assert torch.allclose(scores(), scores())
+        torch.distributions.Normal(scores(), scores().exp()).sample()
+
+    record(job)
+
+
+# Shapes that depend on data
+
+
+@pytest.mark.parametrize(("routing", "share"), [("balanced", 2), ("worst", 1)])
+def test_an_unknown_mask_selects_a_declared_share(routing: str, share: int) -> None:
+    def job() -> None:
+        x = scores()
+        chosen = x[x > 0]
+        assert chosen.shape == (ROWS * WIDTH // share,)
+        x[x < 0] = 0.0
+        assert torch.masked_select(x, x > 1).shape == chosen.shape
+        assert torch.where(x > 2)[0].shape == chosen.shape
+
+    trace = record(job, routing=routing)
+    assert any("mask" in text for text in assumed(trace))
+    assert all("test_device_values.py:" in item.source for item in trace.meta.assumptions)
+
+
+class Mixture(nn.Module):
+    """Experts in a Python loop, as in Mixtral and Qwen-MoE."""
+
+    def __init__(self, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(experts))
+        self.chosen = chosen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = torch.topk(self.router(x).softmax(-1), self.chosen)
+        mask = F.one_hot(indices, len(self.experts)).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            slot, token = torch.where(mask[number])
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("routing", "tokens"), [("balanced", [16] * 4), ("worst", [ROWS, ROWS, 0, 0])]
+)
+def test_routing_of_a_mixture_of_experts(routing: str, tokens: list[int]) -> None:
+    trace = record(lambda: Mixture(4, 2).cuda()(scores()), routing=routing)
+    products = [
+        event.bytes // (4 * WIDTH)
+        for event in allocations(trace, op="mm")
+        if ".experts." in event.module
+    ]
+    assert products == [count for count in tokens if count]
+    assert any(text.startswith("routing") for text in assumed(trace))
+
+
+# Loops and readings
+
+
+def test_a_loop_until_convergence_ends() -> None:
+    rounds = []
+
+    def job() -> None:
+        error = scores().norm()
+        while error.item() > 1e-6:
+            error = error * 0.5
+            rounds.append(1)
+
+    trace = record(job)
+    assert 0 < len(rounds) < 5_000
+    assert any("0.0" in text for text in assumed(trace))
+
+
+def test_a_loop_that_never_ends_is_refused() -> None:
+    def job() -> None:
+        while scores().sum().item() > -1.0:
+            pass
+
+    with pytest.raises(CaptureError, match=r"test_device_values\.py:\d+: asked 20,001 times"):
+        record(job)
+
+
+def test_reading_tensors_back() -> None:
+    def job() -> None:
+        x = scores()
+        assert len(x.tolist()) == ROWS
+        assert x.detach().cpu().numpy().shape == (ROWS, WIDTH)
+        assert isinstance(float(x.mean()), float)
+        assert f"{x.mean():.3f}" == "1.000"
+        assert "cuda" in str(x)
+        assert max(x[0, 0], x[0, 1]).shape == ()
+        assert len(list(x)) == ROWS
+        host = torch.empty(ROWS, WIDTH)
+        host.copy_(x)
+        with pytest.raises(TypeError, match="convert cuda"):
+            x.numpy()
+
+    trace = record(job)
+    assert any(item.kind == "value" for item in trace.meta.assumptions)
+
+
+SHAPES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]] = {
+    "argmax": (lambda x: x.argmax(1), (ROWS,)),
+    "topk": (lambda x: x.topk(3)[0], (ROWS, 3)),
+    "sort": (lambda x: x.sort()[1], (ROWS, WIDTH)),
+    "multinomial": (lambda x: torch.multinomial(x.abs(), 5), (ROWS, 5)),
+    "masked_fill": (lambda x: x.masked_fill(x > 0, 0.0), (ROWS, WIDTH)),
+    "median": (lambda x: x.median(), ()),
+    "quantile": (lambda x: x.quantile(0.5), ()),
+    "searchsorted": (lambda x: torch.searchsorted(x[0], x[1]), (WIDTH,)),
+    "scatter": (lambda x: x.scatter(0, x[:1].long(), 1.0), (ROWS, WIDTH)),
+    "index": (lambda x: x[torch.randint(0, ROWS, (5,), device="cuda")], (5, WIDTH)),
+    "host index": (lambda x: x[torch.tensor([1, 2])], (2, WIDTH)),
+    "host mask": (lambda x: x[torch.tensor([True] + [False] * (ROWS - 1))], (1, WIDTH)),
+    "repeats": (
+        lambda x: torch.repeat_interleave(x, torch.full((ROWS,), 2, device="cuda"), 0),
+        (2 * ROWS, WIDTH),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_results_have_their_shape(name: str) -> None:
+    operator, shape = SHAPES[name]
+
+    def job() -> None:
+        result = operator(scores())
+        assert tuple(result.shape) == shape
+        assert result.device == torch.device("cuda", 0)
+
+    record(job)
+
+
+def test_an_index_costs_what_it_selects() -> None:
+    trace = record(lambda: scores()[torch.tensor([1, 2], device="cuda")])
+    assert sizes(trace, op="index.")[-1] == 2 * WIDTH * 4
+    assert bytes_of(trace, Role.PARAMETER) == 0
