@@ -1,4 +1,4 @@
-"""Lets `memplan.estimate(step)` and `memplan.capture()` be called although they are packages too."""
+"""Lets `memplan.estimate(step)` and `memplan.capture()` be called although both are packages."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ while True:
         ("raise ValueError('no such file')", CaptureError, r"train.py:\d+.*ValueError: no such"),
         ("import sys; sys.exit(3)", CaptureError, "exit code 3"),
         (
-            "import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args()",
+            "import argparse as a; p = a.ArgumentParser(); p.add_argument('d'); p.parse_args()",
             UsageError,
             "refused its arguments",
         ),

@@ -72,7 +72,7 @@ def _guard_registry() -> Any:
 def _python_guard() -> int:
     """Address of a device guard that answers for CUDA."""
 
-    class FakeCudaGuard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    class FakeCudaGuard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.CUDA
 

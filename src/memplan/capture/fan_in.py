@@ -63,7 +63,7 @@ class FanIn:
 def reference_counts(tensor: FakeTensor) -> tuple[int, int]:
     """C++ references to the tensor and to its storage, seen from inside a dispatch."""
     return (
-        tensor._use_count(),
+        tensor._use_count(),  # type: ignore[attr-defined]
         torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
     )
 

@@ -30,7 +30,6 @@ def install(patches: Patches, mode: CaptureMode) -> None:
 
     def host(tensor: FakeTensor) -> torch.Tensor:
         """The values; a large tensor's are zeros that no memory page backs."""
-        tensor = tensor.detach()
         if tensor.numel() <= MAX_READ_BACK:
             return read_back(mode, tensor)
         # NumPy's zeros come from calloc: pages that nobody writes cost nothing.
@@ -99,5 +98,5 @@ class _Addresses:
     def of_tensor(self, tensor: torch.Tensor) -> int:
         if tensor.numel() == 0:
             return 0
-        offset = tensor.storage_offset() * tensor.element_size()
+        offset = int(tensor.storage_offset()) * tensor.element_size()
         return self.of_storage(tensor.untyped_storage()) + offset

@@ -94,7 +94,7 @@ class CaptureMode(TorchDispatchMode):
         handlers: dict[Any, Handler] | None = None,
         observers: dict[Any, Observer] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.routing = routing
         self.handlers = handlers or {}
@@ -275,13 +275,17 @@ class CaptureMode(TorchDispatchMode):
                 "the job is estimated with one device",
                 "let the script use cuda:0 when estimating",
             )
+        self.refuse_sparse(tensor)
+        return self.recorder.track(tensor, device.index or 0)
+
+    def refuse_sparse(self, tensor: torch.Tensor) -> None:
+        """Raises CaptureError for a tensor that has no storage of its own."""
         if tensor.layout is not torch.strided:
             raise self.cannot(
                 f"a tensor of layout {tensor.layout}",
                 "only dense tensors can be followed",
                 "use dense ones when estimating (sparse=False for embeddings)",
             )
-        return self.recorder.track(tensor, device.index or 0)
 
     def number_of(self, tensor: torch.Tensor) -> int:
         return self.recorder.number_of(tensor.untyped_storage())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from memplan.types.builder import TraceBuilder
@@ -85,7 +86,7 @@ class Recorder:
         reference = (
             found.reference
             if found is not None
-            else weakref.ref(storage, lambda _ref, key=key: self._dead.append(key))
+            else weakref.ref(storage, partial(self._died, key))
         )
         self.live[key] = LiveStorage(number, nbytes, self.stream, device, reference)
         if nbytes:
@@ -142,6 +143,9 @@ class Recorder:
             found = self.live.pop(key, None)
             if found is not None:
                 self._end(found)
+
+    def _died(self, key: int, _reference: object) -> None:
+        self._dead.append(key)
 
     def _end(self, found: LiveStorage) -> None:
         if found.nbytes:

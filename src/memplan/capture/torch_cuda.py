@@ -408,12 +408,11 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         if hasattr(accelerator, name):
             patches.set(accelerator, name, answer)
     _install_generators(patches)
+
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
         number = api.mode.number_of(tensor)
         if number >= 0:
-            api.mode.recorder.mark(
-                EventKind.RECORD_STREAM, stream=stream.stream_id, storage=number
-            )
+            api.mode.recorder.mark(EventKind.RECORD_STREAM, stream=stream.stream_id, storage=number)
 
     def scatter(
         tensor: torch.Tensor, _devices: Any, _sizes: Any, _dim: int, streams: Any
@@ -441,7 +440,7 @@ def _install_generators(patches: Patches) -> None:
         """A CPU generator that says it is on the device it was asked for."""
 
         def __new__(cls, device: Any = "cpu") -> Any:
-            made = real.__new__(cls, "cpu")
+            made: Any = real.__new__(cls, "cpu")  # type: ignore[call-arg]
             made._memplan_device = torch.device(device)
             return made
 

@@ -1,4 +1,4 @@
-"""Errors that users see: what happened and where, what to try, and the exit code that says which kind."""
+"""Errors that users see: what happened and where, what to try, and an exit code for each kind."""
 
 from __future__ import annotations
 
