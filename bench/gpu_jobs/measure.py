@@ -40,8 +40,9 @@ def measured(error: str) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     out, snapshot, script, *rest = arguments
+    torch.cuda.init()
     torch.cuda.memory._record_memory_history(
-        "all", context="all", stacks="python", max_entries=HISTORY_EVENTS
+        "all", context="alloc", stacks="python", max_entries=HISTORY_EVENTS
     )
     sys.argv = [script, *rest]
     sys.path.insert(0, str(Path(script).parent))

@@ -41,7 +41,9 @@ def observe(call: Callable[[], Any]) -> dict[str, Any]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=HISTORY_EVENTS)
+    torch.cuda.memory._record_memory_history(
+        "all", context=None, max_entries=HISTORY_EVENTS, clear_history=True
+    )
     output = call()
     torch.cuda.synchronize()
     entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
