@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +71,20 @@ def test_cuda_is_gone_afterwards() -> None:
         assert torch.cuda.is_available()
     assert torch.cuda.is_available() is before
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
+
+
+def test_after_a_real_backward_pass_the_answer_says_so() -> None:
+    """PyTorch counts devices once, at the first backward pass of a process."""
+    program = (
+        "import torch, memplan\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
+        "try:\n"
+        "    memplan.estimate(lambda: None)\n"
+        "except memplan.types.errors.CaptureError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "already run a backward pass" in done.stdout
+    assert "fresh process" in done.stdout

@@ -54,6 +54,12 @@ class SelfTest:
     ok: bool
     detail: str
 
+    @property
+    def too_late(self) -> bool:
+        """The autograd engine counted its devices at the process's first backward pass, before
+        there was a fake one; only a fresh process can help."""
+        return "device_ready_queues_" in self.detail
+
 
 @functools.cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:

@@ -31,6 +31,7 @@ from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
 from memplan.capture.steps import StepWatcher
+from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
 aten = torch.ops.aten
@@ -61,6 +62,12 @@ class CaptureSession:
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
         self.notes: list[str] = []
+        if test.too_late and method is None:
+            raise CaptureError(
+                "this process has already run a backward pass, and PyTorch looks for devices only "
+                "before the first one",
+                "estimate first, in a fresh process or notebook kernel, or use the command line",
+            )
         if not test.ok and method is None:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
         self._alloc_conf = ""
@@ -83,6 +90,7 @@ class CaptureSession:
             parameters.install(patches, self.mode)
             lazy_modules.install(patches, self.mode)
             host_methods.install(patches, self.mode)
+            shape_rules.install(patches, self.mode)
             self._patch_framework(patches)
             if self.steps.ending is not None:
                 self.ending.install(patches)
