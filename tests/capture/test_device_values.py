@@ -30,7 +30,7 @@ def test_values_of_real_data_are_known_on_the_device() -> None:
     def job() -> None:
         lengths = torch.tensor([3, 5, 2]).cuda()
         assert lengths.max().item() == 5
-        assert lengths.sum().tolist() == 10
+        assert lengths.sum().item() == 10
         mask = torch.arange(5, device="cuda")[None] < lengths[:, None]
         assert mask.sum().item() == 10
         assert mask.nonzero().shape == (10, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_ways_to_put_a_tensor_on_the_device() -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_recurrent_stacks_run_as_one_kernel(kind: type[nn.RNNBase], batch_first: bool) -> None:
+def test_recurrent_stacks_run_as_one_kernel(kind: Any, batch_first: bool) -> None:
     def job() -> None:
         model = kind(WIDTH, 32, 2, batch_first=batch_first, bidirectional=True).cuda()
         trained(model, lambda: torch.randn(10, 10, WIDTH, device="cuda"))
@@ -217,13 +218,13 @@ def test_recurrent_stacks_under_autocast() -> None:
             out, _ = model(torch.randn(5, 2, WIDTH, device="cuda"))
         assert out.dtype == torch.float16
         out.float().sum().backward()
-        assert model.weight_hh_l0.grad.dtype == torch.float32
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
     record(job)
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_single_cells(cell: type[nn.RNNCellBase]) -> None:
+def test_single_cells(cell: Any) -> None:
     def job() -> None:
         out = cell(WIDTH, 16).cuda()(torch.randn(3, WIDTH, device="cuda"))
         state = out[0] if isinstance(out, tuple) else out

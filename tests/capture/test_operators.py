@@ -43,10 +43,8 @@ def test_convolutions(name: str, channels_last: bool) -> None:
     def job() -> None:
         model, x = make().cuda(), real(*shape)
         if channels_last:
-            model, x = (
-                model.to(memory_format=torch.channels_last),
-                x.contiguous(memory_format=torch.channels_last),
-            )
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            x = x.contiguous(memory_format=torch.channels_last)
         y = model(x)
         outputs.append(y.shape)
         y.sum().backward()
@@ -127,7 +125,7 @@ def functional_gradients() -> torch.Tensor:
     batched = torch.vmap(single, (None, 0))(weight.detach(), torch.randn(7, 3, device="cuda"))
     assert batched.shape == (7, 5, 3)
     model = nn.Linear(3, 2).cuda()
-    values = dict(model.named_parameters())
+    values: dict[str, torch.Tensor] = dict(model.named_parameters())
     return torch.func.functional_call(model, values, (torch.randn(4, 3, device="cuda"),)).sum()
 
 

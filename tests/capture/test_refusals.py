@@ -22,7 +22,7 @@ def sparse_gradient() -> None:
 
 
 def sparse_tensor() -> None:
-    torch.sparse_coo_tensor([[0], [1]], torch.ones(1, device="cuda"), (2, 2), device="cuda")
+    torch.eye(2, device="cuda").to_sparse()
 
 
 def cuda_graph() -> None:

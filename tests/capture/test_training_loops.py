@@ -249,12 +249,16 @@ for step in range(3):
 
 
 def test_hooks_and_retained_graphs() -> None:
-    seen = []
+    seen: list[str] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append("hook")
+        return gradient * 2
 
     def job() -> None:
         x = batch().requires_grad_()
         y = x.exp()
-        y.register_hook(lambda gradient: seen.append("hook") or gradient * 2)
+        y.register_hook(hook)
         loss = y.sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -302,11 +306,11 @@ def test_a_gradient_of_a_gradient_adds_out_of_place() -> None:
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph)
         gradient.sum()
 
-    additions = [
-        len(sizes(record(lambda graph=graph: job(graph)), Phase.BACKWARD, op="add."))
-        for graph in (False, True)
-    ]
-    assert additions == [0, 4]
+    def additions(create_graph: bool) -> int:
+        return len(sizes(record(lambda: job(create_graph)), Phase.BACKWARD, op="add."))
+
+    assert additions(False) == 0
+    assert additions(True) == 4
 
 
 def test_events_never_free_what_is_not_alive() -> None:

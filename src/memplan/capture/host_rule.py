@@ -54,6 +54,7 @@ def run_on_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     def fake(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
+        mode.refuse_sparse(item)
         return mode.fake_mode.dispatch(
             aten.empty_strided.default,
             (),

@@ -17,9 +17,9 @@ _DEVICE = "_memplan_device"
 
 def install(patches: Patches, mode: CaptureMode) -> None:
     """Patch lazy modules until `patches.undo()`."""
-    mixin = parameter_module.UninitializedTensorMixin
+    mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
     infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize
-    module_apply = torch.nn.Module._apply
+    module_apply: Any = torch.nn.Module._apply
     inferring: list[torch.nn.Module] = []
 
     def infer_parameters(self: Any, module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:

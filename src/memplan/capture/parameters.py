@@ -23,7 +23,7 @@ _data = torch._C.TensorBase.data
 def install(patches: Patches, mode: CaptureMode) -> None:
     """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors`, module moves until `patches.undo()`."""
     parameter_new = torch.nn.Parameter.__new__
-    module_apply = torch.nn.Module._apply
+    module_apply: Any = torch.nn.Module._apply
     swap_tensors = torch.utils.swap_tensors
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -39,13 +39,13 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         if isinstance(left, FakeTensor) and isinstance(right, FakeTensor):
             set_data(left, right)
         else:
-            swap_tensors(left, right)
+            swap_tensors(left, right)  # type: ignore[no-untyped-call]
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.utils, "swap_tensors", swap)
 
-    tensor_deepcopy = torch.Tensor.__deepcopy__
+    tensor_deepcopy: Any = torch.Tensor.__deepcopy__
 
     def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
         """A parameter is cloned; other tensors copy their storage."""

@@ -144,7 +144,7 @@ class Recurrent:
         """All weights become views of one buffer; their own storages go."""
         weights: list[FakeTensor] = list(args[0])
         mode.recorder.builder.begin_op(str(func), reads=[], stream=mode.recorder.stream)
-        buffer = self._empty(sum(w.numel() for w in weights), weights[0])
+        buffer = self._empty([sum(w.numel() for w in weights)], weights[0])
         mode.recorder.builder.op_writes([mode.record(buffer)])
         mode.role_of(buffer, Role.PARAMETER)
         for weight, view in zip(weights, self._views(buffer, weights), strict=True):
@@ -161,14 +161,12 @@ class Recurrent:
         steps_first = x.transpose(0, 1) if batch_first else x
         copied = _copy_of("contiguous input", steps_first)
         width = (call.proj_size or call.hidden_size) * call.directions
-        output = self._empty(steps_first.numel() // call.input_size * width, x)
-        output = output.view(*steps_first.shape[:-1], width)
-        hy, cy = self._empty(hx.numel(), x).view(hx.shape), self._empty(0, x)
-        if cx is not None:
-            cy = self._empty(cx.numel(), x).view(cx.shape)
+        output = self._empty((*steps_first.shape[:-1], width), x)
+        hy = self._empty(hx.shape, x)
+        cy = self._empty((0,) if cx is None else cx.shape, x)
         buffer = self._buffer(weights, rnn.weight_count(call))
         size = rnn.reserve(call).bytes
-        reserve = self._empty(size, x, torch.uint8)
+        reserve = self._empty([size], x, torch.uint8)
         self._keep_dropout_state(call)
         writes = [mode.record(tensor) for tensor in (output, hy, cy, buffer)]
         self.memory.add([*copied, rnn.workspace(call)])
@@ -190,15 +188,14 @@ class Recurrent:
             scratch += _copy_of("contiguous gradient", turned)
         else:
             scratch.append(exactly("zero gradient", output.numel() * output.element_size()))
-        grad_x = self._empty(x.numel(), x).view(given[0].shape)
-        grad_hx = self._empty(hx.numel(), x).view(hx.shape)
-        grad_cx = None if cx is None else self._empty(cx.numel(), x).view(cx.shape)
+        grad_x, grad_hx = self._empty(given[0].shape, x), self._empty(hx.shape, x)
+        grad_cx = None if cx is None else self._empty(cx.shape, x)
         made = [grad_x, grad_hx, *([] if grad_cx is None else [grad_cx])]
         writes = [mode.record(tensor) for tensor in made]
         self.memory.add([*scratch, rnn.workspace(call)])
         grads: list[FakeTensor] = []
         if mask[3]:
-            flat = self._empty(rnn.weight_count(call), x)
+            flat = self._empty([rnn.weight_count(call)], x)
             writes.append(mode.record(flat))
             self.memory.add([rnn.workspace(call)])
             grads = self._views(flat, weights)
@@ -213,8 +210,8 @@ class Recurrent:
             shared: Any = weights[0].as_strided((count,), (1,), 0)
             return shared  # type: ignore[no-any-return]
         if torch.is_autocast_enabled("cuda"):  # the casts made just before stand for it
-            return self._empty(0, weights[0])
-        return self._empty(count, weights[0])
+            return self._empty([0], weights[0])
+        return self._empty([count], weights[0])
 
     def _begin(self, mode: CaptureMode, func: Any, tensors: list[Any]) -> None:
         reads = [mode.number_of(tensor) for tensor in tensors]
@@ -225,12 +222,12 @@ class Recurrent:
         )
 
     def _empty(
-        self, elements: int, like: torch.Tensor, dtype: torch.dtype | None = None
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
     ) -> FakeTensor:
         made: Any = self.mode.fake_mode.dispatch(
             aten.empty.memory_format,
             (),
-            ([elements],),
+            (list(shape),),
             {"dtype": dtype or like.dtype, "device": like.device},
         )
         tensor: FakeTensor = made

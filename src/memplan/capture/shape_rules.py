@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.mode import CaptureMode, Handler
+
+if TYPE_CHECKING:
+    from memplan.capture.patching import Patches
 
 aten = torch.ops.aten
 
@@ -56,6 +60,49 @@ def no_cudnn_ctc(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def ctc_loss(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/cuda/LossCTC.cu`: the losses, and alpha for every frame and extended label."""
+    log_probs, lengths = args[0], args[3]
+    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = max(_integers(mode, lengths), default=0)
+    losses = mode.fake(aten.new_empty.default, (log_probs, [batch]), {})
+    shape = [batch, log_probs.shape[0], 2 * longest + 1]
+    return losses, mode.fake(aten.new_empty.default, (log_probs, shape), {})
+
+
+def install(patches: Patches, mode: CaptureMode) -> None:
+    """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
+    tensor; for a tensor subclass it would divide by them on the host."""
+    real: Any = torch.ctc_loss
+
+    def loss(
+        log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **named: Any
+    ) -> Any:
+        lists = [_integers(mode, item) for item in (inputs, lengths)]
+        return real(log_probs, targets, *lists, *rest, **named)
+
+    patches.set(torch, "ctc_loss", loss)
+
+
+def ctc_loss_backward(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient; the kernel's beta is scratch."""
+    gradient = mode.fake(aten.empty_like.default, (args[1],), {})
+    observer = mode.observers.get(func)
+    if observer is not None:
+        observer(mode, func, args, kwargs, gradient)
+    return gradient
+
+
+def _integers(mode: CaptureMode, lengths: Any) -> list[int]:
+    if not isinstance(lengths, torch.Tensor):
+        return list(lengths)
+    known = mode.values.of(lengths) if isinstance(lengths, FakeTensor) else lengths
+    if known is None:
+        raise mode.cannot("ctc_loss", "the lengths of its targets are not known")
+    numbers: list[int] = known.view(-1).tolist()
+    return numbers
+
+
 def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
     return mode.fake_mode.dispatch(
         aten.empty_strided.default,
@@ -67,8 +114,10 @@ def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
 
 HANDLERS: dict[Any, Handler] = {
     aten._grouped_mm.default: grouped_mm,
+    aten._ctc_loss.default: ctc_loss,
+    aten._ctc_loss_backward.default: ctc_loss_backward,
     aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
-    aten._use_cudnn_ctc_loss.Tensor: no_cudnn_ctc,
+    aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
     aten._thnn_fused_gru_cell.default: gru_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
 }

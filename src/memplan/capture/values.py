@@ -55,9 +55,11 @@ class Values:
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the fake tensor's storage holds `value`, a real tensor of the same shape."""
-        storage = tensor.untyped_storage()
         if value.dtype != tensor.dtype or value.shape != tensor.shape:
             return
+        if value.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
         same_layout = (
             value.stride() == tensor.stride()
             and value.storage_offset() == tensor.storage_offset()
