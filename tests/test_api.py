@@ -88,3 +88,12 @@ def test_after_a_real_backward_pass_the_answer_says_so() -> None:
     )
     assert "already run a backward pass" in done.stdout
     assert "fresh process" in done.stdout
+
+
+def test_setup_that_returns_nothing() -> None:
+    made: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+
+    def setup() -> None:
+        made["job"] = build()
+
+    assert memplan.estimate(lambda: train(*made["job"]), setup=setup).steps == 3

@@ -70,8 +70,9 @@ def estimate(
     """Peak GPU memory of a training step, on a machine without a GPU.
 
     `setup()` builds the model and the optimizer on `cuda`; what it returns (a tuple: several
-    arguments) is passed to each call of `step`. `step` runs one training step, `optimizer.step()`
-    included, and is called until a step repeats the one before it, or `steps` times.
+    arguments; None: nothing) is passed to each call of `step`. `step` runs one training step,
+    `optimizer.step()` included, and is called until a step repeats the one before it, or `steps`
+    times.
 
     Raises CaptureError when the step asks for no GPU memory, never steps an optimizer, or cannot
     be captured.
@@ -83,8 +84,8 @@ def estimate(
     session = CaptureSession(options)
     try:
         with session:
-            made = setup() if setup is not None else ()
-            arguments = made if isinstance(made, tuple) else (made,)
+            made = setup() if setup is not None else None
+            arguments = made if isinstance(made, tuple) else () if made is None else (made,)
             for _ in range(_MOST_CALLS):
                 step(*arguments)
     except EnoughSeen:

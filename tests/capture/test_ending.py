@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.script import capture_script
@@ -146,3 +147,76 @@ def test_allocator_settings_of_the_script(tmp_path: Path) -> None:
     assert run(tmp_path, body + loop).meta.alloc_conf == "expandable_segments:True"
     in_environment = "import os; os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:64'\n"
     assert run(tmp_path, in_environment + loop).meta.alloc_conf == "max_split_size_mb:64"
+
+
+def test_a_convolution_on_the_cpu_asks_nothing_of_the_gpu(tmp_path: Path) -> None:
+    body = """
+import torch
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(2, 3, 16, 16)).square().sum().backward()
+    optimizer.step()
+"""
+    with pytest.raises(CaptureError, match="CPU only"):
+        run(tmp_path, body, head="")
+
+
+def test_memory_that_grows_is_said(tmp_path: Path) -> None:
+    body = """
+kept = []
+while True:
+    kept.append(torch.zeros(1 << 20, device="cuda"))
+    forward(torch.randn(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    grown = [a for a in run(tmp_path, body).meta.assumptions if a.kind == "growth"]
+    assert len(grown) == 1
+    assert f"{4 << 20:,} bytes more" in grown[0].text
+
+
+def test_an_optimizer_around_another_steps_once(tmp_path: Path) -> None:
+    body = """
+class Sharpness(torch.optim.Optimizer):
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+    def step(self, closure=None):
+        self.base.step()
+
+outer = Sharpness(optimizer)
+while True:
+    forward(torch.randn(4, 512)).backward()
+    outer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_a_checkpoint_from_disk_is_loaded_onto_the_device(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(512, 512), "step": 7}, tmp_path / "old.pt")
+    body = f"""
+saved = torch.load({str(tmp_path / "old.pt")!r}, map_location="cuda")
+assert saved["step"] == 7 and saved["weight"].is_cuda
+model.load_state_dict(saved, strict=False)
+while True:
+    forward(torch.randn(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_a_padded_transformer_encoder(tmp_path: Path) -> None:
+    body = """
+layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+encoder = nn.TransformerEncoder(layer, 2).cuda()
+optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
+padded = (torch.arange(16) > 9).expand(2, 16).cuda()
+while True:
+    encoder(torch.randn(2, 16, 64).cuda(), src_key_padding_mask=padded).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3

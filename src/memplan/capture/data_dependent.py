@@ -234,7 +234,13 @@ def assume_uniform(value: int) -> Observer:
     return observe
 
 
+def not_left_aligned(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
+    """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
+    return False
+
+
 HANDLERS: dict[Any, Handler] = {
+    aten._nested_tensor_from_mask_left_aligned.default: not_left_aligned,
     aten._local_scalar_dense.default: local_scalar,
     aten.item.default: local_scalar,
     aten.equal.default: equal,

@@ -48,7 +48,9 @@ class Ending:
 
     def begin(self, *, at_once: bool) -> None:
         """Enough training steps were seen: drain the loaders being read, or stop right here."""
-        if at_once or not self._reading:
+        # Workers that outlive their epoch cannot be cut short: they would be waited for.
+        lasting = any(getattr(loader, "_persistent_workers", False) for loader in self._reading)
+        if at_once or lasting or not self._reading:
             self.stop()
         self.draining = True
         self._deadline = time.monotonic() + _SECONDS_AFTER

@@ -84,9 +84,7 @@ class Recorder:
             shape="x".join(map(str, tensor.shape)),
         )
         reference = (
-            found.reference
-            if found is not None
-            else weakref.ref(storage, partial(self._died, key))
+            found.reference if found is not None else weakref.ref(storage, partial(self._died, key))
         )
         self.live[key] = LiveStorage(number, nbytes, self.stream, device, reference)
         if nbytes:

@@ -104,7 +104,8 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
         )
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",
-        "check that it runs by itself; MEMPLAN_DEBUG=1 shows the whole traceback",
+        "if it runs by itself on a GPU, leave that part out when estimating, it cannot be followed "
+        "here; MEMPLAN_DEBUG=1 shows the whole traceback",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -203,9 +204,16 @@ class CaptureSession:
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
                 for (op, kernel, reason), count in self.mode.kernels.most_common()
             ],
-            notes=self.notes,
+            notes=[*self.notes, *self.steps.notes()],
+            host_peak_bytes=_host_peak_bytes(),
         )
         return recorder.builder.build(meta)
+
+
+def _host_peak_bytes() -> int:
+    """Resident memory of this process and of its largest child, at their peaks."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_maxrss * 1024 for usage in usages)
 
 
 def _deactivate() -> None:

@@ -44,6 +44,8 @@ class StepWatcher:
         self._first: int | None = None
         self._start = 0
         self._previous: bytes | None = None
+        self._alive = 0
+        self._growth = 0
         self._handles: list[Any] = []
 
     def __enter__(self) -> StepWatcher:
@@ -70,9 +72,11 @@ class StepWatcher:
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
                     self.mode.role_of(value, Role.OPTIMIZER_STATE)
+        if self.mode.context.in_optimizer > 0:  # one optimizer wraps another
+            return
         if self._first is None:
             self._first = id(optimizer)
-        if id(optimizer) == self._first and self.mode.context.in_optimizer == 0:
+        if id(optimizer) == self._first:
             self._complete()
 
     def before_forward(self) -> None:
@@ -112,6 +116,8 @@ class StepWatcher:
         self._start = end
         self.steady = self.completed > _STATE_STEPS and requests == self._previous
         self._previous = requests
+        self._growth = recorder.live_bytes - self._alive
+        self._alive = recorder.live_bytes
         if self.ending is None:
             return
         if self.enough:  # a step after the epoch that was cut short
@@ -131,6 +137,13 @@ class StepWatcher:
                 f"stopped after {self.completed} optimizer steps: step {self.completed} asked for "
                 "the same memory as the step before"
             )
+            if self._growth > 0:
+                self.mode.assumptions.add(
+                    "growth",
+                    f"every step keeps {self._growth:,} bytes more than it frees (tensors kept "
+                    f"in a list?); the peak is that of {self.completed} steps, and a longer run "
+                    "needs more: --steps N",
+                )
         elif self._out_of_patience():
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps, none of which repeated the last"
@@ -143,6 +156,17 @@ class StepWatcher:
         else:
             return False
         return True
+
+    def notes(self) -> list[str]:
+        """What a reader should know about the steps that were seen."""
+        if self.enough and self.max_steps is None:
+            return [
+                "the rest of the run is taken to be like these steps; what happens later (an "
+                "evaluation in mid-epoch, layers unfrozen) was not seen: --steps N shows more"
+            ]
+        if not self.enough and 0 < self.completed <= _STATE_STEPS:
+            return [f"the job ended by itself after {self.completed} optimizer step(s)"]
+        return []
 
     def _out_of_patience(self) -> bool:
         slow = time.monotonic() - self._began > _PATIENCE_SECONDS

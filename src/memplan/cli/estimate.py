@@ -51,7 +51,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     program = check_program(args.program, _USAGE)
-    path = output_path(args.output, force=args.force) if args.output else None
+    script = program.name if program.kind == "script" else ""
+    path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
     from memplan.estimate import estimate
     from memplan.simulate import AllocatorSettings

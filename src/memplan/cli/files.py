@@ -8,12 +8,15 @@ from memplan.types.errors import UsageError
 from memplan.types.output_file import refuse_existing
 
 
-def output_path(text: str, *, force: bool) -> Path:
+def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     """The absolute path to write to: the user's program may change the directory meanwhile.
 
-    Raises UsageError when something is there and `force` is not set, or the folder is missing.
+    Raises UsageError when something is there and `force` is not set, when it is the file `reads`
+    that the command reads, or when the folder is missing.
     """
     path = Path(text).absolute()
+    if reads and path.exists() and Path(reads).exists() and path.samefile(reads):
+        raise UsageError(f"{text} is what this command reads", "another name after -o")
     refuse_existing(path, overwrite=force)
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent} does not exist", f"mkdir -p {path.parent}")
@@ -26,4 +29,6 @@ def input_path(text: str) -> Path:
     if path.is_file():
         return path
     what = "is a folder" if path.is_dir() else "does not exist"
+    if path.exists() and not path.is_dir():
+        what = "is not a regular file"
     raise UsageError(f"{text} {what}", "memplan estimate -o job.trace SCRIPT writes a trace")

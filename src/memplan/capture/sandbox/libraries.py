@@ -9,6 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from memplan.capture.patching import Patches
@@ -194,6 +195,19 @@ def _mlflow(patches: Patches) -> Adapter:
     return adapt
 
 
+def _tokenizers(patches: Patches) -> Adapter:
+    """Fast tokenizers write their files in Rust, past the view; nothing reads them back here."""
+
+    def adapt(module: types.ModuleType) -> None:
+        def save_pretrained(_tokenizer: Any, directory: Any, *_: Any, **__: Any) -> tuple[str, ...]:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            return ()
+
+        patches.set(module.PreTrainedTokenizerBase, "save_pretrained", save_pretrained)
+
+    return adapt
+
+
 def adapters(patches: Patches, view: View) -> dict[str, Adapter]:
     """What to adapt, by module name."""
     return {
@@ -204,6 +218,7 @@ def adapters(patches: Patches, view: View) -> dict[str, Adapter]:
         "pyarrow.parquet.core": _parquet(patches, view),
         "h5py._hl.files": _hdf5(patches, view),
         "torch.autograd.profiler": _profiler(patches, view),
+        "transformers.tokenization_utils_base": _tokenizers(patches),
         "wandb": _wandb(patches),
         "mlflow": _mlflow(patches),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import posix
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,7 +101,18 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
             return saved.rebuild(found, map_location)
         if _is_path(f):
             f = view.reading(os.fsdecode(f))
-        return real_load(f, map_location, *args, **kwargs)
+            if zipfile.is_zipfile(f):  # a checkpoint of a large model costs no memory until read
+                kwargs.setdefault("mmap", True)
+        if callable(map_location):
+            return real_load(f, map_location, *args, **kwargs)
+        places: dict[int, str] = {}
+
+        def to_host(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+            places[storage._cdata] = location
+            return storage
+
+        loaded = real_load(f, to_host, *args, **kwargs)
+        return _placed(loaded, places, map_location)
 
     def jit_save(m: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         if not saved.has_fake(dict(m.named_parameters()) | dict(m.named_buffers())):
@@ -229,3 +241,28 @@ def patch_safetensors(
         (real_load_file, load_file),
     ]
     return _replace(patches, pairs)
+
+
+def _placed(item: Any, places: dict[int, str], map_location: Any) -> Any:
+    """What was loaded to the host, with its tensors where `torch.load` would have put them.
+
+    Storages cannot be made on a device that is not there; tensors can be moved to it.
+    """
+    if isinstance(item, torch.Tensor):
+        saved_at = places.get(item.untyped_storage()._cdata, "cpu")
+        if isinstance(map_location, dict):
+            target = map_location.get(saved_at, saved_at)
+        else:
+            target = saved_at if map_location is None else map_location
+        device = torch.device(target)
+        return item if device.type == "cpu" else item.to(device)
+    if isinstance(item, dict):
+        for key, value in item.items():
+            item[key] = _placed(value, places, map_location)
+        return item
+    if isinstance(item, list):
+        item[:] = [_placed(value, places, map_location) for value in item]
+        return item
+    if type(item) is tuple:
+        return tuple(_placed(value, places, map_location) for value in item)
+    return item
