@@ -107,7 +107,7 @@ def patch_torch(patches: Patches, view: View, saved: Saved) -> dict[int, Any]:
             return real_load(f, map_location, *args, **kwargs)
         places: dict[int, str] = {}
 
-        def to_host(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        def to_host(storage: Any, location: str) -> Any:
             places[storage._cdata] = location
             return storage
 
