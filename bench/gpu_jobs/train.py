@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     train(parser.parse_args())
 
