@@ -20,7 +20,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 demo: $(VENV)/.built ## set up what is missing, then estimate examples/gpt2/train.py
-	$(bin)/memplan estimate --gpu $(GPU) examples/gpt2/train.py
+	@$(bin)/memplan estimate --gpu $(GPU) examples/gpt2/train.py
 
 test: $(VENV)/.dev ## set up what is missing, then run every test (ARGS="-k name" narrows)
 	$(py) -m pytest $(ARGS)
@@ -68,6 +68,7 @@ $(VENV)/.made:
 
 # Editable: a change of a Python file needs no new build, a change of the native sources does.
 $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml $(native_sources)
+	@echo "installing torch and what else is needed: a few minutes on the first run"
 	$(pip) --group build
 	$(pip) --no-build-isolation -e .
 	@touch $@
