@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,27 @@ while True:
     optimizer.zero_grad()
 """
     assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_workers_that_outlive_their_epoch_do_not_keep_it_waiting(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = DataLoader(
+        TensorDataset(torch.randn(256, 512)), batch_size=4, num_workers=1,
+        persistent_workers=True, multiprocessing_context="spawn",
+    )
+    for epoch in range(100):
+        for (batch,) in batches:
+            model(batch.cuda()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+""")
+    command = [sys.executable, "-m", "memplan", "estimate", "--json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import runpy
+import signal
 import sys
+import threading
 import traceback
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,6 +19,8 @@ from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
+
+_SECONDS_TO_DIE = 5.0
 
 
 def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
@@ -30,11 +36,15 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
         is_fake=lambda tensor: isinstance(tensor, FakeTensor),
         new_tensor=session.new_tensor,
     )
+    others: list[BaseProcess] = list(multiprocessing.active_children())
     argv_before, path_before = sys.argv, list(sys.path)
     sys.argv = [target.name, *target.argv]
     try:
         with box, session:
-            _run(target)
+            try:
+                _run(target)
+            finally:
+                _end_children(others)
     except EnoughSeen:
         pass
     except SystemExit as stop:
@@ -65,6 +75,21 @@ def _run(target: ScriptTarget) -> None:
         raise UsageError(f"{target.name}: no such script", "check the path")
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def _end_children(others: list[BaseProcess]) -> None:
+    """Processes that the script left running (data loader workers) have no more work.
+
+    They are killed while their sandbox still stands: asked politely they would clean up in folders
+    that are gone, and this process would wait for them on its way out.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
+    for child in multiprocessing.active_children():
+        if child in others:
+            continue
+        child.kill()
+        child.join(_SECONDS_TO_DIE)
 
 
 def _memplan_cause(error: BaseException) -> MemplanError | None:
