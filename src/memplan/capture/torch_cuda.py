@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.capture.cuda_answers import answers
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind
 
@@ -250,127 +251,15 @@ class FakeCuda:
         )
 
 
-class _Device:
-    """Stands in for the context managers `torch.cuda.device` and `device_of`."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.idx = 0
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_exc: object) -> None:
-        return None
-
-
 def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> FakeCuda:
     """Patch `torch.cuda` and its neighbours until `patches.undo()`."""
     api = FakeCuda(mode, profile)
     cuda = torch.cuda
-    recorder = mode.recorder
-    rng_state = torch.zeros(16, dtype=torch.uint8)
-
-    def constant(value: Any) -> Any:
-        return lambda *_args, **_kwargs: value
-
-    def stat(name: str) -> Any:
-        return lambda *_args, **_kwargs: api.memory_stats()[name]
-
-    def reset_peak(*_args: Any, **_kwargs: Any) -> None:
-        recorder.flush()
-        recorder.peak_live_bytes = recorder.live_bytes
-        api.mark(EventKind.RESET_PEAK)
-
-    def get_name(*_args: Any, **_kwargs: Any) -> str:
-        return profile.device_name
-
-    answers: dict[str, Any] = {
-        "is_available": constant(True),
-        "is_initialized": constant(True),
-        "init": constant(None),
-        "_lazy_init": constant(None),
-        "_is_compiled": constant(True),
-        "device_count": constant(1),
-        "_device_count_nvml": constant(1),
-        "current_device": constant(0),
-        "set_device": constant(None),
-        "_exchange_device": constant(0),
-        "_maybe_exchange_device": constant(0),
-        "device": _Device,
-        "device_of": _Device,
-        "_DeviceGuard": _Device,
-        "get_device_name": get_name,
-        "get_device_capability": constant(profile.capability),
-        "get_device_properties": api.properties,
-        "get_arch_list": constant(["sm_{}{}".format(*profile.capability)]),
-        "is_bf16_supported": lambda including_emulation=True: (
-            including_emulation or profile.capability[0] >= 8
-        ),
-        "is_tf32_supported": constant(profile.capability[0] >= 8),
-        "can_device_access_peer": constant(False),
-        "Stream": api.Stream,
-        "ExternalStream": api.Stream,
-        "Event": api.Event,
-        "stream": api.stream_context,
-        "StreamContext": api.stream_context,
-        "set_stream": api.switch,
-        "current_stream": lambda *_args: api.current,
-        "default_stream": lambda *_args: api.default,
-        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
-        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
-        "_set_allocator_settings": api.set_alloc_conf,
-        "ipc_collect": constant(None),
-        "mem_get_info": api.mem_get_info,
-        "memory_stats": api.memory_stats,
-        "memory_allocated": stat("allocated_bytes.all.current"),
-        "max_memory_allocated": stat("allocated_bytes.all.peak"),
-        "memory_reserved": stat("reserved_bytes.all.current"),
-        "max_memory_reserved": stat("reserved_bytes.all.peak"),
-        "memory_cached": stat("reserved_bytes.all.current"),
-        "max_memory_cached": stat("reserved_bytes.all.peak"),
-        "memory_stats_as_nested_dict": api.memory_stats_as_nested_dict,
-        "_record_memory_history": constant(None),
-        "_snapshot": constant({"segments": [], "device_traces": [[]]}),
-        "_dump_snapshot": constant(None),
-        # A class, for libraries that name it in annotations.
-        "CUDAGraph": type("CUDAGraph", (), {"__new__": api.no_graphs, "__module__": "torch.cuda"}),
-        "graph": api.no_graphs,
-        "graph_pool_handle": api.no_graphs,
-        "make_graphed_callables": api.no_graphs,
-        "memory_summary": constant("memory summaries are not available while estimating"),
-        "memory_snapshot": constant([]),
-        "reset_peak_memory_stats": reset_peak,
-        "reset_max_memory_allocated": reset_peak,
-        "reset_max_memory_cached": reset_peak,
-        "reset_accumulated_memory_stats": constant(None),
-        "set_per_process_memory_fraction": constant(None),
-        "get_per_process_memory_fraction": constant(1.0),
-        "get_allocator_backend": constant("native"),
-        "manual_seed": constant(None),
-        "manual_seed_all": constant(None),
-        "seed": constant(None),
-        "seed_all": constant(None),
-        "initial_seed": constant(0),
-        "get_rng_state": lambda *_args, **_kwargs: rng_state.clone(),
-        "get_rng_state_all": lambda: [rng_state.clone()],
-        "set_rng_state": constant(None),
-        "set_rng_state_all": constant(None),
-        "utilization": constant(0),
-        "temperature": constant(40),
-        "power_draw": constant(100_000),
-        "clock_rate": constant(1500),
-        "memory_usage": constant(0),
-        "_sleep": constant(None),
-        "is_current_stream_capturing": constant(False),
-    }
-    for name, answer in answers.items():
+    for name, answer in answers(api).items():
         patches.set(cuda, name, answer)
-        if name in vars(cuda.memory):
-            patches.set(cuda.memory, name, answer)
-        if name in vars(cuda.random):
-            patches.set(cuda.random, name, answer)
-        if name in vars(cuda.graphs):
-            patches.set(cuda.graphs, name, answer)
+        for part in (cuda.memory, cuda.random, cuda.graphs):
+            if name in vars(part):
+                patches.set(part, name, answer)
     _install_neighbours(patches, api)
     return api
 

@@ -1,0 +1,158 @@
+"""What `torch.cuda` answers during a capture, name by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.types.trace import EventKind
+
+if TYPE_CHECKING:
+    from memplan.capture.torch_cuda import FakeCuda
+
+
+def answers(api: FakeCuda) -> dict[str, Any]:
+    """Attributes of `torch.cuda` and what stands in their place."""
+    return {
+        **_device(api),
+        **_streams(api),
+        **_memory(api),
+        **_graphs(api),
+        **_random(),
+    }
+
+
+class DeviceContext:
+    """Stands in for the context managers `torch.cuda.device` and `device_of`."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_exc: object) -> None:
+        return None
+
+
+def _constant(value: Any) -> Any:
+    return lambda *_args, **_kwargs: value
+
+
+def _device(api: FakeCuda) -> dict[str, Any]:
+    profile = api.profile
+
+    def get_name(*_args: Any, **_kwargs: Any) -> str:
+        return profile.device_name
+
+    return {
+        "is_available": _constant(True),
+        "is_initialized": _constant(True),
+        "init": _constant(None),
+        "_lazy_init": _constant(None),
+        "_is_compiled": _constant(True),
+        "device_count": _constant(1),
+        "_device_count_nvml": _constant(1),
+        "current_device": _constant(0),
+        "set_device": _constant(None),
+        "_exchange_device": _constant(0),
+        "_maybe_exchange_device": _constant(0),
+        "device": DeviceContext,
+        "device_of": DeviceContext,
+        "_DeviceGuard": DeviceContext,
+        "get_device_name": get_name,
+        "get_device_capability": _constant(profile.capability),
+        "get_device_properties": api.properties,
+        "get_arch_list": _constant(["sm_{}{}".format(*profile.capability)]),
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or profile.capability[0] >= 8
+        ),
+        "is_tf32_supported": _constant(profile.capability[0] >= 8),
+        "can_device_access_peer": _constant(False),
+        "utilization": _constant(0),
+        "temperature": _constant(40),
+        "power_draw": _constant(100_000),
+        "clock_rate": _constant(1500),
+        "memory_usage": _constant(0),
+        "_sleep": _constant(None),
+        "is_current_stream_capturing": _constant(False),
+    }
+
+
+def _streams(api: FakeCuda) -> dict[str, Any]:
+    return {
+        "Stream": api.Stream,
+        "ExternalStream": api.Stream,
+        "Event": api.Event,
+        "stream": api.stream_context,
+        "StreamContext": api.stream_context,
+        "set_stream": api.switch,
+        "current_stream": lambda *_args: api.current,
+        "default_stream": lambda *_args: api.default,
+        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
+    }
+
+
+def _memory(api: FakeCuda) -> dict[str, Any]:
+    recorder = api.mode.recorder
+
+    def stat(name: str) -> Any:
+        return lambda *_args, **_kwargs: api.memory_stats()[name]
+
+    def reset_peak(*_args: Any, **_kwargs: Any) -> None:
+        recorder.flush()
+        recorder.peak_live_bytes = recorder.live_bytes
+        api.mark(EventKind.RESET_PEAK)
+
+    return {
+        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "_set_allocator_settings": api.set_alloc_conf,
+        "ipc_collect": _constant(None),
+        "mem_get_info": api.mem_get_info,
+        "memory_stats": api.memory_stats,
+        "memory_allocated": stat("allocated_bytes.all.current"),
+        "max_memory_allocated": stat("allocated_bytes.all.peak"),
+        "memory_reserved": stat("reserved_bytes.all.current"),
+        "max_memory_reserved": stat("reserved_bytes.all.peak"),
+        "memory_cached": stat("reserved_bytes.all.current"),
+        "max_memory_cached": stat("reserved_bytes.all.peak"),
+        "memory_stats_as_nested_dict": api.memory_stats_as_nested_dict,
+        "_record_memory_history": _constant(None),
+        "_snapshot": _constant({"segments": [], "device_traces": [[]]}),
+        "_dump_snapshot": _constant(None),
+        "memory_summary": _constant("memory summaries are not available while estimating"),
+        "memory_snapshot": _constant([]),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_max_memory_cached": reset_peak,
+        "reset_accumulated_memory_stats": _constant(None),
+        "set_per_process_memory_fraction": _constant(None),
+        "get_per_process_memory_fraction": _constant(1.0),
+        "get_allocator_backend": _constant("native"),
+    }
+
+
+def _graphs(api: FakeCuda) -> dict[str, Any]:
+    return {
+        # A class, for libraries that name it in annotations.
+        "CUDAGraph": type("CUDAGraph", (), {"__new__": api.no_graphs, "__module__": "torch.cuda"}),
+        "graph": api.no_graphs,
+        "graph_pool_handle": api.no_graphs,
+        "make_graphed_callables": api.no_graphs,
+    }
+
+
+def _random() -> dict[str, Any]:
+    rng_state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "manual_seed": _constant(None),
+        "manual_seed_all": _constant(None),
+        "seed": _constant(None),
+        "seed_all": _constant(None),
+        "initial_seed": _constant(0),
+        "get_rng_state": lambda *_args, **_kwargs: rng_state.clone(),
+        "get_rng_state_all": lambda: [rng_state.clone()],
+        "set_rng_state": _constant(None),
+        "set_rng_state_all": _constant(None),
+    }
