@@ -80,8 +80,8 @@ _LORA = (
     "2 micro-batches a step; no evaluation pass before; every text of 1,044 tokens"
 )
 _PEFT = (
-    "the longest bucket begins with 560 tokens (1,300 characters, the source's limit, at 2.3 a "
-    "token) and falls by 10 from text to text; no evaluation pass before"
+    "the longest bucket begins with 768 tokens, the limit that the source names, "
+    "and falls by 10 from text to text; no evaluation pass before"
 )
 LLM_JOBS: dict[str, tuple[str, str, str, bool]] = {
     # job: (command, measure, assumed, current)
