@@ -77,7 +77,7 @@ def train(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", choices=("full", "lora"), required=True)
-    parser.add_argument("--longest", type=int, default=768)
+    parser.add_argument("--longest", type=int, required=True, help="tokens of the longest text")
     parser.add_argument("--fall", type=int, default=10, help="tokens lost from text to text")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers; 0 keeps all")
     parser.add_argument("--steps", type=int, default=3)

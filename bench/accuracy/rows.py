@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.accuracy.text_lengths import METAMATH, longest_at_percentile
 from bench.results import ROOT
 
 JOBS = Path(__file__).parent
@@ -79,9 +80,11 @@ _LORA = (
     "rotation in bf16; logits cast to fp32 on the way out, as Fabric's half precision does; "
     "2 micro-batches a step; no evaluation pass before; every text of 1,044 tokens"
 )
+_LONGEST = longest_at_percentile(METAMATH, 99)
 _PEFT = (
-    "the longest bucket begins with 768 tokens, the limit that the source names, "
-    "and falls by 10 from text to text; no evaluation pass before"
+    f"the 99th percentile's bucket begins with {_LONGEST} tokens, from the published token count, "
+    "limit and batching (bench/accuracy/text_lengths.py), and falls by 10 from text to text; "
+    "no evaluation pass before"
 )
 LLM_JOBS: dict[str, tuple[str, str, str, bool]] = {
     # job: (command, measure, assumed, current)
@@ -94,8 +97,18 @@ LLM_JOBS: dict[str, tuple[str, str, str, bool]] = {
         "over fp32 logits; torch.optim.AdamW (foreach), no clipping",
         False,
     ),
-    "llama32-3b-peft-full": ("llm_peft.py --method full", "reserved_peak", _PEFT, True),
-    "llama32-3b-peft-lora32": ("llm_peft.py --method lora", "reserved_peak", _PEFT, True),
+    "llama32-3b-peft-full": (
+        f"llm_peft.py --method full --longest {_LONGEST}",
+        "reserved_peak",
+        _PEFT,
+        True,
+    ),
+    "llama32-3b-peft-lora32": (
+        f"llm_peft.py --method lora --longest {_LONGEST}",
+        "reserved_peak",
+        _PEFT,
+        True,
+    ),
 }
 """The one-device rows of llm.csv."""
 
