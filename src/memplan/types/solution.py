@@ -1,0 +1,40 @@
+"""What a solver returns: never None, always with the bound it proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Solved(Generic[T]):
+    """A solution that meets every constraint."""
+
+    solution: T
+    cost: float
+    """Of the solution, in the solver's unit (bytes or seconds)."""
+    bound: float
+    """No solution costs less. Equal to `cost` when the solution is proved optimal."""
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """Proved: there is no solution."""
+
+    reason: str
+    witness: float
+    """The least budget with which there is one, as far as known, in the solver's unit."""
+
+
+@dataclass(frozen=True)
+class TimedOut(Generic[T]):
+    """Out of time. `best` is None when nothing was found; `bound` is still proved."""
+
+    best: T | None
+    bound: float
+    cost: float = float("inf")
+
+
+Solution: TypeAlias = Solved[T] | Infeasible | TimedOut[T]

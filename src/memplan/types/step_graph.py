@@ -1,0 +1,112 @@
+"""The `StepGraph`: what one pass through forward and backward computes, holds and needs.
+
+A *pass* is one forward and its backward (a micro-batch). Rows are ops in program order, forward
+first: `[0, forward_ops)`, then backward `[forward_ops, len(graph))`. A *value* is a storage
+generation with all its views. Times are op rows: a value is alive over the half-open range
+`[alloc, free)` of rows, and what is alive during a row counts towards that row's memory. Everything
+that neither begins nor ends within the pass (parameters, optimizer state, gradients that already
+exist) is in `base_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.types.trace import I64
+
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class GraphOps:
+    """One row an op. `reads` and `writes` are CSR: row i owns
+    `reads[reads_start[i]:reads_start[i + 1]]`, values without repetition."""
+
+    name: list[str]
+    """Overload name as the dispatcher has it: `aten.mm.default`."""
+    call: I64
+    """Which call of a root module (a module that no other one called) in this pass it belongs to,
+    from 0; -1 outside such calls and in backward. Only ops inside a call can be replayed."""
+    nth: I64
+    """How many ops of the same name came before it in its call; -1 where `call` is. Call, name and
+    nth identify a forward op from one pass to the next."""
+    module: list[str]
+    """Dotted module path; empty outside modules."""
+    source: list[str]
+    """`file:line` of the user's code; empty when unknown."""
+    seconds: F64
+    """Expected duration on the device, 0 for views."""
+    flops: I64
+    replayable: Bools
+    """Whether running a forward op again gives its result again (a generator's state is restored
+    for it). False for ops that read from or write to the world outside."""
+    reads_start: I64
+    reads: I64
+    writes_start: I64
+    writes: I64
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def reads_of(self, row: int) -> list[int]:
+        return list(map(int, self.reads[self.reads_start[row] : self.reads_start[row + 1]]))
+
+    def writes_of(self, row: int) -> list[int]:
+        return list(map(int, self.writes[self.writes_start[row] : self.writes_start[row + 1]]))
+
+
+@dataclass(frozen=True)
+class GraphValues:
+    """One row a value that is allocated or freed within the pass, or read by an op of it."""
+
+    bytes: I64
+    """As requested. 0 for values that `base_bytes` already counts."""
+    alloc: I64
+    """Row that allocates it; -1 when it is there before the pass."""
+    free: I64
+    """First row at whose start it is gone in the plain run; `len(ops)` where it outlives the
+    pass."""
+    droppable: Bools
+    """Made by replayable forward ops, alive into backward, read there, and not held by anything but
+    the saved tensors of autograd as far as known."""
+    name: list[str]
+    """Parameter or buffer name, where there is one."""
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """See the module. Immutable; `check()` raises ValueError where it contradicts itself."""
+
+    ops: GraphOps
+    values: GraphValues
+    forward_ops: int
+    base_bytes: int
+    rest_peak_bytes: int
+    """Peak of the step outside this pass (the optimizer's update); no recomputation lowers it."""
+    passes: int = 1
+    """How many passes a step makes."""
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def check(self) -> None:
+        count, values = len(self.ops), len(self.values)
+        if not 0 <= self.forward_ops <= count:
+            raise ValueError(f"{self.forward_ops} forward ops of {count}")
+        for edges, start in (
+            (self.ops.reads, self.ops.reads_start),
+            (self.ops.writes, self.ops.writes_start),
+        ):
+            if len(start) != count + 1 or (
+                len(edges) and not 0 <= edges.min() <= edges.max() < values
+            ):
+                raise ValueError("reads or writes name values that do not exist")
+        if (self.values.free < self.values.alloc).any() or (self.values.bytes < 0).any():
+            raise ValueError("a value ends before it begins or has negative bytes")
