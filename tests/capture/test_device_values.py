@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -124,24 +125,71 @@ def test_routing_of_a_mixture_of_experts(routing: str, tokens: list[int]) -> Non
 # Loops and readings
 
 
-def test_a_loop_until_convergence_ends() -> None:
-    rounds = []
+def test_a_loop_without_an_optimizer_ends() -> None:
+    rounds: Counter[str] = Counter()
 
     def job() -> None:
         error = scores().norm()
         while error.item() > 1e-6:
             error = error * 0.5
-            rounds.append(1)
+            rounds["number"] += 1
+        while error >= 1e-6:
+            error = error * 0.5
+            rounds["condition"] += 1
 
     trace = record(job)
-    assert 0 < len(rounds) < 5_000
-    assert any("0.0" in text for text in assumed(trace))
+    assert rounds == {"number": 16, "condition": 16}
+    loops = [item.text for item in trace.meta.assumptions if item.kind == "loop"]
+    assert loops == ["a loop on a device value ends after 16 rounds"] * 2
+
+
+class Halting(nn.Module):
+    """Repeats a layer until the device says that it is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.rounds = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while x.norm() > 1.0:
+            x = self.layer(x)
+            self.rounds += 1
+        return x
+
+
+def test_a_loop_inside_a_model_runs_once() -> None:
+    def job() -> None:
+        model = Halting().cuda()
+        model(scores()), model(scores())
+        assert model.rounds == 2
+
+    assert any("ends after 1 rounds" in text for text in assumed(record(job)))
+
+
+def test_a_search_inside_a_training_step_ends_every_time() -> None:
+    found = []
+
+    def job() -> None:
+        model = nn.Linear(WIDTH, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(9):
+            rate, rounds = scores().norm(), 0
+            while rate > 1.0:
+                rate, rounds = rate / 2, rounds + 1
+            found.append(rounds)
+            model(scores()).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    record(job)
+    assert found == [16, 16, 16]
 
 
 def test_a_loop_that_never_ends_is_refused() -> None:
     def job() -> None:
-        while scores().sum().item() > -1.0:
-            pass
+        while True:
+            scores().sum().item()
 
     with pytest.raises(CaptureError, match=r"test_device_values\.py:\d+: asked 20,001 times"):
         record(job)

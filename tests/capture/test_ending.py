@@ -53,6 +53,55 @@ def test_stops_when_a_step_repeats(tmp_path: Path) -> None:
     assert "same memory as the step before" in trace.meta.stop_reason
 
 
+@pytest.mark.parametrize(
+    ("before", "header"),
+    [
+        ("loss = torch.tensor(9.0).cuda() + forward(x).detach()", "loss > 2.5"),
+        ("done = forward(x) < 0", "not done"),
+        ("count, loss = 0, forward(x)", "count < 99 and not (loss < 2.5)"),
+        ("loss = forward(x)", "loss.item() > 2.5"),
+        ("loss = forward(x)", "abs(0.1 - loss.item()) >= 7"),
+        ("loss = forward(x)", "not torch.allclose(loss, loss + 1)"),
+    ],
+)
+def test_a_loop_on_the_loss_goes_on_until_a_step_repeats(
+    tmp_path: Path, before: str, header: str
+) -> None:
+    body = f"""
+x = torch.randn(4, 512)
+{before}
+def train_step():
+    loss = forward(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+while {header}:
+    loss = train_step()
+    done = loss < 2.5
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps in (3, 4)  # the first has the `loss` from before
+    assert "same memory as the step before" in trace.meta.stop_reason
+    assert "loop" in [item.kind for item in trace.meta.assumptions]
+
+
+def test_what_comes_after_a_loop_on_the_loss_is_seen(tmp_path: Path) -> None:
+    body = """
+loss = forward(torch.randn(4, 512)).detach()
+while loss > 2.5:
+    for (batch,) in loader:
+        loss = forward(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+with torch.no_grad():
+    forward(torch.randn(1024, 512))
+"""
+    events = run(tmp_path, body).events
+    assert events.bytes[events.phase == Phase.EVALUATION].max() == 1024 * 512 * 4
+
+
 def test_evaluation_after_the_epoch_is_seen(tmp_path: Path) -> None:
     trace = run(tmp_path, EPOCHS)
     events = trace.events

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim_module
 from torch.utils import _foreach_utils
 
-from memplan.types.trace import Phase
-from tests.capture.jobs import operators, record, sizes
+from memplan.types.trace import EventKind, Phase, Role
+from tests.capture.jobs import assumed, operators, record, sizes
 
 WIDTH = 64
 PARAMETERS = 4 * (WIDTH * WIDTH + WIDTH)
@@ -157,3 +157,75 @@ def test_optimizer_state_loaded_from_another() -> None:
     trace = record(job)
     made = sizes(trace, Phase.OPTIMIZER, op="zeros_like")
     assert sum(made) == 2 * PARAMETERS  # the second found its state
+
+
+# L-BFGS asks the device how to go on
+
+
+def minimise(
+    device: str, history: int, iterations: int, search: str | None, steps: int
+) -> tuple[list[tuple[int, int]], int]:
+    """(directions kept, evaluations) after each step, and the number of parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 50).to(device)
+    inputs, targets = torch.randn(200, 100).to(device), torch.randn(200, 50).to(device)
+    rate = 0.1 if search is None else 1.0
+    optimizer = optim.LBFGS(
+        model.parameters(), rate, iterations, history_size=history, line_search_fn=search
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        return loss
+
+    seen = []
+    for _ in range(steps):
+        optimizer.step(closure)
+        state = optimizer.state[next(iter(optimizer.state))]
+        seen.append((len(state["old_dirs"]), state["func_evals"]))
+    return seen, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("history", "iterations"), [(5, 4), (100, 20)])
+def test_the_history_of_lbfgs_grows_as_in_a_real_run(history: int, iterations: int) -> None:
+    """Compared while the real run has not converged."""
+    captured: list[tuple[int, int]] = []
+    real, count = minimise("cpu", history, iterations, None, 3)
+
+    def job() -> None:
+        captured.extend(minimise("cuda", history, iterations, None, 3)[0])
+        minimise("cuda", history, iterations, None, 3)
+
+    trace = record(job, steps=4)
+    assert captured == real
+    kept = [
+        event.bytes
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and trace.storages.role[event.storage] == Role.OPTIMIZER_STATE
+        and event.bytes == 4 * count
+    ]
+    assert len(kept) >= 2 * real[-1][0]
+    assert any("history_size" in text for text in assumed(trace))
+
+
+def test_the_line_search_of_lbfgs_begins_as_in_a_real_run() -> None:
+    real, _ = minimise("cpu", 5, 4, "strong_wolfe", 1)
+    captured: list[tuple[int, int]] = []
+    record(lambda: captured.extend(minimise("cuda", 5, 4, "strong_wolfe", 1)[0]), steps=2)
+    assert captured == real
+
+
+def test_a_long_history_is_seen_to_its_end() -> None:
+    """It takes more steps than others are given."""
+    trace = record(lambda: minimise("cuda", 21, 1, None, 50) and None)
+    assert trace.meta.optimizer_steps == 24
+    assert "same memory as the step before" in trace.meta.stop_reason
+
+
+def test_a_closure_is_the_model_and_not_the_optimizer() -> None:
+    trace = record(lambda: minimise("cuda", 5, 4, None, 2) and None)
+    assert operators(trace, Phase.FORWARD)["addmm"] == 8
+    assert operators(trace, Phase.OPTIMIZER)["addmm"] == 0

@@ -71,6 +71,11 @@ class Context:
     def in_module(self) -> bool:
         return bool(self._stack)
 
+    def in_model(self) -> bool:
+        """Whether a module, an optimizer or the backward pass is running."""
+        running = self.in_module or self.in_optimizer > 0
+        return running or torch._C._current_graph_task_id() != -1
+
     # Operators
 
     def locate(self, frame: FrameType | None, stream: int) -> int:
@@ -91,8 +96,8 @@ class Context:
             return stream
         builder.module = self._stack[-1] if self._stack else 0
         builder.source = self._source(frame)
-        if self.in_optimizer:
-            builder.phase = Phase.OPTIMIZER
+        if self.in_optimizer and not (self._stack and torch.is_grad_enabled()):
+            builder.phase = Phase.OPTIMIZER  # else: the model, run again by a closure
         elif not self.forward_seen:
             builder.phase = Phase.SETUP
         elif torch.is_grad_enabled():
@@ -118,7 +123,7 @@ class Context:
         while frame is not None:
             text = self._code_text.get(frame.f_code)
             if text is None:
-                text = self._code_text[frame.f_code] = _shown_path(frame.f_code.co_filename)
+                text = self._code_text[frame.f_code] = shown_path(frame.f_code.co_filename)
             if text:
                 return self.builder.intern(f"{text}:{frame.f_lineno}")
             frame = frame.f_back
@@ -127,7 +132,7 @@ class Context:
     def source_text(self, frame: FrameType | None) -> str:
         """`file:line` of the innermost frame that is not PyTorch's or ours, or the empty string."""
         while frame is not None:
-            text = _shown_path(frame.f_code.co_filename)
+            text = shown_path(frame.f_code.co_filename)
             if text:
                 return f"{text}:{frame.f_lineno}"
             frame = frame.f_back
@@ -140,7 +145,7 @@ class Context:
         return next((text for text, n in self.builder.strings() if n == number), "")
 
 
-def _shown_path(filename: str) -> str:
+def shown_path(filename: str) -> str:
     if filename.startswith(_HIDDEN) and "site-packages" not in filename.removeprefix(_TORCH):
         return ""
     if filename.startswith((_TORCH, _MEMPLAN)):

@@ -52,7 +52,7 @@ class Ending:
         lasting = any(getattr(loader, "_persistent_workers", False) for loader in self._reading)
         if at_once or lasting or not self._reading:
             self.stop()
-        self.draining = True
+        self.draining = self.mode.answers.finishing = True
         self._deadline = time.monotonic() + _SECONDS_AFTER
 
     def before_module(self, *, training: bool) -> None:

@@ -105,7 +105,7 @@ class CaptureMode(TorchDispatchMode):
         self.context = Context(self.recorder.builder)
         self.values = Values()
         self.assumptions = Assumptions()
-        self.answers = Answers(self.assumptions, self.source)
+        self.answers = Answers(self.assumptions, self.source, self.context.in_model)
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
         self._op_names: dict[Any, str] = {}

@@ -11,6 +11,8 @@ from torch.optim import optimizer as optim_module
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memplan.capture.ending import Ending
     from memplan.capture.mode import CaptureMode
 
@@ -46,6 +48,8 @@ class StepWatcher:
         self._previous: bytes | None = None
         self._alive = 0
         self._growth = 0
+        self._kept = 0
+        self._grew_in = 0
         self._handles: list[Any] = []
 
     def __enter__(self) -> StepWatcher:
@@ -68,10 +72,13 @@ class StepWatcher:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
         self.mode.context.in_optimizer -= 1
+        kept = 0
         for state in optimizer.state.values():
-            for value in state.values() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    self.mode.role_of(value, Role.OPTIMIZER_STATE)
+            for tensor in _tensors(state):
+                kept += 1
+                self.mode.role_of(tensor, Role.OPTIMIZER_STATE)
+        if kept > self._kept:
+            self._kept, self._grew_in = kept, self.completed + 1
         if self.mode.context.in_optimizer > 0:  # one optimizer wraps another
             return
         if self._first is None:
@@ -86,6 +93,8 @@ class StepWatcher:
         update made the optimizer's state, and micro-batches that repeat show nothing new.
         """
         if self.ending is None or self.enough or self.max_steps is not None:
+            return
+        if self.mode.context.in_optimizer:  # a closure: an evaluation, not a micro-batch
             return
         self.mode.recorder.flush()
         self._forwards.append(len(self.mode.recorder.builder))
@@ -119,6 +128,7 @@ class StepWatcher:
         self._growth = recorder.live_bytes - self._alive
         self._alive = recorder.live_bytes
         if self.ending is None:
+            self.mode.answers.finishing = self.steady or self._out_of_patience()
             return
         if self.enough:  # a step after the epoch that was cut short
             self.ending.stop()
@@ -170,7 +180,17 @@ class StepWatcher:
 
     def _out_of_patience(self) -> bool:
         slow = time.monotonic() - self._began > _PATIENCE_SECONDS
-        return self.completed >= DEFAULT_MAX_STEPS or (slow and self.completed > _STATE_STEPS)
+        # The state grows step by step where it is a history (L-BFGS).
+        enough = max(DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
+        return self.completed >= enough or (slow and self.completed > _STATE_STEPS)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer keeps for a parameter, those in lists (L-BFGS) included."""
+    for value in state.values() if isinstance(state, dict) else ():
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
