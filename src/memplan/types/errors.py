@@ -47,3 +47,9 @@ class NoAnswerError(MemplanError):
 
 class CaptureError(NoAnswerError):
     """The script could not be captured."""
+
+
+class RecomputeError(MemplanError):
+    """What was dropped for backward could not be recomputed as it was."""
+
+    exit_code = 1

@@ -1,0 +1,11 @@
+"""Drop what autograd saves, and recompute it from a record of the ops when backward asks.
+
+A *tape* is made of one forward call of a root module. Ops are recorded where a dispatch mode sees
+them, below autograd and autocast, so recomputing runs the same kernels on the same inputs and
+nothing of the user's Python: no module hook, no counter, no batch norm statistic happens twice.
+"""
+
+from memplan.runtime.tape.decisions import Decisions, decisions_by_call
+from memplan.runtime.tape.recording import Recording
+
+__all__ = ["Decisions", "Recording", "decisions_by_call"]

@@ -1,0 +1,104 @@
+"""Groups of dropped values, and the handles that autograd's graph holds in place of tensors."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+
+from memplan.runtime.tape.replay import recompute
+from memplan.runtime.tape.values import View
+from memplan.types.errors import RecomputeError
+
+
+class Handle:
+    """Stands for a saved tensor whose value was dropped."""
+
+    __slots__ = ("__weakref__", "checksum", "group", "view")
+
+    def __init__(self, view: View, group: Group, checksum: torch.Tensor | None) -> None:
+        self.view = view
+        self.group = group
+        self.checksum = checksum
+        """Of the tensor when it was dropped; None where it is not to be checked."""
+
+    def get(self) -> torch.Tensor:
+        """See `Group.tensor`."""
+        return self.group.tensor(self)
+
+
+class Group:
+    """Values of one call that are dropped and recomputed together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.handles: WeakSet[Handle] = WeakSet()
+
+    def tensor(self, handle: Handle) -> torch.Tensor:
+        """The tensor that `handle` stands for; recomputes the group where it must.
+
+        Raises RecomputeError where the result differs from what forward had, or where an input of
+        the recomputation was modified in between.
+        """
+        value = handle.view.value
+        if value.base is None:
+            waiting = {other.view.value for other in self.handles}
+            recompute(self.name, [v for v in waiting if v.base is None])
+            for other in list(self.handles):
+                self._check(other)
+        base = value.base
+        assert base is not None
+        return handle.view.on(base)
+
+    def _check(self, handle: Handle) -> None:
+        if handle.checksum is None or handle.view.value.base is None:
+            return
+        with torch.no_grad():
+            now = checksum_of(handle.view.on(handle.view.value.base))
+        expected, handle.checksum = handle.checksum, None
+        if now is not None and int(now) != int(expected):
+            raise RecomputeError(
+                f"recomputing {self.name} gave other values than its forward pass "
+                f"({handle.view.dtype} of shape {list(handle.view.size)})",
+                "an operator in it is not deterministic or writes where PyTorch cannot see it; "
+                "run without the plan, and please report the model",
+            )
+
+
+class SavedTensor:
+    """A tensor that is kept for backward as it is, and the check that nobody changed it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self.tensor = tensor
+        self.version = version
+
+    def get(self) -> torch.Tensor:
+        """Raises RuntimeError, as autograd itself would, when it was modified in place."""
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
+                f"version {self.tensor._version}; expected version {self.version} instead."
+            )
+        return self.tensor
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The sum of the tensor's elements read as integers; exact, and the same in every order."""
+    if tensor.numel() == 0 or tensor.is_quantized:
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype == torch.bool:
+        return tensor.sum(dtype=torch.int64)
+    integer = _INTEGERS.get(tensor.element_size())
+    if integer is None:
+        return None
+    return tensor.view(integer).sum(dtype=torch.int64)

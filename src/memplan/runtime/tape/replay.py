@@ -1,0 +1,179 @@
+"""Runs recorded ops again, to make dropped values available."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from memplan.runtime.tape.replayable import Scratch
+from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors
+from memplan.types.errors import InternalError, RecomputeError
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def recompute(group: str, targets: list[Value]) -> None:
+    """Make `targets` available by replaying what leads to them from available values.
+
+    The ops run in their first order, each on the same inputs, in the same geometry and with its
+    generator's state, so the results are the same bits where kernels are deterministic. What is
+    only needed on the way is freed after its last use. Errors of an op pass through with a note
+    that says what was being recomputed.
+
+    Raises RecomputeError where an input was modified in place since.
+    """
+    made = _needed(group, targets)
+    records = sorted(made, key=lambda record: record.number)
+    last_use = _last_uses(records)
+    values: dict[Value, torch.Tensor] = {}
+    wanted = set(targets)
+    with _plain_execution(group):
+        for record in records:
+            try:
+                _replay(record, made[record], values, wanted)
+            except Exception as error:
+                error.add_note(
+                    f"memplan: raised while recomputing {group} for the backward pass, in {record}"
+                )
+                raise
+            for value in last_use[record.number]:
+                if value not in wanted:
+                    values.pop(value, None)
+    for target in targets:
+        target.keep(values[target])
+
+
+def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
+    """The ops between `targets` and available values, each with what is needed of it."""
+    made: dict[OpRecord, list[Value]] = {}
+    stack = list(targets)
+    seen = set(stack)
+    while stack:
+        value = stack.pop()
+        if value.base is not None:
+            if value.modified():
+                raise RecomputeError(
+                    f"cannot recompute {group}: one of its inputs, a tensor of shape "
+                    f"{list(value.base.shape)}, was modified in place after the forward pass",
+                    "modify it before the forward pass or after backward",
+                )
+            continue
+        record = value.producer
+        if record is None:
+            raise InternalError(f"cannot recompute {group}: the way to an input is lost")
+        made.setdefault(record, []).append(value)
+        for item in _inputs(record):
+            if item not in seen:
+                seen.add(item)
+                stack.append(item)
+    return made
+
+
+def _inputs(record: OpRecord) -> Iterator[Value]:
+    for view in _views((record.args, record.kwargs)):
+        yield view.value
+
+
+def _views(item: Any) -> Iterator[View]:
+    if isinstance(item, View):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for inner in item:
+            yield from _views(inner)
+    elif isinstance(item, dict):
+        for inner in item.values():
+            yield from _views(inner)
+
+
+def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
+    """By op number: the values that no later op of the replay reads."""
+    remaining = Counter(value for record in records for value in set(_inputs(record)))
+    last: dict[int, list[Value]] = {}
+    for record in records:
+        done = last[record.number] = []
+        for value in set(_inputs(record)):
+            remaining[value] -= 1
+            if not remaining[value]:
+                done.append(value)
+    return last
+
+
+def _replay(
+    record: OpRecord,
+    made: list[Value],
+    values: dict[Value, torch.Tensor],
+    wanted: set[Value],
+) -> None:
+    overwritten = {}
+    for old in record.written:
+        base = values.get(old)
+        if base is None or old in wanted:
+            base = copy_of_storage(values[old] if old in values else _base(old))
+        overwritten[old] = base
+
+    def thaw(item: Any) -> Any:
+        if isinstance(item, View):
+            base = overwritten.get(item.value)
+            if base is None:
+                base = values.get(item.value)
+            return item.on(_base(item.value) if base is None else base)
+        if isinstance(item, Scratch):
+            return item.make()
+        if isinstance(item, (list, tuple)):
+            return type(item)([thaw(inner) for inner in item])
+        return item
+
+    arguments = [thaw(item) for item in record.args]
+    keywords = {name: thaw(item) for name, item in record.kwargs.items()}
+    with _generator_at(record), torch.set_grad_enabled(record.grad):
+        tensors = flat_tensors(record.func(*arguments, **keywords))
+    for value in made:
+        if value.output < 0:
+            values[value] = overwritten[record.written[-1 - value.output]]
+        else:
+            values[value] = tensors[value.output]
+
+
+def _base(value: Value) -> torch.Tensor:
+    assert value.base is not None
+    return value.base
+
+
+def copy_of_storage(base: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole storage of a tensor, so that views have the same geometry on it."""
+    elements = base.untyped_storage().nbytes() // base.element_size()
+    return base.as_strided((elements,), (1,), 0).clone()
+
+
+@contextmanager
+def _generator_at(record: OpRecord) -> Iterator[None]:
+    if record.generator is None or record.state is None:
+        yield
+        return
+    now = record.generator.get_state()
+    record.generator.set_state(record.state)
+    try:
+        yield
+    finally:
+        record.generator.set_state(now)
+
+
+@contextmanager
+def _plain_execution(group: str) -> Iterator[None]:
+    """Below autograd and autocast, and named in profiles."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "pause_recording"):
+                stack.enter_context(mode.pause_recording())
+        stack.enter_context(torch.profiler.record_function(f"memplan.recompute[{group}]"))
+        yield
