@@ -65,6 +65,8 @@ def traces(draw: st.DrawFn) -> Trace:
         if draw(st.booleans()):
             builder.begin_op(draw(words), reads=draw(some), stream=draw(st.integers(0, 9)))
             builder.op_writes(draw(some))
+            builder.op_work(flops=draw(sizes), moved_bytes=draw(sizes))
+        builder.call = draw(st.integers(-1, 1 << 30))
         builder.phase = draw(st.sampled_from(Phase))
         builder.module = builder.intern(draw(words))
         builder.source = builder.intern(draw(words))
@@ -191,6 +193,9 @@ def encoded(header: object, columns: bytes) -> bytes:
         ("events", "aux", -2),
         ("ops", "name", -1),
         ("ops", "event", 41),
+        ("ops", "call", -2),
+        ("ops", "flops", -1),
+        ("ops", "moved_bytes", -2),
         ("ops", "reads", 40),
         ("ops", "reads_start", 7),
         ("storages", "role", 99),
@@ -311,3 +316,25 @@ def test_files_get_ordinary_rights(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("t", "plain")}
     assert len(modes) == 1
+
+
+def test_files_of_the_first_version_still_load(tmp_path: Path) -> None:
+    trace = small_trace()
+    path = tmp_path / "t"
+    save_trace(trace, path)
+    header, columns = decoded(path)
+    start = sum(getattr(trace.events, f.name).nbytes for f in fields(trace.events))
+    kept = [columns[:start]]
+    for f in fields(trace.ops):
+        size = getattr(trace.ops, f.name).nbytes
+        if f.name not in ("call", "flops", "moved_bytes"):
+            kept.append(columns[start : start + size])
+        start += size
+    rewrite(path, encoded(header, b"".join([*kept, columns[start:]])), version=1)
+    loaded = load_trace(path)
+    assert loaded.ops.call.tolist() == loaded.ops.moved_bytes.tolist() == [-1] * 40
+    assert loaded.ops.flops.tolist() == [0] * 40
+    for f in fields(trace.ops):
+        assert getattr(loaded.ops, f.name).dtype == getattr(trace.ops, f.name).dtype
+    assert np.array_equal(loaded.ops.reads, trace.ops.reads)
+    assert np.array_equal(loaded.storages.shape, trace.storages.shape)

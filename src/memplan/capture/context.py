@@ -42,6 +42,7 @@ class Context:
         self.in_optimizer = 0
         self.forward_seen = False
         self._stack: list[int] = []
+        self._calls = 0
         self._names: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}
         self._code_text: dict[CodeType, str] = {}
@@ -53,12 +54,17 @@ class Context:
         name = self._names.get(id(module))
         if name is None or not self._stack:
             name = self._name(module)
+        if not self._stack and torch._C._current_graph_task_id() == -1:
+            self.builder.call = self._calls
+            self._calls += 1
         self._stack.append(self.builder.intern(name))
         self.forward_seen = True
 
     def leave_module(self) -> None:
         """The module's `__call__` ended, by whatever way."""
         self._stack.pop()
+        if not self._stack:
+            self.builder.call = -1
 
     def _name(self, module: torch.nn.Module) -> str:
         prefix = type(module).__name__

@@ -31,11 +31,13 @@ from memplan.capture.fast_fake import FastFakeMode
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.recorder import Recorder
 from memplan.capture.values import Values, small_enough
+from memplan.capture.work import Work, moved_bytes
 from memplan.types.errors import CaptureError
 from memplan.types.trace import Role
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)
+_unsafe_view = aten._unsafe_view.default  # a view, although its schema does not say so
 _device_query = torch.ops.prim.device.default
 
 
@@ -109,6 +111,7 @@ class CaptureMode(TorchDispatchMode):
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
         self._op_names: dict[Any, str] = {}
+        self.work = Work()
         self._lock = threading.RLock()
 
     @classmethod
@@ -218,13 +221,22 @@ class CaptureMode(TorchDispatchMode):
         if has_real and func in _COPIES:
             for tensor in outputs:
                 self.role_of(tensor, Role.INPUT)
+        mutated: list[FakeTensor] = []
         if func._schema.is_mutable:
             mutated = list(_mutated(func, args, kwargs))
             writes.extend(self._numbers(mutated))
             if known is None:
                 for tensor in mutated:
                     self.values.forget(tensor)
-        builder.op_writes(number for number in writes if number >= 0)
+        if func.is_view or func is _unsafe_view:
+            builder.op_work(flops=0, moved_bytes=0)
+        else:
+            builder.op_writes(number for number in writes if number >= 0)
+            made = [t for t in outputs if all(t is not m for m in mutated)] if mutated else outputs
+            builder.op_work(
+                flops=self.work.flops(func, args, kwargs, result),
+                moved_bytes=moved_bytes(func, args, fakes, made, mutated),
+            )
         if known is not None:
             self._learn(outputs, known, fakes)
         elif len(outputs) == 1 and outputs[0].numel() == 1 and not func.is_view:

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.mode import CaptureMode, Handler
+from memplan.capture.work import moved_bytes
 
 if TYPE_CHECKING:
     from memplan.capture.patching import Patches
@@ -29,6 +30,10 @@ def grouped_mm(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     builder.begin_op(str(func), reads=reads, stream=mode.recorder.stream)
     result = _empty(mode, shaped, kwargs.get("out_dtype") or dtype)
     builder.op_writes([mode.record(result)])
+    builder.op_work(
+        flops=mode.work.flops(func, args, kwargs, result),
+        moved_bytes=moved_bytes(func, args, args[:2], [result], []),
+    )
     return result
 
 

@@ -43,6 +43,9 @@ _OP_COLUMNS = {
     "step": "i",
     "source": "i",
     "stream": "i",
+    "call": "i",
+    "flops": "q",
+    "moved_bytes": "q",
     "reads_start": "q",
     "reads": "q",
     "writes_start": "q",
@@ -54,9 +57,10 @@ _STORAGE_COLUMNS = {"role": "B", "name": "i", "dtype": "i", "shape": "i"}
 class TraceBuilder:
     """Appends events, operators and storages, then `build()`s the columns.
 
-    The context of an event (operator, module, phase, step, source line) is whatever the public
-    attributes hold when it is appended. Not thread-safe: callers hold the GIL between the reads
-    and writes of one row anyway, and a capture appends from one thread at a time.
+    The context of an event or operator (operator, module, phase, step, source line, call) is
+    whatever the public attributes hold when it is appended. Not thread-safe: callers hold the GIL
+    between the reads and writes of one row anyway, and a capture appends from one thread at a
+    time.
     """
 
     def __init__(self) -> None:
@@ -69,6 +73,7 @@ class TraceBuilder:
         self.phase = Phase.SETUP
         self.step = 0
         self.source = 0
+        self.call = -1
 
     def __len__(self) -> int:
         return len(self._events["kind"])
@@ -94,6 +99,9 @@ class TraceBuilder:
         ops["step"].append(self.step)
         ops["source"].append(self.source)
         ops["stream"].append(stream)
+        ops["call"].append(self.call)
+        ops["flops"].append(0)
+        ops["moved_bytes"].append(-1)
         ops["reads_start"].append(len(ops["reads"]))
         ops["reads"].extend(reads)
         ops["writes_start"].append(len(ops["writes"]))
@@ -103,6 +111,11 @@ class TraceBuilder:
     def op_writes(self, storages: Iterable[int]) -> None:
         """The storages that the operator begun last writes."""
         self._ops["writes"].extend(storages)
+
+    def op_work(self, *, flops: int, moved_bytes: int) -> None:
+        """What the operator begun last computes and moves."""
+        self._ops["flops"][-1] = flops
+        self._ops["moved_bytes"][-1] = moved_bytes
 
     def new_storage(
         self,

@@ -148,7 +148,7 @@ class Segment(msgspec.Struct, frozen=True):
 class TraceMeta(msgspec.Struct, kw_only=True):
     """Where a trace comes from."""
 
-    schema_version: int = 1
+    schema_version: int = 2
     memplan_version: str = ""
     torch_version: str = ""
     origin: str = "capture"
@@ -211,12 +211,21 @@ class Ops:
     step: I32
     source: I32
     stream: I32
+    call: I32
+    """Number of the call of a root module (one that no other module called) that the op belongs
+    to, counted over the run from 0; -1 outside such calls, and in those that the backward pass
+    itself makes."""
+    flops: I64
+    """Floating-point operations as `torch.utils.flop_counter` counts them for the op's shapes;
+    0 for ops that it has no formula for."""
+    moved_bytes: I64
+    """Bytes of the tensors read and written, as viewed; 0 for views, -1 when unknown."""
     reads_start: I64
     reads: I64
     """Storage generations read."""
     writes_start: I64
     writes: I64
-    """Storage generations written, new ones and mutated ones alike."""
+    """Storage generations written, new ones and mutated ones alike; none for views."""
 
     def __len__(self) -> int:
         return len(self.name)

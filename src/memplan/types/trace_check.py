@@ -10,6 +10,9 @@ from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace, Trace
 
 MAX_BYTES = 1 << 48
 """Largest size that any request, block or segment may have."""
+MAX_FLOPS = 1 << 62
+MAX_MOVED_BYTES = 1 << 58
+"""Of one operator; far beyond what a device could do."""
 MAX_ADDRESS = (1 << 63) - 1
 
 _Column = npt.NDArray[np.integer]
@@ -63,6 +66,9 @@ def _check_ops(trace: Trace, where: str) -> None:
         "step": (0, 1 << 31),
         "source": (0, strings),
         "stream": (-1, 1 << 31),
+        "call": (-1, 1 << 31),
+        "flops": (0, MAX_FLOPS),
+        "moved_bytes": (-1, MAX_MOVED_BYTES),
         "reads": (0, storages),
         "writes": (0, storages),
     }

@@ -26,7 +26,9 @@ from memplan.types.trace import Events, Ops, Storages, Trace, TraceMeta
 from memplan.types.trace_check import check_trace
 
 MAGIC = b"\x93memplan trace\n"
-VERSION = 1
+VERSION = 2
+_ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}}
+"""By version: the columns of `Ops` that it added, and what stands for them in older files."""
 MAX_DECOMPRESSED_BYTES = 4 << 30
 _MAX_HEADER_BYTES = 512 << 20
 _LEVEL = 1
@@ -93,7 +95,7 @@ def load_trace(path: Path | str) -> Trace:
     try:
         with path.open("rb") as file:
             prefix = file.read(_PREFIX.size)
-            _check_prefix(path, prefix)
+            version = _check_prefix(path, prefix)
             frame = file.read()
     except OSError as error:
         raise UsageError(
@@ -102,14 +104,15 @@ def load_trace(path: Path | str) -> Trace:
     try:
         content = _decompress(path, frame)
         header, start = _read_header(path, content)
-        trace = _read_columns(path, content, header, start)
+        trace = _read_columns(path, content, header, start, version)
     except (zstandard.ZstdError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     check_trace(trace, str(path))
     return trace
 
 
-def _check_prefix(path: Path, prefix: bytes) -> None:
+def _check_prefix(path: Path, prefix: bytes) -> int:
+    """The file's version."""
     if not prefix.startswith(MAGIC):
         if prefix and MAGIC.startswith(prefix):
             raise _damaged(path, "it ends within its first bytes")
@@ -119,7 +122,7 @@ def _check_prefix(path: Path, prefix: bytes) -> None:
         )
     if len(prefix) < _PREFIX.size:
         raise _damaged(path, "it ends within its first bytes")
-    version = _PREFIX.unpack(prefix)[1]
+    version = int(_PREFIX.unpack(prefix)[1])
     if version > VERSION:
         raise FormatError(
             f"{path} is a memplan trace of version {version}; this memplan reads up to {VERSION}",
@@ -127,6 +130,7 @@ def _check_prefix(path: Path, prefix: bytes) -> None:
         )
     if version < 1:
         raise _damaged(path, "its version is 0")
+    return version
 
 
 def _decompress(path: Path, frame: bytes) -> memoryview:
@@ -156,7 +160,15 @@ def _read_header(path: Path, content: memoryview) -> tuple[_Header, int]:
     return header, start
 
 
-def _read_columns(path: Path, content: memoryview, header: _Header, start: int) -> Trace:
+def _read_columns(
+    path: Path, content: memoryview, header: _Header, start: int, version: int
+) -> Trace:
+    missing = {
+        name: value
+        for added_in, columns in _ADDED.items()
+        if added_in > version
+        for name, value in columns.items()
+    }
     rows = {
         "reads": header.reads,
         "writes": header.writes,
@@ -171,6 +183,7 @@ def _read_columns(path: Path, content: memoryview, header: _Header, start: int) 
             (Storages, header.storages),
         )
         for name, dtype in _columns(table)
+        if table is not Ops or name not in missing
     ]
     expected = start + sum(np.dtype(dtype).itemsize * count for *_, dtype, count in layout)
     if expected != len(content):
@@ -181,6 +194,9 @@ def _read_columns(path: Path, content: memoryview, header: _Header, start: int) 
         start += column.nbytes
         # Columns start wherever the header ends; an aligned copy is what every later stage wants.
         tables[table][name] = column.astype(column.dtype.newbyteorder("="))
+    for name, dtype in _columns(Ops):
+        if name in missing:
+            tables[Ops][name] = np.full(header.ops, missing[name], np.dtype(dtype))
     return Trace(
         meta=header.meta,
         strings=header.strings,
