@@ -279,7 +279,8 @@ class Recording(TorchDispatchMode):
             return SavedTensor(tensor if tensor.is_leaf else self._alias(tensor), version)
         value = found[0]
         if value.group is not None and value.base is None and value.producer is not None:
-            handle = Handle(View.of(tensor, value), value.group, self._checksum(tensor))
+            checksum = self._checksum(tensor, value.producer, value.output)
+            handle = Handle(View.of(tensor, value), value.group, checksum)
             value.group.handles.add(handle)
             return handle
         alias = self._alias(tensor)
@@ -289,8 +290,12 @@ class Recording(TorchDispatchMode):
             value.keep(alias)
         return SavedTensor(alias, version)
 
-    def _checksum(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _checksum(
+        self, tensor: torch.Tensor, producer: OpRecord, output: int
+    ) -> torch.Tensor | None:
         if not self._verify or self._symbolic:
+            return None
+        if not replayable.is_comparable(producer.func, output, tensor.dtype):
             return None
         with self.pause_recording(), torch.no_grad():
             return checksum_of(tensor.detach())

@@ -10,8 +10,9 @@ import torch
 
 _KNOWN = frozenset({"aten", "prims", "torchvision"})
 _CHANGES_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "resize"})
-_HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn"})
-"""They advance a dropout state that their schema does not show as written."""
+_HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer"})
+"""They advance a dropout state that their schema does not show as written, or leave parts of a
+workspace that their backward reads as they found it."""
 _RACES_ON_CUDA = frozenset(
     {
         "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
@@ -42,6 +43,14 @@ def races_on_cuda(func: Any) -> bool:
 @cache
 def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def is_comparable(func: Any, output: int, dtype: torch.dtype) -> bool:
+    """Whether every bit of an output is defined: reserves and padded sums of attention are not."""
+    if dtype == torch.uint8:
+        return False
+    return output == 0 or "scaled_dot_product" not in func._opname
 
 
 @cache
