@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "caching/replay.hpp"
+#include "recompute/bindings.hpp"
 
 namespace nb = nanobind;
 using namespace memplan::caching;
@@ -149,4 +150,5 @@ NB_MODULE(_native, m) {
         "aux"_a, "segments"_a, "blocks"_a, "settings"_a, "storages"_a, "device_index"_a,
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
+  memplan::recompute::bind(m);
 }

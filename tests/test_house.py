@@ -18,6 +18,7 @@ QUICK_TO_START = [
     "memplan.simulate",
     "memplan.estimate",
     "memplan.report",
+    "memplan.recompute",
     "memplan.cli",
     "memplan.cli.app",
     "memplan.capture.options",

@@ -68,3 +68,31 @@ def replay(
     of (segment row, bytes, requested bytes, in use, storage or -1), those of a segment in order of
     address and filling it. Releases the GIL. Raises ValueError for events that cannot be.
     """
+
+class RecomputeModel:
+    """What dropping and recomputing values does to a step; columns of a `StepGraph`, bytes beside
+    its base bytes. Raises ValueError for columns that contradict each other."""
+
+    def __init__(
+        self,
+        reads_start: npt.NDArray[np.int64],
+        reads: npt.NDArray[np.int64],
+        writes_start: npt.NDArray[np.int64],
+        writes: npt.NDArray[np.int64],
+        seconds: npt.NDArray[np.float64],
+        replayable: npt.NDArray[np.uint8],
+        bytes: npt.NDArray[np.int64],
+        alloc: npt.NDArray[np.int64],
+        free: npt.NDArray[np.int64],
+        droppable: npt.NDArray[np.uint8],
+        forward_ops: int,
+    ) -> None: ...
+    def evaluate(
+        self,
+        group: npt.NDArray[np.int32],
+        held: npt.NDArray[np.uint8],
+        row_bytes: npt.NDArray[np.int64],
+        group_seconds: npt.NDArray[np.float64],
+    ) -> tuple[int, int, float, int]:
+        """Peak bytes, the row of the peak, added seconds, replayed ops. Fills the most bytes alive
+        at each row and the seconds of each group's replay. Releases the GIL."""

@@ -1,0 +1,1 @@
+"""Which values of a forward pass to drop and recompute: `docs/recompute.md`."""

@@ -1,0 +1,110 @@
+"""A `Selection`: which values of a `StepGraph` are dropped after forward, and in which groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
+from memplan.types.step_graph import Bools, StepGraph
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Value numbers of a `StepGraph`. A group is recomputed as a whole, at the first backward op
+    that reads one of its values; `held` values die in forward in the plain run and are kept, each
+    until the last group whose recomputation needs it."""
+
+    groups: tuple[frozenset[int], ...] = ()
+    held: frozenset[int] = frozenset()
+
+    @property
+    def dropped(self) -> frozenset[int]:
+        return frozenset().union(*self.groups)
+
+
+def check_selection(graph: StepGraph, selection: Selection) -> None:
+    """Raise ValueError for a selection that says what cannot be."""
+    seen: set[int] = set()
+    for group in selection.groups:
+        for value in group:
+            if value in seen:
+                raise ValueError(f"value {value} is dropped in two groups")
+            if not 0 <= value < len(graph.values) or not graph.values.droppable[value]:
+                raise ValueError(f"value {value} cannot be dropped")
+            seen.add(value)
+    for value in selection.held:
+        inside = 0 <= value < len(graph.values)
+        if not inside or not 0 <= graph.values.alloc[value] < graph.forward_ops or value in seen:
+            raise ValueError(f"value {value} cannot be held")
+
+
+def replayable_ops(graph: StepGraph) -> Bools:
+    """Which ops a replay may run: those that give their result again, inside a recorded call."""
+    return np.asarray(graph.ops.replayable & (graph.ops.call >= 0), dtype=np.bool_)
+
+
+def to_part(
+    graph: StepGraph,
+    selection: Selection,
+    *,
+    budget_bytes: int,
+    peak_bytes: int,
+    added_seconds: float,
+) -> RecomputePart:
+    """The selection in a plan's terms, in which it outlives the graph. `peak_bytes` and
+    `added_seconds` are what is promised (`Evaluation`). Raises ValueError for values that no op
+    inside a call makes."""
+    check_selection(graph, selection)
+    groups = [sorted(group) for group in selection.groups if group]
+    names = _unique([_common_module(graph, group) for group in groups])
+    return RecomputePart(
+        groups=[
+            RecomputeGroup(name=name, drop=[op_output(graph, value) for value in group])
+            for name, group in zip(names, groups, strict=True)
+        ],
+        hold=[op_output(graph, value) for value in sorted(selection.held)],
+        budget_bytes=budget_bytes,
+        peak_bytes=peak_bytes,
+        added_seconds=added_seconds,
+    )
+
+
+def op_output(graph: StepGraph, value: int) -> OpOutput:
+    """How a plan names a value. Raises ValueError for one that no op inside a call allocates."""
+    row = int(graph.values.alloc[value])
+    if row < 0 or graph.ops.call[row] < 0 or value not in (made := _made_by(graph, row)):
+        raise ValueError(f"value {value} is made by no op that a plan can name")
+    ops = graph.ops
+    return OpOutput(
+        op=ops.name[row], nth=int(ops.nth[row]), output=made.index(value), call=int(ops.call[row])
+    )
+
+
+def _made_by(graph: StepGraph, row: int) -> list[int]:
+    return sorted(v for v in graph.ops.writes_of(row) if graph.values.alloc[v] == row)
+
+
+def _common_module(graph: StepGraph, group: list[int]) -> str:
+    """The longest module path that all of them were made under."""
+    paths = [graph.ops.module[int(graph.values.alloc[value])].split(".") for value in group]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """`name`, `name#1`, `name#2`, … where one occurs again; `recompute` for the nameless."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        name = name or "recompute"
+        result.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return result
