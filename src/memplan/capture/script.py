@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import runpy
-import signal
 import sys
-import threading
 import traceback
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.spawn import ProcessException
 
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.other_processes import device_error, device_note, end_children
 from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
-
-_SECONDS_TO_DIE = 5.0
 
 
 def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
@@ -36,6 +34,7 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
         is_fake=lambda tensor: isinstance(tensor, FakeTensor),
         new_tensor=session.new_tensor,
     )
+    elsewhere: list[str] = []
     others: list[BaseProcess] = list(multiprocessing.active_children())
     argv_before, path_before = sys.argv, list(sys.path)
     sys.argv = [target.name, *target.argv]
@@ -44,10 +43,13 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
             try:
                 _run(target)
             finally:
-                _end_children(others)
+                end_children(others)
+                elsewhere = box.device_uses
     except EnoughSeen:
         pass
     except SystemExit as stop:
+        if stop.code not in (None, 0) and elsewhere:
+            raise device_error(elsewhere[0]) from stop
         _check_exit(stop, target)
     except MemplanError:
         raise
@@ -57,10 +59,15 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
             raise cause from error
         if isinstance(error, KeyboardInterrupt):
             raise
+        if elsewhere:
+            raise device_error(elsewhere[0]) from error
         raise _script_failed(error, target, box.refused) from error
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
+    session.notes.extend(map(device_note, elsewhere))
     trace = session.trace([target.name, *target.argv])
+    if elsewhere and trace.meta.optimizer_steps == 0:
+        raise device_error(elsewhere[0])
     _check_content(trace, target, options)
     return trace
 
@@ -75,21 +82,6 @@ def _run(target: ScriptTarget) -> None:
         raise UsageError(f"{target.name}: no such script", "check the path")
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
-
-
-def _end_children(others: list[BaseProcess]) -> None:
-    """Processes that the script left running (data loader workers) have no more work.
-
-    They are killed while their sandbox still stands: asked politely they would clean up in folders
-    that are gone, and this process would wait for them on its way out.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
-    for child in multiprocessing.active_children():
-        if child in others:
-            continue
-        child.kill()
-        child.join(_SECONDS_TO_DIE)
 
 
 def _memplan_cause(error: BaseException) -> MemplanError | None:
@@ -121,6 +113,13 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
     own = [frame for frame in frames if _is_users(frame.filename)]
     where = f"{own[-1].filename}:{own[-1].lineno}" if own else target.name
     detail = str(error) or "(no message)"
+    if isinstance(error, ProcessException):
+        return CaptureError(
+            f"{where}: a process started by torch.multiprocessing failed: "
+            f"{detail.strip().splitlines()[-1]}",
+            "when estimating, call the worker function directly, with rank 0 and a world size of "
+            "1: only the script's own process can be captured",
+        )
     if refused:
         return CaptureError(
             f"{where}: the script raised {type(error).__name__}: {detail} (it wanted to reach "

@@ -18,6 +18,7 @@ from memplan.capture import (
     foreach,
     host_methods,
     lazy_modules,
+    other_processes,
     packages,
     parameters,
     shape_rules,
@@ -31,6 +32,7 @@ from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
+from memplan.capture.sandbox import report_device
 from memplan.capture.steps import StepWatcher
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
@@ -226,6 +228,7 @@ def _leave_in_child() -> None:
     if _active is not None:
         while _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._pop_mode()
+        other_processes.refuse_in_fork(report_device)
 
 
 os.register_at_fork(after_in_child=_leave_in_child)

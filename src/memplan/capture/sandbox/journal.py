@@ -26,8 +26,10 @@ LINKS: Literal["L"] = "L"
 """A symbolic link or a directory moved, came or went: resolved paths are stale."""
 REFUSED: Literal["N"] = "N"
 """A network address that was refused."""
+DEVICE: Literal["D"] = "D"
+"""A process other than the script's own used CUDA: `file:line`, a line break, the function."""
 
-Kind = Literal["T", "H", "S", "L", "N"]
+Kind = Literal["T", "H", "S", "L", "N", "D"]
 
 _MARK_BYTES = 8
 

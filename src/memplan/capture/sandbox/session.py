@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memplan.capture import other_processes
 from memplan.capture.patching import Patches
 from memplan.capture.sandbox import (
     audit,
@@ -59,17 +60,25 @@ class Sandbox:
         self._on_note = on_note
         self._tensor_hooks = {"is_fake": is_fake, "new_tensor": new_tensor}
         self._view: View | None = None
+        self._owner = True
         self._stack = contextlib.ExitStack()
         self._stand_ins: list[dict[int, Any]] = []
 
     @property
     def refused(self) -> list[str]:
         """Addresses that were refused, `host:port` or `host`, in this process and its workers."""
-        if self._view is None:
-            return []
+        return self._learned().refused if self._view is not None else []
+
+    @property
+    def device_uses(self) -> list[str]:
+        """Where other processes of the sandbox used CUDA, as `report_device` was told."""
+        return self._learned().device_uses if self._view is not None else []
+
+    def _learned(self) -> View:
+        assert self._view is not None
         if not self._view.closed:
             self._view.sync()
-        return self._view.refused
+        return self._view
 
     def note(self, text: str) -> None:
         """Add to `notes` once, and tell whoever listens."""
@@ -102,6 +111,7 @@ class Sandbox:
         global _current
         with contextlib.ExitStack() as stack:
             view = self._view = View(str(self.scratch), create)
+            self._owner = create
             stack.callback(view.close)
             stack.callback(environment.Surroundings().restore)
             # Undone before the surroundings: from here on, the last in is the first out.
@@ -139,6 +149,8 @@ class Sandbox:
     def _adapt_torch(self, undo: Patches, view: View) -> None:
         from memplan.capture.sandbox import saved, torch_files
 
+        if not self._owner:
+            other_processes.refuse_in_fresh(sys.modules["torch"], report_device)
         hooks = {name: hook for name, hook in self._tensor_hooks.items() if hook is not None}
         self._saved = saved.Saved(**hooks)  # type: ignore[arg-type]
         self._keep(torch_files.patch_torch(undo, view, self._saved))
@@ -182,6 +194,12 @@ def join(root: str, allow_network: bool) -> None:
         member = Sandbox(allow_network)
         member.scratch = Path(root)
         member._install(create=False)
+
+
+def report_device(text: str) -> None:
+    """Tell the script's own process that this one used CUDA."""
+    if _current is not None and _current._view is not None:
+        _current._view.record([(jr.DEVICE, text)])
 
 
 def _forget() -> None:

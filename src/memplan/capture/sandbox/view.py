@@ -94,6 +94,7 @@ class View:
         self.journal = jr.Journal(root, create)
         self.lock = threading.RLock()
         self.refused: list[str] = []
+        self.device_uses: list[str] = []
         self.closed = False
         self.on_write: Callable[[str], None] = lambda disk: None
         """Told of each file in the overlay before it is opened for writing."""
@@ -140,6 +141,8 @@ class View:
                     self._shadows = True
                 elif kind == jr.REFUSED and text not in self.refused:
                     self.refused.append(text)
+                elif kind == jr.DEVICE and text not in self.device_uses:
+                    self.device_uses.append(text)
             self._places = {}
             self._seen = seen
 

@@ -1,0 +1,88 @@
+"""The GPU in a process that the script starts: said, with the line and what to try."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+def train(rank, world):
+    torch.cuda.set_device(rank)
+    model = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        model(torch.randn(4, 8).cuda()).sum().backward()
+        optimizer.step()
+"""
+HEAD = "import os\nimport torch\nimport torch.multiprocessing as mp\n" + TRAINING
+MAIN = "if __name__ == '__main__':\n    "
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = torch.nn.Linear(512, 512).to(device)
+if __name__ == "__main__":
+    data = TensorDataset(torch.randn(256, 512))
+    for (batch,) in DataLoader(data, num_workers=1, multiprocessing_context="spawn"):
+        model(batch.cuda()).sum().backward()
+"""
+WORKER = "when estimating, call the worker function (train) directly, with rank 0 and a world size"
+
+
+def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "job.py").write_text(text)
+    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", "l4", "job.py"]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "hint"),
+    [
+        (HEAD + MAIN + "mp.spawn(train, args=(1,), nprocs=1)", 6, WORKER),
+        (
+            HEAD + MAIN + "p = mp.get_context('fork').Process(target=train, args=(0, 1))\n"
+            "    p.start()\n    p.join()",
+            10,
+            WORKER,
+        ),
+        (
+            HEAD + MAIN + "p = mp.get_context('forkserver').Process(target=train, args=(0, 1))\n"
+            "    p.start()\n    p.join()",
+            6,
+            WORKER,
+        ),
+        (LOADER, 5, 'put the line under `if __name__ == "__main__":`'),
+    ],
+    ids=["spawn", "fork", "forkserver", "module level"],
+)
+def test_cuda_in_another_process_is_refused(
+    tmp_path: Path, text: str, line: int, hint: str
+) -> None:
+    done = estimate(tmp_path, text)
+    assert done.returncode == 4
+    assert f"memplan: error: job.py:{line}: CUDA is used in a " in done.stderr
+    assert f"try: {hint}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_process_that_fails_by_itself(tmp_path: Path) -> None:
+    fails = "\ndef fails(rank):\n    raise RuntimeError('built without NCCL')\n"
+    done = estimate(tmp_path, HEAD + fails + MAIN + "mp.spawn(fails, nprocs=1)")
+    assert done.returncode == 4
+    assert "job.py:16: a process started by torch.multiprocessing failed: RuntimeError: built " in (
+        done.stderr
+    )
+    assert "call the worker function directly" in done.stderr
+
+
+def test_beside_a_job_that_trains_it_is_a_note(tmp_path: Path) -> None:
+    aside = "if os.fork() == 0:\n        torch.ones(1, device='cuda')\n        os._exit(0)\n    "
+    done = estimate(tmp_path, HEAD + MAIN + aside + "os.wait()\n    train(0, 1)")
+    assert done.returncode == 0, done.stderr
+    notes = json.loads(done.stdout)["notes"]
+    assert any(note.startswith("job.py:14: another process") for note in notes)
