@@ -19,7 +19,7 @@ class OpOutput(msgspec.Struct, frozen=True, array_like=True):
     call: int = 0
 
 
-class RecomputeGroup(msgspec.Struct, frozen=True):
+class RecomputeGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Values that are dropped after forward and recomputed together, when backward first needs one
     of them. What their recomputation needs and is itself dropped, in another group, is recomputed
     on the way and dropped again."""
@@ -29,7 +29,7 @@ class RecomputeGroup(msgspec.Struct, frozen=True):
     drop: list[OpOutput]
 
 
-class RecomputePart(msgspec.Struct, frozen=True, kw_only=True):
+class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which values of every forward pass to drop and recompute. What no group names is kept as
     long as without a plan."""
 
@@ -46,7 +46,7 @@ class RecomputePart(msgspec.Struct, frozen=True, kw_only=True):
     """Expected per step."""
 
 
-class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan was made from."""
 
     script: str = ""
@@ -58,7 +58,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Hex digest of the requests of the steady step (`phases.request_signature`)."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The envelope. Files: `types/plan_file.py`."""
 
     schema_version: int = 1

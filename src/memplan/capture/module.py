@@ -1,0 +1,138 @@
+"""Captures one training step of a module that exists, without touching it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from memplan.capture.mode import CaptureMode
+from memplan.capture.options import CaptureOptions
+from memplan.capture.session import CaptureSession
+from memplan.types.errors import CaptureError, MemplanError
+from memplan.types.trace import Role, Trace
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def capture_module(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: CaptureOptions,
+    *,
+    loss: Loss | None = None,
+    within: Callable[[torch.nn.Module], AbstractContextManager[Any]] | None = None,
+) -> Trace:
+    """The trace of forward, backward and a plain SGD update, on a fake copy of `module`.
+
+    The copy lives on the fake CPU, whatever device the module is on. `loss` makes a scalar of the
+    module's output (None: `default_loss`); `within(copy)` is entered around the step. Neither the
+    module nor any generator of random numbers is changed.
+
+    Raises CaptureError when the step cannot be captured.
+    """
+    session = CaptureSession(options, method="fake-cpu", stop=False)
+    with _generators_restored(), session:
+        fake = _fake_copy(session.mode, module)
+        inputs = _fake_inputs(session.mode, (args, dict(kwargs)))
+        trained = [p for p in fake.parameters() if p.requires_grad]
+        if not trained:
+            raise CaptureError(
+                f"no parameter of {type(module).__name__} requires a gradient",
+                "recomputation saves memory in training only",
+            )
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+        try:
+            with torch.enable_grad(), within(fake) if within is not None else nullcontext():
+                output = fake(*inputs[0], **inputs[1])
+                (loss or default_loss)(output).backward()
+            optimizer.step()
+        except MemplanError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"a training step of {type(module).__name__} failed on fake tensors: "
+                f"{type(error).__name__}: {error}",
+                "check the sample and the loss: loss(module(*sample)).backward() must work",
+            ) from error
+        del output, inputs
+    return session.trace()
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The output's own loss where it has one (transformers), else the sum of its floats."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    total = None
+    for tensor in _tensors(output):
+        if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()):
+            part = tensor.sum() if tensor.is_floating_point() else torch.view_as_real(tensor).sum()
+            total = part if total is None else total + part
+    if total is None:
+        raise CaptureError(
+            "nothing in the module's output has a gradient", "pass loss=, a function of the output"
+        )
+    return total
+
+
+def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for inner in item.values():
+            yield from _tensors(inner)
+    elif isinstance(item, (list, tuple)):
+        for inner in item:
+            yield from _tensors(inner)
+
+
+def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
+    memo: dict[int, Any] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        fake: torch.Tensor = mode.fakify(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        mode.recorder.track(fake, 0, role=Role.PARAMETER)
+        mode.role_of(fake, Role.PARAMETER, name)
+        memo[id(tensor)] = fake
+        if tensor.grad is not None:
+            memo[id(tensor.grad)] = None
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}",
+            "a module is captured on a copy; make what it holds beside tensors copyable",
+        ) from error
+
+
+def _fake_inputs(mode: CaptureMode, item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        fake: torch.Tensor = mode.fakify(item.detach())
+        mode.recorder.track(fake, 0, role=Role.INPUT)
+        return fake.requires_grad_(item.requires_grad)
+    if isinstance(item, dict):
+        return {key: _fake_inputs(mode, inner) for key, inner in item.items()}
+    if isinstance(item, (list, tuple)):
+        made = [_fake_inputs(mode, inner) for inner in item]
+        return made if isinstance(item, list) else tuple(made)
+    return item
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    import numpy as np
+
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)

@@ -1,0 +1,138 @@
+"""Puts a plan's recompute part into effect: on one module, or on every root module of a script."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memplan.runtime.tape import Decisions, Recording, decisions_by_call
+from memplan.types.plan import RecomputePart
+
+
+class _Calls:
+    """The recordings of the calls that are running, and which call of a pass comes next.
+
+    A pass ends when backward has begun or an optimizer has stepped; the next call is the first of
+    the next pass.
+    """
+
+    def __init__(self, part: RecomputePart, *, every_call: bool) -> None:
+        self._decisions: dict[int, Decisions] = decisions_by_call(part)
+        self._every_call = every_call
+        self._verified: set[int] = set()
+        self._pass: list[Recording] = []
+        self._running: list[Recording | None] = []
+
+    def enter(self) -> None:
+        """A root module's forward begins."""
+        if any(recording.backward_began for recording in self._pass):
+            self.new_pass()
+        recording = None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            call = 0 if self._every_call else len(self._pass)
+            decisions = self._decisions.get(call)
+            recording = Recording(decisions or Decisions({}), verify=call not in self._verified)
+            self._verified.add(call)
+            self._pass.append(recording)
+            if decisions is None:
+                recording = None
+        self._running.append(recording)
+        if recording is not None:
+            recording.__enter__()
+
+    def leave(self) -> None:
+        """The forward that began last ends, with or without an error."""
+        recording = self._running.pop() if self._running else None
+        if recording is not None:
+            recording.__exit__(None, None, None)
+
+    def new_pass(self) -> None:
+        self._pass.clear()
+
+
+class AppliedToModule:
+    """A plan in effect on one module: every forward of it with gradients follows the plan.
+
+    `remove()` takes it off again. Copies and pickles of the module carry no plan.
+    """
+
+    def __init__(self, module: torch.nn.Module, part: RecomputePart) -> None:
+        self.part = part
+        calls = _Calls(part, every_call=True)
+        self._handles = [
+            module.register_forward_pre_hook(_Enter(calls), prepend=True),
+            module.register_forward_hook(_Leave(calls), always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Enter:
+    """A hook that copies of its module do not share."""
+
+    def __init__(self, calls: _Calls | None = None) -> None:
+        self.calls = calls
+
+    def __call__(self, *_arguments: Any) -> None:
+        if self.calls is not None:
+            self.calls.enter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class _Leave(_Enter):
+    def __call__(self, *_arguments: Any) -> None:
+        if self.calls is not None:
+            self.calls.leave()
+
+
+class AppliedEverywhere:
+    """A plan in effect on a script: on every module that no other module called.
+
+    A context manager. Modules called in other threads than the one that entered are left alone.
+    """
+
+    def __init__(self, part: RecomputePart) -> None:
+        self._calls = _Calls(part, every_call=False)
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> AppliedEverywhere:
+        self._handles = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+            register_optimizer_step_post_hook(self._stepped),
+        ]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, _module: torch.nn.Module, _inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._depth == 0:
+            self._calls.enter()
+        self._depth += 1
+
+    def _after(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._calls.leave()
+
+    def _stepped(self, *_arguments: Any) -> None:
+        self._calls.new_pass()
