@@ -1,7 +1,8 @@
-"""A `Trace` cut into steps, phases and module calls; which steps repeat."""
+"""A `Trace` cut into steps, phases and module calls; which steps repeat; a step as a graph."""
 
 from memplan.phases.requests import StepSignature, first_difference, is_steady, request_signature
 from memplan.phases.spans import ModuleSpans, PhaseSpans
+from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.phases.steps import Step, StepTable, find_steps
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "find_steps",
     "first_difference",
     "is_steady",
+    "plain_peak",
     "request_signature",
+    "step_graph",
 ]

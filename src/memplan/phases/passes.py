@@ -1,0 +1,115 @@
+"""The passes of a step: each a forward and its backward, as ranges of operators and events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.phases.steps import StepTable, find_steps
+from memplan.types.errors import NoAnswerError, UsageError
+from memplan.types.trace import I64, EventKind, Phase, Trace
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Operators `[start, stop)` of a trace, the forward's before row `backward`; events
+    `[first_event, last_event)` are theirs."""
+
+    start: int
+    backward: int
+    stop: int
+    first_event: int
+    last_event: int
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """One step's events `[start, stop)`, and its passes in order."""
+
+    start: int
+    stop: int
+    passes: list[Pass]
+
+
+def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
+    """The passes of a step: by default the steady one, else the last complete one, else, in a
+    trace that completes none, all that follows the building of the model.
+
+    Raises NoAnswerError where the trace does not say what operators did, or nothing is
+    differentiated; UsageError for a step that the trace does not have.
+    """
+    ops = trace.ops
+    if not (ops.moved_bytes >= 0).any():
+        raise _no_operators(trace)
+    start, stop, first, last = _range(trace, step)
+    phase = ops.phase[first:last]
+    of_interest = np.flatnonzero((phase == Phase.FORWARD) | (phase == Phase.BACKWARD)) + first
+    forward = ops.phase[of_interest] == Phase.FORWARD
+    begins = np.flatnonzero(forward & np.concatenate(([True], ~forward[:-1])))
+    passes = []
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(forward)], strict=True):
+        backward = np.flatnonzero(~forward[begin:end])
+        if len(backward):
+            rows = of_interest[begin:end]
+            passes.append(
+                _pass(trace, int(rows[0]), int(rows[backward[0]]), int(rows[-1]) + 1, first, stop)
+            )
+    if not passes:
+        raise NoAnswerError(
+            "the trace has no step with a forward and a backward pass",
+            "capture a training job: one that calls loss.backward()",
+        )
+    return StepPasses(start, stop, passes)
+
+
+def _no_operators(trace: Trace) -> NoAnswerError:
+    if trace.meta.origin == "capture":
+        if len(trace.ops):
+            what = "the trace was captured by an older memplan, which did not note all it takes"
+        else:
+            what = "the trace has no operators: nothing ran on the device"
+        return NoAnswerError(f"{what} to recompute", "capture the job again: memplan estimate -o")
+    return NoAnswerError(
+        f"the trace ({trace.meta.origin}) tells requests of memory only, not the operators that "
+        "recomputation would run again",
+        "capture the job itself: memplan estimate -o job.trace SCRIPT",
+    )
+
+
+def _range(trace: Trace, step: int | None) -> tuple[int, int, int, int]:
+    """Events `[start, stop)` and operators `[first, last)` of a step."""
+    table: StepTable = find_steps(trace)
+    count = len(table)
+    if step is not None and not 0 <= step < count:
+        has = f"steps 0 to {count - 1}" if count else "no complete step"
+        raise UsageError(f"there is no step {step}", f"the trace has {has}")
+    ops = trace.ops
+    if not count or table.inferred:
+        working = trace.events.phase != Phase.SETUP
+        start = int(working.argmax()) if working.any() else 0
+        return start, len(trace), 0, len(ops)
+    if step is None:
+        step = table.steady if table.steady is not None else count - 1
+    numbers = np.maximum.accumulate(ops.step)
+    first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
+    return int(table.start[step]), int(table.stop[step]), first, last
+
+
+def _pass(trace: Trace, start: int, backward: int, stop: int, first: int, end: int) -> Pass:
+    ops = trace.ops
+    # What a call of a module does without gradients before anything else belongs to it as well.
+    while start > first and ops.call[start] >= 0 and ops.call[start - 1] == ops.call[start]:
+        start -= 1
+    last_event = int(ops.event[stop]) if stop < len(ops) else end
+    return Pass(start, backward, stop, int(ops.event[start]), min(last_event, end))
+
+
+def alive_after(trace: Trace) -> I64:
+    """By event: requested bytes alive after it; a leading 0 stands for the trace's beginning, so
+    that element i is what is alive before event i."""
+    events = trace.events
+    change = np.where(events.kind == EventKind.ALLOC, events.bytes, 0) - np.where(
+        events.kind == EventKind.FREE, events.bytes, 0
+    )
+    return np.concatenate(([0], np.cumsum(change)))

@@ -1,0 +1,156 @@
+"""The `StepGraph` of a trace: its steady step's dearest pass as a graph of operators and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from memplan.phases.droppable import droppable_values, replayable_rows
+from memplan.phases.op_cost import op_seconds
+from memplan.phases.pass_values import PassValues, pass_values
+from memplan.phases.passes import Pass, StepPasses, alive_after, step_passes
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.types.errors import UsageError
+from memplan.types.step_graph import GraphOps, GraphValues, StepGraph
+from memplan.types.trace import I64, Phase, Trace
+
+
+def step_graph(
+    trace: Trace, profile: DeviceProfile | None = None, *, step: int | None = None
+) -> StepGraph:
+    """The graph of a step's pass with the highest peak, the first of several.
+
+    By default of the steady step, else of the last complete one. `profile` prices the operators;
+    None: the card that the trace was captured for, else the default one.
+
+    Memory that a kernel takes for itself is one value a row, the last that the row writes: what
+    the row's peak holds beyond the other values that are alive during it.
+
+    Raises NoAnswerError for traces without operators (snapshots, CSV) or without a backward pass,
+    UsageError for a step that is not there.
+    """
+    found = step_passes(trace, step)
+    alive = alive_after(trace)
+    chosen = _dearest(found, alive)
+    alike = [p for p in found.passes if _alike(trace, p, chosen)]
+    rows = slice(chosen.start, chosen.stop)
+    forward = chosen.backward - chosen.start
+    values = pass_values(trace, chosen)
+    base = int(alive[chosen.first_event]) - int(values.bytes[values.alloc < 0].sum())
+    values = values.with_scratch(_scratch_bytes(trace, chosen, values, alive - base))
+    call = _calls(trace, chosen)
+    names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
+    replayable = replayable_rows(names, call, values)
+    ops = GraphOps(
+        name=names,
+        call=call,
+        nth=_nth(names, call),
+        module=[trace.strings[number] for number in trace.ops.module[rows].tolist()],
+        source=[trace.strings[number] for number in trace.ops.source[rows].tolist()],
+        seconds=op_seconds(trace, profile or _captured_for(trace), chosen.start, chosen.stop),
+        flops=trace.ops.flops[rows],
+        replayable=replayable,
+        reads_start=values.reads.starts(len(names)),
+        reads=values.reads.value,
+        writes_start=values.writes.starts(len(names)),
+        writes=values.writes.value,
+    )
+    without_gradients = trace.ops.phase[rows] == Phase.EVALUATION
+    graph = StepGraph(
+        ops=ops,
+        values=GraphValues(
+            bytes=values.bytes,
+            alloc=values.alloc,
+            free=values.free,
+            droppable=droppable_values(values, call, replayable, without_gradients, forward),
+            name=_value_names(trace, values),
+        ),
+        forward_ops=forward,
+        base_bytes=base,
+        rest_peak_bytes=_rest_peak(found, alike, alive),
+        passes=len(alike),
+    )
+    graph.check()
+    return graph
+
+
+def plain_peak(graph: StepGraph) -> int:
+    """The step's allocated peak in requested bytes when nothing is recomputed."""
+    rows = alive_rows(len(graph), graph.values.alloc, graph.values.free, graph.values.bytes)
+    return max(graph.rest_peak_bytes, graph.base_bytes + int(rows.max(initial=0)))
+
+
+def alive_rows(count: int, alloc: I64, free: I64, nbytes: I64) -> I64:
+    """Bytes of the values alive during each of `count` rows."""
+    change = np.zeros(count + 1, np.int64)
+    np.add.at(change, np.maximum(alloc, 0), nbytes)
+    np.subtract.at(change, free, nbytes)
+    return np.asarray(np.cumsum(change)[:count], np.int64)
+
+
+def _captured_for(trace: Trace) -> DeviceProfile:
+    try:
+        return find_profile(trace.meta.gpu)
+    except UsageError:  # a card that this version does not know, or none
+        return find_profile(DEFAULT_PROFILE)
+
+
+def _value_names(trace: Trace, values: PassValues) -> list[str]:
+    number = trace.storages.name[np.maximum(values.storage, 0)]
+    return [trace.strings[n] for n in np.where(values.storage < 0, 0, number).tolist()]
+
+
+def _scratch_bytes(trace: Trace, chosen: Pass, values: PassValues, alive: I64) -> I64:
+    """For each row with scratch memory, what its peak holds beyond the values alive during it.
+    `alive`: before each event, without what is there before and after the pass."""
+    count = chosen.stop - chosen.start
+    known = alive_rows(count, values.alloc, values.free, values.bytes)
+    begins = np.append(trace.ops.event[chosen.start : chosen.stop], chosen.last_event)
+    rows = values.scratch_rows
+    peaks = [int(alive[begins[row] : begins[row + 1] + 1].max()) for row in rows.tolist()]
+    excess: I64 = np.maximum(np.array(peaks, np.int64) - known[rows], 0)
+    return excess
+
+
+# Passes
+
+
+def _dearest(found: StepPasses, alive: I64) -> Pass:
+    peaks = [int(alive[p.first_event : p.last_event + 1].max()) for p in found.passes]
+    return found.passes[peaks.index(max(peaks))]
+
+
+def _alike(trace: Trace, one: Pass, other: Pass) -> bool:
+    """Whether two forwards run the same operators, so that one plan serves both."""
+    name = trace.ops.name
+    return np.array_equal(name[one.start : one.backward], name[other.start : other.backward])
+
+
+def _rest_peak(found: StepPasses, alike: list[Pass], alive: I64) -> int:
+    """Most bytes alive in the step outside the passes alike."""
+    outside = np.ones(found.stop - found.start + 1, bool)
+    for p in alike:
+        inside = slice(p.first_event + 1 - found.start, p.last_event + 1 - found.start)
+        outside[inside] = False
+    return int(alive[found.start : found.stop + 1][outside].max(initial=0))
+
+
+def _calls(trace: Trace, chosen: Pass) -> I64:
+    """Calls of the pass renumbered from 0: those in which something runs with gradients."""
+    rows = slice(chosen.start, chosen.stop)
+    call = trace.ops.call[rows].astype(np.int64)
+    call[chosen.backward - chosen.start :] = -1
+    counts = np.unique(call[(trace.ops.phase[rows] == Phase.FORWARD) & (call >= 0)])
+    known = np.isin(call, counts)
+    return np.where(known, np.searchsorted(counts, call), -1).astype(np.int64)
+
+
+def _nth(names: list[str], call: I64) -> I64:
+    seen: Counter[tuple[int, str]] = Counter()
+    nth = np.full(len(names), -1, np.int64)
+    for row in np.flatnonzero(call >= 0).tolist():
+        key = int(call[row]), names[row]
+        nth[row] = seen[key]
+        seen[key] += 1
+    return nth
