@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,12 +24,20 @@ class _Calls:
     the next pass.
     """
 
-    def __init__(self, part: RecomputePart, *, every_call: bool) -> None:
+    def __init__(
+        self,
+        part: RecomputePart,
+        *,
+        every_call: bool,
+        on_note: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_note = on_note
         self._decisions: dict[int, Decisions] = decisions_by_call(part)
         self._every_call = every_call
         self._verified: set[int] = set()
         self._pass: list[Recording] = []
         self._running: list[Recording | None] = []
+        self._to_compare: tuple[Recording, Decisions] | None = None
 
     def enter(self) -> None:
         """A root module's forward begins."""
@@ -38,11 +47,14 @@ class _Calls:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             call = 0 if self._every_call else len(self._pass)
             decisions = self._decisions.get(call)
-            recording = Recording(decisions or Decisions({}), verify=call not in self._verified)
+            first = call not in self._verified
             self._verified.add(call)
+            recording = Recording(decisions or Decisions({}), verify=first)
             self._pass.append(recording)
             if decisions is None:
                 recording = None
+            elif first:
+                self._to_compare = recording, decisions
         self._running.append(recording)
         if recording is not None:
             recording.__enter__()
@@ -52,6 +64,17 @@ class _Calls:
         recording = self._running.pop() if self._running else None
         if recording is not None:
             recording.__exit__(None, None, None)
+        if self._to_compare is not None and recording is self._to_compare[0]:
+            self._compare(*self._to_compare)
+            self._to_compare = None
+
+    def _compare(self, recording: Recording, decisions: Decisions) -> None:
+        if self._on_note is not None and recording.found < decisions.named:
+            self._on_note(
+                f"the plan names {decisions.named} values of a forward pass, and this one made "
+                f"{recording.found} of them: was the plan made for other arguments? What it does "
+                "not name is kept; `memplan fit` makes a plan for this job"
+            )
 
     def new_pass(self) -> None:
         self._pass.clear()
@@ -102,8 +125,9 @@ class AppliedEverywhere:
     A context manager. Modules called in other threads than the one that entered are left alone.
     """
 
-    def __init__(self, part: RecomputePart) -> None:
-        self._calls = _Calls(part, every_call=False)
+    def __init__(self, part: RecomputePart, on_note: Callable[[str], None] | None = None) -> None:
+        """`on_note` is told, in a sentence, when the job is not the one that was planned for."""
+        self._calls = _Calls(part, every_call=False, on_note=on_note)
         self._thread = threading.get_ident()
         self._depth = 0
         self._handles: list[Any] = []

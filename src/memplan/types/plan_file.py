@@ -57,6 +57,11 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def _check(plan: Plan, path: Path) -> None:
+    if not plan.memplan_version:
+        raise FormatError(
+            f"{path} is not a plan of memplan: it does not say which memplan wrote it",
+            "memplan fit -o job.plan SCRIPT writes a plan",
+        )
     if plan.schema_version != _SCHEMA_VERSION:
         raise FormatError(
             f"{path} has plan version {plan.schema_version}; this memplan reads {_SCHEMA_VERSION}",

@@ -15,6 +15,8 @@ class Decisions:
 
     def __init__(self, choices: dict[str, dict[int, dict[int, str]]]) -> None:
         self._choices = choices
+        self.named = sum(len(o) for by_nth in choices.values() for o in by_nth.values())
+        """How many values the plan names in this call."""
         self._by_op: dict[Any, dict[int, dict[int, str]]] = {}
 
     def of(self, func: Any, nth: int) -> dict[int, str] | None:

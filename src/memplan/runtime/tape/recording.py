@@ -45,6 +45,8 @@ class Recording(TorchDispatchMode):
         self._stack = ExitStack()
         self.backward_began = False
         """Whether something of this call has been asked for by backward."""
+        self.found = 0
+        """Values that the plan names and that the call made."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -203,6 +205,7 @@ class Recording(TorchDispatchMode):
             value = Value(record if can else None, position, recomputable=can)
             choice = decided.get(allocated) if decided else None
             allocated += 1
+            self.found += choice is not None
             if not can:
                 self._make_opaque(value, tensor)
             elif choice is HOLD:

@@ -1,0 +1,81 @@
+"""Run a training script with a plan in effect.
+
+The script runs unchanged, on the CPU or on CUDA; its losses and gradients are the same bits as
+without the plan on deterministic kernels. The exit code is the script's own, or 125 when memplan
+failed before the script began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from pathlib import Path
+
+import memplan
+from memplan.cli.files import input_path
+from memplan.cli.program import check_program
+from memplan.types.errors import MemplanError
+
+TAKES_PROGRAM = True
+EXIT_NOT_STARTED = 125
+_PACKAGE = str(Path(memplan.__file__).parent)
+_USAGE = "memplan run --plan job.plan train.py"
+
+
+class NotStartedError(MemplanError):
+    """The script was not started."""
+
+    exit_code = EXIT_NOT_STARTED
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    usage = "memplan run [--plan PLAN] {} [ARGS…]"
+    parser.usage = f"{usage.format('SCRIPT')}\n       {usage.format('-m MODULE')}"
+    parser.add_argument("--plan", metavar="PLAN", help="a plan that memplan fit has made")
+    parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script")
+
+
+def run(args: argparse.Namespace) -> int:
+    from memplan.runtime.script import run_program
+    from memplan.types.plan import Plan
+    from memplan.types.plan_file import load_plan
+
+    try:
+        program = check_program(args.program, _USAGE)
+        plan = load_plan(input_path(args.plan)) if args.plan else Plan()
+    except MemplanError as error:
+        raise NotStartedError(error.message, error.hint) from error
+    try:
+        run_program(program.kind, program.name, program.argv, plan, _note)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except Exception as error:
+        _print_as_python_would(error)
+        return 1
+    return 0
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"memplan: {text}\n")
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _print_as_python_would(error: Exception) -> None:
+    """The traceback from the script on, without the frames that lead to it."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    traceback.print_exception(error.with_traceback(trace or error.__traceback__))
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == "<frozen runpy>" or filename.startswith(_PACKAGE)
