@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from memplan.capture.sandbox import confine
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys, torch
@@ -32,14 +34,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def memplan(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "memplan", *words],
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        },
     )
 
 
@@ -72,3 +79,27 @@ def test_a_script_that_raises(folder: Path) -> None:
     assert done.returncode == 4
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert "train.py:2" in done.stderr and "no data here" in done.stderr
+
+
+NATIVE = """
+import ctypes
+libc = ctypes.CDLL(None)
+print("native:", libc.creat(b"escaped", 0o600), flush=True)
+open("log.txt", "w").write("in the overlay")
+assert open("log.txt").read() == "in the overlay"
+"""
+
+
+@pytest.mark.skipif(not confine.can_confine_files(), reason="this kernel has no Landlock")
+def test_native_code_is_kept_from_writing(folder: Path) -> None:
+    """What no stand-in in Python sees, the kernel refuses; the answer is still written."""
+    (folder / "train.py").write_text(NATIVE + SCRIPT)
+    for name in ("out", "scratch"):
+        (folder / name).mkdir()
+    environment = {"TMPDIR": str(folder / "scratch")}
+    done = memplan(folder, "estimate", "-o", "out/job.trace", "train.py", **environment)
+    assert done.returncode == 0, done.stderr
+    assert "native: -1" in done.stderr
+    assert sorted(p.name for p in folder.iterdir()) == ["out", "scratch", "train.py"]
+    assert [p.name for p in (folder / "out").iterdir()] == ["job.trace"]
+    assert not list((folder / "scratch").glob("memplan-*"))

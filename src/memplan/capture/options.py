@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from memplan.types.device import DeviceProfile
@@ -31,5 +32,8 @@ class CaptureOptions:
     routing: Literal["balanced", "worst"] = "balanced"
     """Assumption for shapes that depend on data."""
     allow_network: bool = False
+    only_writes: tuple[Path, ...] | None = None
+    """Directories for the results of a process that captures and then ends: where the kernel can,
+    it keeps the process from writing anywhere else, for good. None: the process goes on."""
     progress: Callable[[str], None] | None = None
     """Called with one line of text now and then."""

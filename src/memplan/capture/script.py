@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessException
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, device_note, end_children
-from memplan.capture.sandbox import sandbox
+from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
@@ -39,12 +39,15 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
     argv_before, path_before = sys.argv, list(sys.path)
     sys.argv = [target.name, *target.argv]
     try:
-        with box, session:
-            try:
-                _run(target)
-            finally:
-                end_children(others)
-                elsewhere = box.device_uses
+        with box:
+            if options.only_writes is not None:
+                lockdown(str(box.scratch), map(str, options.only_writes))
+            with session:
+                try:
+                    _run(target)
+                finally:
+                    end_children(others)
+                    elsewhere = box.device_uses
     except EnoughSeen:
         pass
     except SystemExit as stop:

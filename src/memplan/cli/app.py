@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default); the exit code. Raises nothing."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _dispatch(words)
+        return _dispatch(words, own_process=argv is None)
     except MemplanError as error:
         _complain(f"error: {error.message}", error.hint)
         return error.exit_code
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], *, own_process: bool) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         write_answer(_overview())
         return EXIT_YES
@@ -70,6 +70,7 @@ def _dispatch(words: list[str]) -> int:
         rest, program = split_program(parser, rest)
     args = parser.parse_args(rest)
     args.program, args.own_words = program, rest
+    args.own_process = own_process
     return command.run(args)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
 from memplan.cli.machine import machine_profile
 from memplan.cli.program import check_program
+from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 
@@ -50,6 +52,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return ended_by_signal(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     program = check_program(args.program, _USAGE)
     script = program.name if program.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
-    trace = _with_settings(_capture(args, program, named), args.alloc_conf)
+    trace = _with_settings(_capture(args, program, named, path), args.alloc_conf)
     if path is not None:
         from memplan.types.trace_file import save_trace
 
@@ -78,7 +84,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _capture(args: argparse.Namespace, program: ScriptTarget, named: DeviceProfile | None) -> Trace:
+def _capture(
+    args: argparse.Namespace,
+    program: ScriptTarget,
+    named: DeviceProfile | None,
+    path: Path | None,
+) -> Trace:
     with stdout_to_stderr(), progress_line() as progress:
         progress("starting PyTorch")
         from memplan.capture.script import capture_script
@@ -89,8 +100,14 @@ def _capture(args: argparse.Namespace, program: ScriptTarget, named: DeviceProfi
             routing=args.routing,
             allow_network=args.allow_network,
             progress=progress,
+            only_writes=_results(path) if args.own_process else None,
         )
         return capture_script(program, options)
+
+
+def _results(path: Path | None) -> tuple[Path, ...]:
+    """Where this process writes once the capture has begun."""
+    return () if path is None else (path.parent,)
 
 
 def _with_settings(trace: Trace, alloc_conf: str | None) -> Trace:

@@ -1,0 +1,68 @@
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: what it has begun is cleaned up first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SECONDS_TO_CLEAN_UP = 5.0
+
+_taken: list[signal.Signals] = []
+"""Signals that `ended_by_signal` handles now."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal asked this process to end. Scripts take it for Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def ended_by_signal(command: Callable[[], int]) -> int:
+    """Run `command`; its exit code, or 128 + the signal that ended it.
+
+    A signal that the user's program swallows still counts once the program has ended, and a second
+    one, some seconds later, ends the process at once.
+    """
+    received: list[tuple[int, float]] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if not received:
+            received.append((number, time.monotonic()))
+            raise Terminated(number)
+        # `timeout` and the like send theirs twice.
+        if time.monotonic() - received[0][1] > _SECONDS_TO_CLEAN_UP:
+            os._exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    # nohup ignores SIGHUP, and so it shall stay.
+    _taken[:] = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in _taken:
+        signal.signal(number, handle)
+    try:
+        code = command()
+    except Terminated:
+        pass
+    finally:
+        for number in _taken:
+            signal.signal(number, before[number])
+        _taken.clear()
+    if not received:
+        return code
+    sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
+    return 128 + received[0][0]
+
+
+def _forget_in_child() -> None:
+    """A worker that is told to end has nothing of ours to clean up."""
+    for number in _taken:
+        signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,82 @@
+"""A signal ends `memplan estimate` cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memplan.cli.signals import ended_by_signal
+
+WAITS = """
+import time, torch
+from pathlib import Path
+torch.ones(1).cuda()
+print("started", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (tmp_path / "train.py").write_text(WAITS)
+    with subprocess.Popen(
+        [sys.executable, "-m", "memplan", "estimate", "--gpu", "l4", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "started\n"
+        assert list(scratch.glob("memplan-*"))
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert process.stderr.read() == f"memplan: ended by {number.name}\n"
+    assert not list(scratch.glob("memplan-*"))
+
+
+def test_a_program_that_swallows_it_is_not_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGTERM)  # at once again: still the same wish
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert ended_by_signal(command) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err == "memplan: ended by SIGTERM\n"
+
+
+def test_nohup_is_respected() -> None:
+    def command() -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return 7
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ended_by_signal(command) == 7
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_worker_ends_at_once() -> None:
+    def command() -> int:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert ended_by_signal(command) == -signal.SIGTERM
