@@ -66,7 +66,7 @@ def traces(draw: st.DrawFn) -> Trace:
             builder.begin_op(draw(words), reads=draw(some), stream=draw(st.integers(0, 9)))
             builder.op_writes(draw(some))
             builder.op_work(flops=draw(sizes), moved_bytes=draw(sizes))
-        builder.call = draw(st.integers(-1, 1 << 30))
+        builder.call = draw(st.integers(-2, 1 << 30))
         builder.phase = draw(st.sampled_from(Phase))
         builder.module = builder.intern(draw(words))
         builder.source = builder.intern(draw(words))
@@ -193,7 +193,7 @@ def encoded(header: object, columns: bytes) -> bytes:
         ("events", "aux", -2),
         ("ops", "name", -1),
         ("ops", "event", 41),
-        ("ops", "call", -2),
+        ("ops", "call", -3),
         ("ops", "flops", -1),
         ("ops", "moved_bytes", -2),
         ("ops", "reads", 40),

@@ -42,6 +42,7 @@ class Context:
         self.in_optimizer = 0
         self.forward_seen = False
         self._stack: list[int] = []
+        self._call = -1
         self._calls = 0
         self._names: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}
@@ -55,7 +56,7 @@ class Context:
         if name is None or not self._stack:
             name = self._name(module)
         if not self._stack and torch._C._current_graph_task_id() == -1:
-            self.builder.call = self._calls
+            self._call = self._calls
             self._calls += 1
         self._stack.append(self.builder.intern(name))
         self.forward_seen = True
@@ -64,7 +65,7 @@ class Context:
         """The module's `__call__` ended, by whatever way."""
         self._stack.pop()
         if not self._stack:
-            self.builder.call = -1
+            self._call = -1
 
     def _name(self, module: torch.nn.Module) -> str:
         prefix = type(module).__name__
@@ -92,6 +93,7 @@ class Context:
         builder = self.builder
         if torch._C._current_graph_task_id() != -1:
             builder.phase = Phase.BACKWARD
+            builder.call = -2 if torch.is_grad_enabled() else -1
             node = torch._C._current_autograd_node()
             origin = self._origins.get(node._sequence_nr()) if node is not None else None
             if origin is not None and not self._recomputing(frame):
@@ -102,6 +104,7 @@ class Context:
             return stream
         builder.module = self._stack[-1] if self._stack else 0
         builder.source = self._source(frame)
+        builder.call = self._call
         if self.in_optimizer and not (self._stack and torch.is_grad_enabled()):
             builder.phase = Phase.OPTIMIZER  # else: the model, run again by a closure
         elif not self.forward_seen:

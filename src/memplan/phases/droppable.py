@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from memplan.phases.pass_values import PassValues
@@ -63,29 +65,42 @@ def _read_unwritten(row: int, values: PassValues) -> bool:
     return False
 
 
-def droppable_values(
-    values: PassValues, call: I64, replayable: Bools, without_gradients: Bools, forward: int
-) -> Bools:
+@dataclass(frozen=True)
+class RowFacts:
+    """What is known of each row of a pass, of which the first `forward` are the forward's."""
+
+    forward: int
+    call: I64
+    replayable: Bools
+    without_gradients: Bools
+    """Run without gradients: by `no_grad`, or as the forward of an `autograd.Function`."""
+    again: Bools
+    """Run with gradients by backward: the forward of a checkpointed block."""
+
+
+def droppable_values(values: PassValues, rows: RowFacts) -> Bools:
     """Values that a plan may drop after forward: see `GraphValues.droppable`.
 
     The trace does not say who holds a value. Autograd's saved tensors alone do when it is gone
-    within `SLACK_ROWS` of its last read in backward. Beyond that it must be made and written in
-    one recorded call only, by operators that can run again and ran with gradients (an
-    `autograd.Function` runs its forward without, and may hold values on its own), and must not be
-    read in forward outside its call, where something else may save it.
+    within `SLACK_ROWS` of its last read in backward, and these do not hold:
+
+    - it is an input of a checkpointed block, whose arguments Python holds until it has run again;
+    - an operator outside its call reads it in forward, and may have saved it there;
+    - it is made without gradients: an `autograd.Function` may hold it in its context.
+
+    Every operator that writes it must be able to run again, in the same call.
     """
-    count = len(values)
-    rows, made = len(call), values.alloc
+    made, forward, call = values.alloc, rows.forward, rows.call
     inside = (made >= 0) & (made < forward) & (values.bytes > 0) & (values.storage >= 0)
     inside &= ~values.outlives & (values.free > forward)
-    home = np.where(inside, call[np.clip(made, 0, rows - 1)], -1)
-    inside &= (home >= 0) & ~without_gradients[np.clip(made, 0, rows - 1)]
+    home = np.where(inside, call[np.clip(made, 0, len(call) - 1)], -1)
+    inside &= (home >= 0) & ~rows.without_gradients[np.clip(made, 0, len(call) - 1)]
     writes, reads = values.writes, values.reads
-    bad = ~replayable[writes.row] | (call[writes.row] != home[writes.value])
-    inside[writes.value[bad]] = False
-    elsewhere = (reads.row < forward) & (call[reads.row] != home[reads.value])
-    inside[reads.value[elsewhere]] = False
-    last = np.full(count, -1, np.int64)
-    backward = reads.row >= forward
-    np.maximum.at(last, reads.value[backward], reads.row[backward])
+    bad_write = ~rows.replayable[writes.row] | (call[writes.row] != home[writes.value])
+    inside[writes.value[bad_write]] = False
+    in_forward = reads.row < forward
+    bad_read = (in_forward & (call[reads.row] != home[reads.value])) | rows.again[reads.row]
+    inside[reads.value[bad_read]] = False
+    last = np.full(len(values), -1, np.int64)
+    np.maximum.at(last, reads.value[~in_forward], reads.row[~in_forward])
     return np.asarray(inside & (last >= 0) & (values.free <= last + 1 + SLACK_ROWS), bool)

@@ -10,6 +10,9 @@ from memplan.phases.steps import StepTable, find_steps
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.trace import I64, EventKind, Phase, Trace
 
+AGAIN = -2
+"""`Ops.call` of what backward runs with gradients."""
+
 
 @dataclass(frozen=True)
 class Pass:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from memplan.phases.droppable import droppable_values, replayable_rows
+from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
 from memplan.phases.op_cost import op_seconds
 from memplan.phases.pass_values import PassValues, pass_values
-from memplan.phases.passes import Pass, StepPasses, alive_after, step_passes
+from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, step_passes
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
 from memplan.types.step_graph import GraphOps, GraphValues, StepGraph
@@ -56,14 +56,20 @@ def step_graph(
         writes_start=values.writes.starts(len(names)),
         writes=values.writes.value,
     )
-    without_gradients = trace.ops.phase[rows] == Phase.EVALUATION
+    where = RowFacts(
+        forward=forward,
+        call=call,
+        replayable=replayable,
+        without_gradients=trace.ops.phase[rows] == Phase.EVALUATION,
+        again=trace.ops.call[rows] == AGAIN,
+    )
     graph = StepGraph(
         ops=ops,
         values=GraphValues(
             bytes=values.bytes,
             alloc=values.alloc,
             free=values.free,
-            droppable=droppable_values(values, call, replayable, without_gradients, forward),
+            droppable=droppable_values(values, where),
             name=_value_names(trace, values),
         ),
         forward_ops=forward,
