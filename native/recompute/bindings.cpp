@@ -2,9 +2,11 @@
 
 #include <nanobind/ndarray.h>
 
+#include <atomic>
 #include <mutex>
 
 #include "recompute/model.hpp"
+#include "recompute/search.hpp"
 
 namespace nb = nanobind;
 
@@ -34,10 +36,10 @@ class SharedModel {
               const Column<double>& seconds, const Column<std::uint8_t>& replayable,
               const Column<std::int64_t>& bytes, const Column<std::int64_t>& alloc,
               const Column<std::int64_t>& free, const Column<std::uint8_t>& droppable,
-              std::int64_t forward_ops)
+              std::int64_t forward_ops, const Column<std::int64_t>& background)
       : model_(Columns{view(reads_start), view(reads), view(writes_start), view(writes),
                        view(seconds), view(replayable), view(bytes), view(alloc), view(free),
-                       view(droppable), forward_ops}) {}
+                       view(droppable), forward_ops, view(background)}) {}
 
   nb::tuple evaluate(const Column<std::int32_t>& group, const Column<std::uint8_t>& held,
                      const OutColumn<std::int64_t>& row_bytes,
@@ -57,7 +59,40 @@ class SharedModel {
                           outcome.replayed_ops);
   }
 
+  nb::tuple search(const Column<std::int32_t>& drops, const Column<std::int32_t>& holds,
+                   const OutColumn<std::int32_t>& group, const OutColumn<std::uint8_t>& held,
+                   std::int64_t budget_bytes, double byte_price, double start_temperature,
+                   double end_temperature, std::int64_t iterations, std::uint64_t seed,
+                   double deadline_seconds) {
+    same_size(group, model_.values());
+    same_size(held, model_.values());
+    for (const Column<std::int32_t>* names : {&drops, &holds}) {
+      for (const std::int32_t value : view(*names)) {
+        if (value < 0 || static_cast<std::size_t>(value) >= model_.values()) {
+          throw std::invalid_argument("a value does not exist");
+        }
+      }
+    }
+    const SearchSettings settings{budget_bytes,    byte_price, start_temperature,
+                                  end_temperature, iterations, seed,
+                                  deadline_seconds};
+    cancelled_ = false;
+    Outcome outcome;
+    {
+      nb::gil_scoped_release unlocked;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      outcome = recompute::search(model_, settings, view(drops), view(holds),
+                                  {group.data(), group.shape(0)}, {held.data(), held.shape(0)},
+                                  cancelled_);
+    }
+    return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
+                          outcome.replayed_ops);
+  }
+
+  void cancel() { cancelled_ = true; }
+
  private:
+  std::atomic<bool> cancelled_ = false;
   std::mutex mutex_;
   Model model_;
 };
@@ -72,11 +107,17 @@ void bind(nb::module_& m) {
                     const Column<std::int64_t>&, const Column<std::int64_t>&,
                     const Column<double>&, const Column<std::uint8_t>&,
                     const Column<std::int64_t>&, const Column<std::int64_t>&,
-                    const Column<std::int64_t>&, const Column<std::uint8_t>&, std::int64_t>(),
+                    const Column<std::int64_t>&, const Column<std::uint8_t>&, std::int64_t,
+                    const Column<std::int64_t>&>(),
            "reads_start"_a, "reads"_a, "writes_start"_a, "writes"_a, "seconds"_a, "replayable"_a,
-           "bytes"_a, "alloc"_a, "free"_a, "droppable"_a, "forward_ops"_a)
+           "bytes"_a, "alloc"_a, "free"_a, "droppable"_a, "forward_ops"_a,
+           "background"_a)
       .def("evaluate", &SharedModel::evaluate, "group"_a, "held"_a, "row_bytes"_a,
-           "group_seconds"_a);
+           "group_seconds"_a)
+      .def("search", &SharedModel::search, "drops"_a, "holds"_a, "group"_a, "held"_a,
+           "budget_bytes"_a, "byte_price"_a, "start_temperature"_a, "end_temperature"_a,
+           "iterations"_a, "seed"_a, "deadline_seconds"_a)
+      .def("cancel", &SharedModel::cancel);
 }
 
 }  // namespace memplan::recompute

@@ -47,6 +47,7 @@ Model::Model(const Columns& columns) {
   const std::size_t rows = columns.seconds.size();
   const std::size_t values = columns.bytes.size();
   if (rows >= 0x7ffffff0 || values >= 0x7ffffff0 || columns.replayable.size() != rows ||
+      columns.background.size() != rows ||
       columns.alloc.size() != values || columns.free.size() != values ||
       columns.droppable.size() != values || columns.forward_ops < 0 ||
       columns.forward_ops > static_cast<std::int64_t>(rows)) {
@@ -55,6 +56,7 @@ Model::Model(const Columns& columns) {
   rows_ = static_cast<Row>(rows);
   forward_ = static_cast<Row>(columns.forward_ops);
   bytes_.assign(columns.bytes.begin(), columns.bytes.end());
+  background_.assign(columns.background.begin(), columns.background.end());
   seconds_.assign(columns.seconds.begin(), columns.seconds.end());
   droppable_.assign(columns.droppable.begin(), columns.droppable.end());
   for (std::size_t value = 0; value < values; ++value) {
@@ -264,9 +266,10 @@ Outcome Model::evaluate(std::span<const std::int32_t> group, std::span<const std
     delta_[at(end_[value])] -= bytes_[value];
     if (alloc_[value] >= forward_) allocated_at_[at(begin)] += bytes_[value];
   }
-  std::int64_t alive = 0;
+  std::int64_t sum = 0;
   for (std::size_t row = 0; row < rows; ++row) {
-    alive += delta_[row];
+    sum += delta_[row];
+    const std::int64_t alive = sum + background_[row];
     const std::int64_t before = alive - allocated_at_[row] - materialised_at_[row];
     row_bytes[row] =
         replay_top_[row] > 0 ? std::max(alive, before + replay_top_[row]) : alive;

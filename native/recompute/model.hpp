@@ -32,6 +32,8 @@ struct Columns {
   std::span<const std::int64_t> bytes, alloc, free;
   std::span<const std::uint8_t> droppable;
   std::int64_t forward_ops = 0;
+  // Bytes at each row that belong to no value of these columns.
+  std::span<const std::int64_t> background;
 };
 
 // All bytes are beside the graph's base bytes.
@@ -84,6 +86,7 @@ class Model {
   std::vector<Row> alloc_, free_;
   std::vector<std::uint8_t> droppable_, recomputable_;
   std::vector<double> seconds_;
+  std::vector<std::int64_t> background_;
   Lists needs_;     // Of a forward row: what has to be there before it runs.
   Lists touches_;   // Of a forward row: what it reads or writes.
   Lists outputs_;   // Of a row: the values that it allocates.

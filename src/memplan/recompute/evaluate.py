@@ -6,6 +6,7 @@ same the slow way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,10 +51,33 @@ class Profile:
     """Of each group's replay, by group number."""
 
 
-class Evaluator:
-    """Judges many selections of one graph. Calls from several threads take turns."""
+@dataclass(frozen=True)
+class SearchSettings:
+    """How `Evaluator.search` searches."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    budget_bytes: int
+    """Of the pass's peak; `base_bytes` or less searches for the least peak."""
+    drops: Sequence[int]
+    """Values that may be dropped, and kept again."""
+    holds: Sequence[int]
+    byte_price: float
+    """Seconds that a byte above the budget costs while annealing."""
+    start_temperature: float
+    """Seconds."""
+    end_temperature: float
+    iterations: int
+    deadline_seconds: float
+    """From the call on."""
+    seed: int = 0
+
+
+class Evaluator:
+    """Judges many selections of one graph. Calls from several threads take turns.
+
+    `background`: bytes at each op row beside the graph's own, in this pass.
+    """
+
+    def __init__(self, graph: StepGraph, background: I64 | None = None) -> None:
         graph.check()
         self.graph = graph
         ops, values = graph.ops, graph.values
@@ -69,6 +93,7 @@ class Evaluator:
             np.ascontiguousarray(values.free, dtype=np.int64),
             values.droppable.astype(np.uint8),
             graph.forward_ops,
+            np.zeros(len(graph), dtype=np.int64) if background is None else background,
         )
         self.plain_seconds = float(ops.seconds.sum()) * graph.passes
 
@@ -81,6 +106,30 @@ class Evaluator:
         rows += self.graph.base_bytes
         whole = max(self.graph.rest_peak_bytes, self.graph.base_bytes + peak)
         return Profile(whole, row, added, replayed, rows, seconds)
+
+    def search(self, start: Selection, settings: SearchSettings) -> Selection:
+        """Simulated annealing from `start`, then single changes until none helps: the fewest bytes
+        above the budget, then the fewest seconds. Only what `drops` and `holds` name changes.
+        Raises ValueError for values that cannot be dropped or held."""
+        group, held = to_arrays(self.graph, start)
+        self._model.search(
+            np.asarray(sorted(settings.drops), dtype=np.int32),
+            np.asarray(sorted(settings.holds), dtype=np.int32),
+            group,
+            held,
+            settings.budget_bytes - self.graph.base_bytes,
+            settings.byte_price,
+            settings.start_temperature,
+            settings.end_temperature,
+            settings.iterations,
+            settings.seed,
+            settings.deadline_seconds,
+        )
+        return from_arrays(group, held)
+
+    def cancel(self) -> None:
+        """Make a `search` that runs in another thread return what it has."""
+        self._model.cancel()
 
     def evaluate(self, selection: Selection) -> Evaluation:
         """Raises ValueError for a selection that says what cannot be."""

@@ -1,0 +1,290 @@
+"""The optimal selection of a small graph, by CP-SAT: the oracle of `solve.py`.
+
+The class of schedules is the very one that a `Selection` can say and `evaluate` judges. A group is
+named by its *leader*, the member that backward reads first, so the Booleans `member[w, v]` with w
+before v in the order of first reads enumerate every way to group values once. For each leader two
+copies of the forward ops say what a replay needs: one that stops at kept values only (what has to
+stay alive for it) and one that stops at what earlier replays left as well (what it executes). Both
+are bounded from below only, which suffices where more execution never saves memory or time. The
+memory constraints are those of Checkmate (Jain et al., 2020), written per row and per replayed op.
+
+Variables grow with leaders x ops x values: meant for at most about 25 forward ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ortools.sat.python import cp_model
+
+from memplan.recompute.selection import Selection, replayable_ops
+from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
+from memplan.types.step_graph import StepGraph
+
+COST_STEPS = 10**7
+"""Seconds are rounded to this fraction of all forward ops' time."""
+
+
+def exact_seconds(
+    graph: StepGraph, budget_bytes: int, *, deadline_seconds: float, workers: int = 2
+) -> Solution[Selection]:
+    """Least added seconds a step such that its peak stays within `budget_bytes`. Costs and bounds
+    in seconds; the witness of Infeasible is the budget itself, not the least one."""
+    program = _Program(graph)
+    program.limit(budget_bytes - graph.base_bytes)
+    unit = max(float(graph.ops.seconds[: graph.forward_ops].sum()) / COST_STEPS, 1e-300)
+    program.model.minimize(
+        sum(round(float(graph.ops.seconds[row]) / unit) * x for (_, row), x in program.runs.items())
+    )
+    if budget_bytes < graph.rest_peak_bytes:
+        return Infeasible("the rest of the step needs more", graph.rest_peak_bytes)
+    return program.solve(deadline_seconds, workers, unit * graph.passes, 0.0)
+
+
+def exact_peak(
+    graph: StepGraph, *, deadline_seconds: float, workers: int = 2
+) -> Solution[Selection]:
+    """The least peak of a step in bytes."""
+    program = _Program(graph)
+    top = sum(map(int, graph.values.bytes)) * 2 + 1
+    peak = program.model.new_int_var(0, top, "peak")
+    program.limit(peak)
+    program.model.add(peak >= graph.rest_peak_bytes - graph.base_bytes)
+    program.model.minimize(peak)
+    return program.solve(deadline_seconds, workers, 1.0, float(graph.base_bytes))
+
+
+# A linear expression or an int; OR-tools' own alias admits NumPy scalars, which mypy cannot sum.
+Linear: TypeAlias = Any
+_There = Callable[[int, int], Linear]
+
+
+@dataclass
+class _Program:
+    graph: StepGraph
+    model: cp_model.CpModel = field(default_factory=cp_model.CpModel)
+    member: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
+    hold: dict[int, cp_model.IntVar] = field(default_factory=dict)
+    runs: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
+    """(leader, forward row): executed by the leader's replay."""
+    reach: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
+    """(leader, forward row): what the replay would execute if only kept values were there."""
+    late: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
+    """(value, row): kept alive at a row at which the plain run has freed it."""
+
+    def __post_init__(self) -> None:
+        self._read_graph()
+        for place, leader in enumerate(self.order):
+            for value in self.order[place:]:
+                self.member[leader, value] = self._bool()
+                self.model.add(self.member[leader, value] <= self.member[leader, leader])
+        self.unread = {
+            v: self._bool() for v in range(self.count) if self.droppable[v] and v not in self.place
+        }
+        self.hold = {
+            v: self._bool()
+            for v in range(self.count)
+            if self.again[v] and self.free[v] <= self.forward and not self.droppable[v]
+        }
+        for value in self.order:
+            self.model.add(sum(self._members_of(value)) <= 1)
+        for leader in self.order:
+            self._close(leader, self.reach, lambda v, _: self._kept(v))
+            self._close(leader, self.runs, self._there)
+            self._sources(leader)
+
+    def _read_graph(self) -> None:
+        graph = self.graph
+        self.count, self.forward = len(graph.values), graph.forward_ops
+        self.bytes = list(map(int, graph.values.bytes))
+        self.alloc = list(map(int, graph.values.alloc))
+        self.free = list(map(int, graph.values.free))
+        rows = range(len(graph))
+        self.made = [[v for v in range(self.count) if self.alloc[v] == row] for row in rows]
+        self.needs = [
+            sorted(
+                {*graph.ops.reads_of(row), *(set(graph.ops.writes_of(row)) - set(self.made[row]))}
+            )
+            for row in rows
+        ]
+        touch = [{*self.needs[row], *self.made[row]} for row in rows]
+        self.touch = touch
+        makers: list[list[int]] = [[] for _ in range(self.count)]
+        for row in range(self.forward):
+            for value in {*graph.ops.writes_of(row), *self.made[row]}:
+                makers[value].append(row)
+        self.makers = makers
+        can = replayable_ops(graph)
+        self.again = [
+            0 <= self.alloc[v] < self.forward and all(can[row] for row in makers[v])
+            for v in range(self.count)
+        ]
+        self.droppable = [bool(d) for d in graph.values.droppable]
+        uses: dict[int, list[int]] = {}
+        first: list[int] = []
+        for row in range(self.forward, len(graph)):
+            for value in [*graph.ops.reads_of(row), *graph.ops.writes_of(row)]:
+                if value not in uses and self.droppable[value]:
+                    first.append(value)
+                uses.setdefault(value, []).append(row)
+        self.order = first
+        self.place = {value: place for place, value in enumerate(first)}
+        self.uses = uses
+        self.last_forward = [
+            max((row for row in range(self.forward) if v in touch[row]), default=-1)
+            for v in range(self.count)
+        ]
+
+    def _bool(self) -> cp_model.IntVar:
+        return self.model.new_bool_var("")
+
+    def _row(self, leader: int) -> int:
+        return self.uses[leader][0]
+
+    def _members_of(self, value: int) -> list[cp_model.IntVar]:
+        return [self.member[w, value] for w in self.order[: self.place[value] + 1]]
+
+    def _dropped(self, value: int) -> Linear:
+        return self.unread[value] if value in self.unread else sum(self._members_of(value))
+
+    def _kept(self, value: int) -> Linear:
+        if not self.again[value]:
+            return 1
+        if value in self.hold:
+            return self.hold[value]
+        return 1 - self._dropped(value) if self.droppable[value] else 1
+
+    def _there(self, value: int, leader: int) -> Linear:
+        """Kept, or left by an earlier replay and still read at this one's row or later."""
+        if value not in self.place or self.uses[value][-1] < self._row(leader):
+            return self._kept(value)
+        earlier = self.order[: min(self.place[leader], self.place[value] + 1)]
+        return self._kept(value) + sum(self.member[w, value] for w in earlier)
+
+    def _close(
+        self,
+        leader: int,
+        into: dict[tuple[int, int], cp_model.IntVar],
+        there: _There,
+    ) -> None:
+        for row in range(self.forward):
+            into[leader, row] = self._bool()
+        for value in self.order[self.place[leader] :]:
+            for row in self.makers[value]:
+                self.model.add(into[leader, row] >= self.member[leader, value])
+        for reader in range(self.forward):
+            for value in self.needs[reader]:
+                if not self.again[value]:
+                    continue
+                for row in self.makers[value]:
+                    if row < reader:
+                        self.model.add(
+                            into[leader, row] >= into[leader, reader] - there(value, leader)
+                        )
+
+    def _sources(self, leader: int) -> None:
+        """A kept value that the replay begins at lives at its row."""
+        for reader in range(self.forward):
+            for value in self.needs[reader]:
+                if self.free[value] <= self._row(leader):
+                    last = self._late(value, self._row(leader))
+                    self.model.add(last >= self.reach[leader, reader] + self._kept(value) - 1)
+
+    def _late(self, value: int, row: int) -> cp_model.IntVar:
+        if (value, row) not in self.late:
+            self.late[value, row] = self._bool()
+            if row > self.free[value]:
+                self.model.add(self._late(value, row - 1) >= self.late[value, row])
+        return self.late[value, row]
+
+    def _alive(self, row: int, before: int | None = None) -> Iterator[Linear]:
+        """Bytes at a row; with `before`, at the start of that leader's replay, before the row's own
+        op."""
+        leaders = self.order if before is None else self.order[: self.place[before]]
+        for value in range(self.count):
+            size = self.bytes[value]
+            if not size or (before is not None and self.alloc[value] == row >= self.forward):
+                continue
+            if self.droppable[value] and row > self.last_forward[value]:
+                if self.alloc[value] <= row < self.free[value]:
+                    yield size * (1 - self._dropped(value))
+            elif self.alloc[value] <= row < self.free[value]:
+                yield size
+            if (value, row) in self.late:
+                yield size * self.late[value, row]
+            if value in self.place and self.forward <= row <= self.uses[value][-1]:
+                for w in leaders:
+                    if (w, value) in self.member and self._row(w) <= row:
+                        yield size * self.member[w, value]
+
+    def limit(self, budget: Linear) -> None:
+        """All memory within `budget`, beside the base bytes."""
+        for row in range(len(self.graph)):
+            self.model.add(sum(self._alive(row)) <= budget)
+        for leader in self.order:
+            self._limit_replay(leader, budget)
+
+    def _limit_replay(self, leader: int, budget: Linear) -> None:
+        around = sum(self._alive(self._row(leader), leader))
+        passing: dict[tuple[int, int], cp_model.IntVar] = {}
+        for value in range(self.count):
+            if self.again[value] and self.bytes[value]:
+                self._passing(leader, value, passing)
+        for row in range(self.forward):
+            held: list[Linear] = [self.bytes[value] for value in self.made[row]]
+            for value in range(self.count):
+                if not 0 <= self.alloc[value] < row:
+                    continue
+                if (leader, value) in self.member:
+                    held.append(self.bytes[value] * self.member[leader, value])
+                if (value, row) in passing:
+                    held.append(self.bytes[value] * passing[value, row])
+            self.model.add(around + sum(held) <= budget).only_enforce_if(self.runs[leader, row])
+
+    def _passing(
+        self, leader: int, value: int, passing: dict[tuple[int, int], cp_model.IntVar]
+    ) -> None:
+        """Made by the replay, no member of its group, and touched at a row or later."""
+        made = self.runs[leader, self.alloc[value]]
+        stays = self._there(value, leader) + self.member.get((leader, value), 0)
+        later: cp_model.IntVar | None = None
+        for row in range(self.last_forward[value], self.alloc[value], -1):
+            now = passing[value, row] = self._bool()
+            if later is not None:
+                self.model.add(now >= later)
+            if value in self.touch[row]:
+                self.model.add(now >= self.runs[leader, row] + made - 1 - stays)
+            later = now
+
+    def solve(
+        self, deadline_seconds: float, workers: int, unit: float, offset: float
+    ) -> Solution[Selection]:
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = deadline_seconds
+        solver.parameters.num_workers = workers
+        status = solver.solve(self.model)
+        if status == cp_model.INFEASIBLE:
+            return Infeasible("no selection keeps the peak within the budget", 0.0)
+        bound = max(solver.best_objective_bound, 0.0) * unit + offset
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return TimedOut(None, bound)
+        cost = solver.objective_value * unit + offset
+        selection = self._selection(solver)
+        if status == cp_model.OPTIMAL:
+            return Solved(selection, cost, bound)
+        return TimedOut(selection, bound, cost)
+
+    def _selection(self, solver: cp_model.CpSolver) -> Selection:
+        groups = [
+            frozenset(
+                v
+                for v in self.order
+                if (leader, v) in self.member and solver.boolean_value(self.member[leader, v])
+            )
+            for leader in self.order
+        ]
+        groups += [frozenset({v}) for v, x in self.unread.items() if solver.boolean_value(x)]
+        held = frozenset(v for v, x in self.hold.items() if solver.boolean_value(x))
+        return Selection(tuple(filter(None, groups)), held)
