@@ -158,15 +158,18 @@ def test_recurrent_stacks_run_as_one_kernel(kind: Any, batch_first: bool) -> Non
     assert [choice.kernel for choice in trace.meta.kernels if choice.op == "recurrent"] == ["cudnn"]
     mode = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: "RNN_TANH"}[kind]
     stack = rnn.Rnn(mode, WIDTH, 32, 2, steps=10, batch=10, bidirectional=True)
+    events = trace.events
     reserves = [
-        event.bytes
+        (events.bytes_low[event.index], event.bytes, events.bytes_high[event.index])
         for event in trace
         if event.kind == EventKind.ALLOC
         and event.op == "aten._cudnn_rnn.default"
         and event.provenance == Provenance.RULE
         and trace.storages.role[event.storage] != Role.WORKSPACE
     ]
-    assert reserves == [rnn.reserve(stack).bytes] * 2
+    expected = rnn.reserve(stack)
+    assert reserves == [(expected.low, expected.bytes, expected.high)] * 2
+    assert 0 < expected.low < expected.bytes < expected.high
     assert bytes_of(trace, Role.PARAMETER) >= rnn.weight_buffer(stack).bytes
 
 

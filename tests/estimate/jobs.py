@@ -54,9 +54,12 @@ class Job:
         return self.builder.build(TraceMeta(**meta))  # type: ignore[arg-type]
 
 
-def training_job(*, workspace: tuple[int, int, int] | None = None, steps: int = 2) -> Trace:
+def training_job(
+    *, workspace: tuple[int, int, int] | None = None, steps: int = 2, op: str = "aten::mm"
+) -> Trace:
     """A model of two 64 MiB weights, Adam, one input, one activation kept for the backward and one
-    temporary per step. `workspace`: low, expected and high bytes of a library workspace."""
+    temporary per step. `workspace`: low, expected and high bytes of a library workspace of the
+    operator `op`."""
     job = Job()
     job.at(Phase.SETUP, "aten::empty", "model", "train.py:3")
     weights = [job.alloc(64 * MIB, Role.PARAMETER, name=f"w{i}", shape="4096x4096") for i in (0, 1)]
@@ -64,7 +67,7 @@ def training_job(*, workspace: tuple[int, int, int] | None = None, steps: int = 
     for step in range(steps):
         job.at(Phase.FORWARD, "aten::to", "", "train.py:8", step)
         batch = job.alloc(8 * MIB, Role.INPUT, shape="512x4096")
-        job.at(Phase.FORWARD, "aten::mm", "model.fc1", "train.py:10", step)
+        job.at(Phase.FORWARD, op, "model.fc1", "train.py:10", step)
         temporary = job.alloc(24 * MIB, shape="1536x4096")
         scratch = None
         if workspace:

@@ -284,3 +284,41 @@ def test_a_capture_on_cpu_kernels_has_a_wider_interval() -> None:
     assert fallback.reserved_peak_bytes == sure.reserved_peak_bytes
     assert fallback.high_bytes > sure.high_bytes
     assert fallback.low_bytes < sure.low_bytes
+
+
+# Why an interval is wide
+
+
+@pytest.mark.parametrize(
+    ("op", "workspace", "why"),
+    [
+        (
+            "aten.convolution.default",
+            (0, 200 * MIB, 600 * MIB),
+            "cuDNN chooses its convolution workspaces when it runs: the largest takes between "
+            "nothing and 600 MiB.",
+        ),
+        (
+            "aten._cudnn_rnn_backward.default",
+            (300 * MIB, 600 * MIB, 1536 * MIB),
+            "cuDNN does not publish what its recurrent layers keep: the largest takes between "
+            "300 MiB and 1.5 GiB.",
+        ),
+        (
+            "aten.mm.default",
+            (100 * MIB, 300 * MIB, 400 * MIB),
+            "kernels take scratch memory whose size is not published: the largest takes between "
+            "100 MiB and 400 MiB.",
+        ),
+    ],
+)
+def test_a_wide_interval_is_explained(op: str, workspace: tuple[int, int, int], why: str) -> None:
+    answer = estimate(training_job(workspace=workspace, op=op), find_profile("a100-80gb"))
+    assert [note for note in answer.notes if "wide" in note] == [f"The range is wide because {why}"]
+
+
+def test_a_narrow_interval_needs_no_explanation() -> None:
+    sure = training_job(workspace=(16 * MIB, 16 * MIB, 16 * MIB), op="aten.convolution.default")
+    nearly = training_job(workspace=(15 * MIB, 16 * MIB, 17 * MIB), op="aten.convolution.default")
+    for trace in (training_job(), sure, nearly):
+        assert not any("wide" in note for note in estimate(trace).notes)

@@ -14,7 +14,7 @@ from memplan.simulate.oracle import simulate_slowly
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
 from memplan.types.builder import TraceBuilder
-from memplan.types.trace import EventKind, Provenance, Trace, TraceMeta
+from memplan.types.trace import EventKind, Provenance, Role, Trace, TraceMeta
 
 EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "60"))
 
@@ -92,9 +92,11 @@ def build(program: list[tuple[str, int, int]]) -> Trace:
     freed: list[int] = []
     for action, value, extra in program:
         if action == "alloc":
-            storage = builder.new_storage()
+            derived = value % 3 == 0
+            # A workspace may do with less; another size by a rule is only uncertain.
+            role = Role.WORKSPACE if derived and value % 9 else Role.UNKNOWN
+            storage = builder.new_storage(role=role)
             alive.append(storage)
-            derived = value % 3 == 0  # A workspace, which may do with less.
             builder.append(
                 EventKind.ALLOC,
                 storage,

@@ -29,6 +29,9 @@ class LiveStorage:
     nbytes: int
     stream: int
     device: int
+    low: int
+    high: int
+    """Bounds of `nbytes`; equal to it unless a rule gave the size."""
     reference: object
     """The weak reference that reports its death."""
 
@@ -67,8 +70,13 @@ class Recorder:
         *,
         role: Role = Role.UNKNOWN,
         provenance: Provenance = Provenance.OBSERVED,
+        low: int | None = None,
+        high: int | None = None,
     ) -> int:
-        """Number of the current generation of a tensor's storage; a new or resized one begins."""
+        """Number of the current generation of a tensor's storage; a new or resized one begins.
+
+        `low` and `high` bound the size of a new one, where a rule gave it.
+        """
         self.flush()  # first: the address of a dead storage may already be in use again
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -86,12 +94,16 @@ class Recorder:
         reference = (
             found.reference if found is not None else weakref.ref(storage, partial(self._died, key))
         )
-        self.live[key] = LiveStorage(number, nbytes, self.stream, device, reference)
+        low = nbytes if low is None else low
+        high = nbytes if high is None else high
+        self.live[key] = LiveStorage(number, nbytes, self.stream, device, low, high, reference)
         if nbytes:
             self.builder.append(
                 EventKind.ALLOC,
                 number,
                 nbytes,
+                low=low,
+                high=high,
                 stream=self.stream,
                 device=device,
                 provenance=provenance,
@@ -151,6 +163,8 @@ class Recorder:
                 EventKind.FREE,
                 found.number,
                 found.nbytes,
+                low=found.low,
+                high=found.high,
                 stream=found.stream,
                 device=found.device,
             )

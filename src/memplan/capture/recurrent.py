@@ -165,12 +165,15 @@ class Recurrent:
         hy = self._empty(hx.shape, x)
         cy = self._empty((0,) if cx is None else cx.shape, x)
         buffer = self._buffer(weights, rnn.weight_count(call))
-        size = rnn.reserve(call).bytes
-        reserve = self._empty([size], x, torch.uint8)
+        size = rnn.reserve(call)
+        reserve = self._empty([size.bytes], x, torch.uint8)
         self._keep_dropout_state(call)
         writes = [mode.record(tensor) for tensor in (output, hy, cy, buffer)]
         self.memory.add([*copied, rnn.workspace(call)])
-        writes.append(mode.recorder.track(reserve, 0, provenance=Provenance.RULE))
+        kept = mode.recorder.track(
+            reserve, 0, provenance=Provenance.RULE, low=size.low, high=size.high
+        )
+        writes.append(kept)
         mode.recorder.builder.op_writes(number for number in writes if number >= 0)
         return (output.transpose(0, 1) if batch_first else output, hy, cy, reserve, buffer)
 

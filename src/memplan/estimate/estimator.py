@@ -6,6 +6,7 @@ from memplan import __version__
 from memplan.estimate.contents import Contents, peak_event
 from memplan.estimate.curve import thin
 from memplan.estimate.interval import Interval, find_interval
+from memplan.estimate.width import why_wide
 from memplan.simulate import AllocatorSettings
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
@@ -72,7 +73,7 @@ def estimate(
         events=len(trace),
         host_peak_bytes=meta.host_peak_bytes,
         command=list(meta.command),
-        notes=[*_notes(interval, profile, card), *meta.notes],
+        notes=[*_notes(interval, profile, card), *why_wide(trace, interval), *meta.notes],
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from memplan.simulate.oracle_streams import StreamGraph
 from memplan.simulate.rounding import block_size
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
-from memplan.types.trace import EventKind, Provenance, Trace
+from memplan.types.trace import EventKind, Provenance, Role, Trace
 
 _CHUNK = 32 * MIB
 
@@ -458,10 +458,12 @@ def simulate_slowly(
     oracle = Oracle(settings, capacity_bytes, device_bytes)
     replay = _Replay(oracle, trace, reuse == "earliest")
     result, events = oracle.result, trace.events
-    derived = events.provenance == Provenance.RULE
+    workspaces = {i for i, role in enumerate(trace.storages.role) if role == Role.WORKSPACE}
     least = [
-        low if rule else size
-        for low, size, rule in zip(events.bytes_low, events.bytes, derived, strict=True)
+        low if rule == Provenance.RULE and storage in workspaces else size
+        for low, size, rule, storage in zip(
+            events.bytes_low, events.bytes, events.provenance, events.storage.tolist(), strict=True
+        )
     ]
     columns = (events.kind, events.storage, events.bytes, least, events.stream, events.aux)
     for i, row in enumerate(zip(*(map(int, column) for column in columns), strict=True)):

@@ -9,7 +9,7 @@ from memplan.simulate.initial import initial_rows
 from memplan.simulate.settings import UNLIMITED, AllocatorSettings
 from memplan.simulate.timeline import Timeline, segment_events
 from memplan.types.errors import FormatError, NoAnswerError, UsageError
-from memplan.types.trace import I64, EventKind, Provenance, Trace
+from memplan.types.trace import I64, EventKind, Provenance, Role, Trace
 
 BOUNDS = {"expected": "bytes", "low": "bytes_low", "high": "bytes_high"}
 REUSES = ("latest", "earliest")
@@ -110,10 +110,13 @@ def least_bytes(trace: Trace, bounds: str) -> I64:
 
     A kernel whose workspace is derived by a rule has plans with smaller ones, down to its low
     size: PyTorch tries the next plan when a workspace cannot be had (`native/cudnn/Conv_v8.cpp`).
+    Another size that a rule gives (an RNN's reserve) is uncertain, and nothing can be chosen.
     """
     events = trace.events
     sizes: I64 = getattr(events, BOUNDS[bounds])
-    return np.where(events.provenance == Provenance.RULE, events.bytes_low, sizes)
+    workspaces = np.flatnonzero(trace.storages.role == Role.WORKSPACE)
+    chosen = (events.provenance == Provenance.RULE) & np.isin(events.storage, workspaces)
+    return np.where(chosen, events.bytes_low, sizes)
 
 
 def _native_settings(

@@ -84,7 +84,11 @@ def weight_buffer(rnn: Rnn) -> Scratch:
 
 
 def reserve(rnn: Rnn) -> Scratch:
-    """The `reserve` output of `_cudnn_rnn`, saved for the backward; nothing in evaluation."""
+    """The `reserve` output of `_cudnn_rnn`, saved for the backward; nothing in evaluation.
+
+    The backward cannot do with less than the gates; above the expected size is room for half as
+    much again, for what a newer release may keep.
+    """
     if not rnn.training:
         return exactly("rnn reserve", 0, end=None)
     unit = rnn.frames * rnn.hidden_size * rnn.directions * itemsize(rnn.dtype)
@@ -99,15 +103,17 @@ def reserve(rnn: Rnn) -> Scratch:
 
 def workspace(rnn: Rnn) -> Scratch:
     """Scratch of one forward or backward call: transposed weights and the gates in flight. It does
-    not grow with the number of steps in the streamed algorithm; a persistent kernel takes less, and
-    one that multiplies all inputs at once takes the gates of a whole layer."""
+    not grow with the number of steps in the streamed algorithm; a persistent kernel takes less, at
+    least the gates of one step of a layer, and one that multiplies all inputs at once takes the
+    gates of a whole layer."""
     size = itemsize(rnn.dtype)
     gates = _GATES[rnn.mode] * rnn.hidden_size * rnn.directions
     weights = weight_count(rnn) * size
     in_flight = min(_STREAMED_STEPS, max(rnn.steps, 1)) * rnn.layers
     expected = weights + in_flight * rnn.batch * gates * size
     whole_layer = rnn.frames * gates * size
-    return Scratch("rnn workspace", 0, expected, expected + whole_layer + MIB)
+    one_step = rnn.batch * gates * size
+    return Scratch("rnn workspace", one_step, expected, expected + whole_layer + MIB)
 
 
 def dropout_state(sm_count: int, max_threads_per_sm: int = 2048) -> Scratch:

@@ -1,0 +1,64 @@
+"""Why an interval is wide: whose sizes are uncertain."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from memplan.estimate.interval import Interval, margin_bytes
+from memplan.types.trace import EventKind, Provenance, Trace
+
+_WIDE = 0.10
+"""Of the expected reserved peak: what the replays must differ by, margins aside."""
+_GIB, _MIB = 1 << 30, 1 << 20
+_CAUSES = {
+    "convolution": "cuDNN chooses its convolution workspaces when it runs",
+    "_cudnn_rnn": "cuDNN does not publish what its recurrent layers keep",
+    "attention": "attention kernels take workspaces that depend on their version",
+}
+"""By a part of the operator's name."""
+_OTHER = "kernels take scratch memory whose size is not published"
+_ASSUMED = "sizes depend on values of data"
+
+
+def why_wide(trace: Trace, interval: Interval) -> list[str]:
+    """One sentence that explains a wide interval; none when it is narrow."""
+    low, expected, high = interval.reserved
+    spread = high - low - 2 * margin_bytes(expected, trace.meta.method)
+    if spread <= _WIDE * expected:
+        return []
+    causes = _causes(trace)
+    if not causes:
+        return []
+    # The cause that moves the peak most is taken to be the one with the largest single request.
+    text, (least, most) = max(causes.items(), key=lambda cause: cause[1][1] - cause[1][0])
+    return [
+        f"The range is wide because {text}: the largest takes between {_size(least)} and "
+        f"{_size(most)}."
+    ]
+
+
+def _causes(trace: Trace) -> dict[str, tuple[int, int]]:
+    """Low and high bytes of the most uncertain request, by what makes it uncertain."""
+    events = trace.events
+    uncertain = events.bytes_high - events.bytes_low
+    rows = np.flatnonzero((events.kind == EventKind.ALLOC) & (uncertain > 0))
+    groups: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for row in rows.tolist():
+        text = _cause(trace.event(row).op, int(events.provenance[row]))
+        bounds = int(events.bytes_low[row]), int(events.bytes_high[row])
+        groups[text] = max(groups[text], bounds, key=lambda pair: pair[1] - pair[0])
+    return dict(groups)
+
+
+def _cause(op: str, provenance: int) -> str:
+    if provenance == Provenance.ASSUMED:
+        return _ASSUMED
+    return next((text for part, text in _CAUSES.items() if part in op), _OTHER)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= _GIB:
+        return f"{nbytes / _GIB:.1f} GiB"
+    return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else "nothing"
