@@ -151,4 +151,5 @@ NB_MODULE(_native, m) {
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
   memplan::recompute::bind(m);
+  memplan::recompute::bind_chain(m);
 }

@@ -69,6 +69,22 @@ def replay(
     address and filling it. Releases the GIL. Raises ValueError for events that cannot be.
     """
 
+def least_peak_chain(
+    keep: npt.NDArray[np.int64],
+    kept: npt.NDArray[np.int64],
+    unsaved: npt.NDArray[np.int64],
+    backward: npt.NDArray[np.int64],
+    forward: npt.NDArray[np.int64],
+    tail: npt.NDArray[np.int64],
+    end: npt.NDArray[np.int64],
+    entry: npt.NDArray[np.int64],
+    first: npt.NDArray[np.int64],
+    last: npt.NDArray[np.int64],
+) -> tuple[int, npt.NDArray[np.int64]]:
+    """Least peak in bytes, and its checkpoints, of a chain given by the terms of
+    `memplan.recompute.chain.traced`. Releases the GIL. Raises ValueError for columns that differ in
+    length or are empty."""
+
 class RecomputeModel:
     """What dropping and recomputing values does to a step; columns of a `StepGraph`, bytes beside
     its base bytes. Raises ValueError for columns that contradict each other."""
@@ -86,6 +102,7 @@ class RecomputeModel:
         free: npt.NDArray[np.int64],
         droppable: npt.NDArray[np.uint8],
         forward_ops: int,
+        background: npt.NDArray[np.int64],
     ) -> None: ...
     def evaluate(
         self,
@@ -96,3 +113,21 @@ class RecomputeModel:
     ) -> tuple[int, int, float, int]:
         """Peak bytes, the row of the peak, added seconds, replayed ops. Fills the most bytes alive
         at each row and the seconds of each group's replay. Releases the GIL."""
+    def search(
+        self,
+        drops: npt.NDArray[np.int32],
+        holds: npt.NDArray[np.int32],
+        group: npt.NDArray[np.int32],
+        held: npt.NDArray[np.uint8],
+        budget_bytes: int,
+        byte_price: float,
+        start_temperature: float,
+        end_temperature: float,
+        iterations: int,
+        seed: int,
+        deadline_seconds: float,
+    ) -> tuple[int, int, float, int]:
+        """Improve `group` and `held` in place; returns what `evaluate` says of the result.
+        Releases the GIL."""
+    def cancel(self) -> None:
+        """Make the running search return early."""

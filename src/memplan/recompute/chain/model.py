@@ -71,12 +71,8 @@ class Chain:
         total = 0.0
         for column in fields(self):
             values = getattr(self, column.name)
-            if column.name.startswith("output"):
-                least = len(self) + 1
-            else:
-                least = len(self)
-            if len(values) != least:
-                raise ValueError(f"column {column.name} has {len(values)} rows, not {least}")
+            if not column.name.startswith("output") and len(values) != len(self):
+                raise ValueError(f"column {column.name} has {len(values)} rows of {len(self)}")
             if column.name in ("output", "saved"):
                 if (values < 0).any():
                     raise ValueError(f"column {column.name} has negative bytes")

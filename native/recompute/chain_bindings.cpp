@@ -1,0 +1,63 @@
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "recompute/bindings.hpp"
+#include "recompute/chain.hpp"
+
+namespace nb = nanobind;
+
+namespace memplan::recompute {
+namespace {
+
+using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::span<const std::int64_t> view(const Column& column, std::size_t size) {
+  if (column.shape(0) != size) throw std::invalid_argument("columns differ in length");
+  return {column.data(), size};
+}
+
+nb::tuple least_peak(const Column& keep, const Column& kept, const Column& unsaved,
+                     const Column& backward, const Column& forward, const Column& tail,
+                     const Column& end, const Column& entry, const Column& first,
+                     const Column& last) {
+  const std::size_t size = keep.shape(0);
+  if (size == 0) throw std::invalid_argument("a chain has at least one layer");
+  const ChainColumns columns = {view(keep, size),     view(kept, size),    view(unsaved, size),
+                                view(backward, size), view(forward, size), view(tail, size),
+                                view(end, size),      view(entry, size),   view(first, size),
+                                view(last, size)};
+  for (const std::int64_t layer : columns.tail) {
+    if (layer < 0 || layer > static_cast<std::int64_t>(size)) {
+      throw std::invalid_argument("a replay ends in a layer that does not exist");
+    }
+  }
+  ChainOptimum optimum;
+  {
+    nb::gil_scoped_release unlocked;
+    optimum = least_peak_chain(columns);
+  }
+  const std::size_t found = optimum.checkpoints.size();
+  auto* moved = new std::vector<std::int64_t>(std::move(optimum.checkpoints));
+  const nb::capsule owner(moved, [](void* p) noexcept {
+    delete static_cast<std::vector<std::int64_t>*>(p);
+  });
+  return nb::make_tuple(
+      optimum.peak_bytes,
+      nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>(moved->data(), {found}, owner));
+}
+
+}  // namespace
+
+void bind_chain(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("least_peak_chain", &least_peak, "keep"_a, "kept"_a, "unsaved"_a, "backward"_a,
+        "forward"_a, "tail"_a, "end"_a, "entry"_a, "first"_a, "last"_a,
+        "The checkpoints of a chain with the least peak.");
+}
+
+}  // namespace memplan::recompute
