@@ -83,7 +83,8 @@ class _Calls:
 class AppliedToModule:
     """A plan in effect on one module: every forward of it with gradients follows the plan.
 
-    `remove()` takes it off again. Copies and pickles of the module carry no plan.
+    `remove()`, or leaving it as a context manager, takes it off again. Copies and pickles of the
+    module carry no plan.
     """
 
     def __init__(self, module: torch.nn.Module, part: RecomputePart) -> None:
@@ -97,6 +98,12 @@ class AppliedToModule:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def __enter__(self) -> AppliedToModule:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.remove()
 
 
 class _Enter:

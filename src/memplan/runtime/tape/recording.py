@@ -39,6 +39,8 @@ class Recording(TorchDispatchMode):
         self._groups: dict[str, Group] = {}
         self._number = 0
         self._off = 0
+        self._lost = 0
+        """Arguments seen whose value cannot be had again."""
         self._opaque = 0
         """Depth of functions with a backward of their own."""
         self._symbolic = False
@@ -118,21 +120,7 @@ class Recording(TorchDispatchMode):
     def _freeze_arguments(self, record: OpRecord, written: set[int]) -> bool:
         """Put views in place of the tensors of a record's arguments; whether all can be had
         again."""
-        can = True
-
-        def freeze(item: Any) -> Any:
-            nonlocal can
-            if isinstance(item, torch.Tensor):
-                value = self._written(item) if id(item) in written else self._read(item)
-                value.read = True
-                if value.recomputable:
-                    return View.of(item, value)
-                can = False
-                return None
-            if isinstance(item, (list, tuple)):
-                return type(item)([freeze(inner) for inner in item])
-            return item
-
+        before = self._lost
         args = record.args
         scratch: dict[int, Scratch] = {}
         statistics = replayable.running_statistics(record.func)
@@ -140,14 +128,27 @@ class Recording(TorchDispatchMode):
             for position in statistics[:2]:
                 if args[position] is not None:
                     scratch[position] = Scratch.like(args[position])
+        freeze = self._freeze
         record.args = tuple(
-            [scratch.get(position) or freeze(item) for position, item in enumerate(args)]
+            [scratch.get(position) or freeze(item, written) for position, item in enumerate(args)]
             if scratch
-            else [freeze(item) for item in args]
+            else [freeze(item, written) for item in args]
         )
         if record.kwargs:
-            record.kwargs = {name: freeze(item) for name, item in record.kwargs.items()}
-        return can
+            record.kwargs = {name: freeze(item, written) for name, item in record.kwargs.items()}
+        return self._lost == before
+
+    def _freeze(self, item: Any, written: set[int]) -> Any:
+        if isinstance(item, torch.Tensor):
+            value = self._written(item) if id(item) in written else self._read(item)
+            value.read = True
+            if value.recomputable:
+                return View.of(item, value)
+            self._lost += 1
+            return None
+        if isinstance(item, (list, tuple)):
+            return type(item)([self._freeze(inner, written) for inner in item])
+        return item
 
     def _written(self, tensor: torch.Tensor) -> Value:
         """The current version of a tensor's storage; one from outside where it is new here."""

@@ -118,20 +118,9 @@ def _replay(
             base = copy_of_storage(values[old] if old in values else _base(old))
         overwritten[old] = base
 
-    def thaw(item: Any) -> Any:
-        if isinstance(item, View):
-            base = overwritten.get(item.value)
-            if base is None:
-                base = values.get(item.value)
-            return item.on(_base(item.value) if base is None else base)
-        if isinstance(item, Scratch):
-            return item.make()
-        if isinstance(item, (list, tuple)):
-            return type(item)([thaw(inner) for inner in item])
-        return item
-
-    arguments = [thaw(item) for item in record.args]
-    keywords = {name: thaw(item) for name, item in record.kwargs.items()}
+    bases = values | overwritten if overwritten else values
+    arguments = [_thaw(item, bases) for item in record.args]
+    keywords = {name: _thaw(item, bases) for name, item in record.kwargs.items()}
     with _generator_at(record), torch.set_grad_enabled(record.grad):
         tensors = flat_tensors(record.func(*arguments, **keywords))
     for value in made:
@@ -139,6 +128,18 @@ def _replay(
             values[value] = overwritten[record.written[-1 - value.output]]
         else:
             values[value] = tensors[value.output]
+
+
+def _thaw(item: Any, bases: dict[Value, torch.Tensor]) -> Any:
+    """An argument as the op had it, on the bases that the replay made where it made them."""
+    if isinstance(item, View):
+        base = bases.get(item.value)
+        return item.on(_base(item.value) if base is None else base)
+    if isinstance(item, Scratch):
+        return item.make()
+    if isinstance(item, (list, tuple)):
+        return type(item)([_thaw(inner, bases) for inner in item])
+    return item
 
 
 def _base(value: Value) -> torch.Tensor:
