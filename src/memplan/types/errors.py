@@ -49,6 +49,12 @@ class CaptureError(NoAnswerError):
     """The script could not be captured."""
 
 
+class InfeasibleError(MemplanError):
+    """What was asked for cannot be had; the message says what can."""
+
+    exit_code = 3
+
+
 class RecomputeError(MemplanError):
     """What was dropped for backward could not be recomputed as it was."""
 

@@ -1,0 +1,1 @@
+"""The flow that makes a job fit: estimate, plan, capture again."""

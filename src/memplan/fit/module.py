@@ -1,0 +1,151 @@
+"""`memplan.auto_checkpoint`: a module that exists, made to need less memory in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan.capture.module import capture_module
+from memplan.capture.options import CaptureOptions
+from memplan.phases.step_graph import plain_peak, step_graph
+from memplan.recompute.evaluate import evaluate
+from memplan.recompute.selection import Selection, to_part
+from memplan.recompute.solve import least_peak, solve
+from memplan.runtime.apply import AppliedToModule
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
+from memplan.types.errors import InfeasibleError, UsageError
+from memplan.types.plan import RecomputePart
+from memplan.types.solution import Solution, Solved, TimedOut
+from memplan.types.trace import Trace
+
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class AutoCheckpoint:
+    """A selection in effect on a module. Bytes are PyTorch's allocated bytes over forward and
+    backward, with the module's parameters, gradients and inputs in them and no optimizer state."""
+
+    part: RecomputePart
+    plain_peak_bytes: int
+    peak_bytes: int
+    """Promised: captured again with the selection in effect."""
+    added_fraction: float
+    """Expected time added, as a fraction of forward and backward: a roofline, no measurement."""
+    _applied: AppliedToModule | None
+
+    def remove(self) -> None:
+        """Take it off the module again."""
+        if self._applied is not None:
+            self._applied.remove()
+
+
+def auto_checkpoint(
+    module: torch.nn.Module,
+    *sample: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    budget: int | str | None = None,
+    gpu: str | None = None,
+) -> AutoCheckpoint:
+    """Drop activations of an unmodified module in training and recompute them, eagerly.
+
+    `sample`: inputs of the shapes to plan for, as `module(*sample)` takes them (a single mapping:
+    `module(**sample)`). `loss` makes a scalar of the output; None: the output's `.loss`, else the
+    sum of its floats. `budget`: bytes, or a size such as "8GiB", that the peak of forward and
+    backward must not exceed, at the least added time; None: the least peak. `gpu` names the card
+    whose speed prices the operators.
+
+    Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
+    other input shapes work too; the promise is for the sample's.
+
+    Raises UsageError for a budget that is no size, InfeasibleError (with the least possible peak)
+    for one that cannot be met, CaptureError when the step cannot be captured. The module is then
+    as before.
+    """
+    limit = parse_size(budget) if isinstance(budget, str) else budget
+    if limit is not None and limit <= 0:
+        raise UsageError(f"a budget of {limit} bytes", "a size such as 8GiB")
+    profile = find_profile(gpu or DEFAULT_PROFILE)
+    args, kwargs = (
+        ((), dict(sample[0]))
+        if len(sample) == 1 and isinstance(sample[0], Mapping)
+        else (sample, {})
+    )
+    planner = _Planner(module, args, kwargs, loss, profile)
+    part, added = planner.plan(limit)
+    applied = AppliedToModule(module, part) if part.groups else None
+    return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
+
+
+class _Planner:
+    """One module, one sample: captures, solves, and captures again with what was found."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], torch.Tensor] | None,
+        profile: DeviceProfile,
+    ) -> None:
+        def capture(within: Callable[[torch.nn.Module], AppliedToModule] | None = None) -> Trace:
+            options = CaptureOptions(profile=profile)
+            return capture_module(module, args, kwargs, options, loss=loss, within=within)
+
+        self._capture = capture
+        self._profile = profile
+        self._graph = step_graph(self._capture(), profile)
+        self.plain_bytes = plain_peak(self._graph)
+
+    def plan(self, limit: int | None) -> tuple[RecomputePart, float]:
+        """The part, with its peak as captured again, and the fraction of time that it adds."""
+        if limit is not None and limit >= self.plain_bytes:
+            return RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes), 0.0
+        if limit is None:
+            return self._verified(self._least_peak(), 0)
+        target, began = limit, time.monotonic()
+        while target > 0 and time.monotonic() - began < _SECONDS:
+            found = _selection(solve(self._graph, target, deadline_seconds=_SECONDS))
+            if found is None:
+                break
+            part, added = self._verified(found, limit)
+            if part.peak_bytes <= limit:
+                return part, added
+            target -= part.peak_bytes - limit
+        part, added = self._verified(self._least_peak(), limit)
+        if part.peak_bytes <= limit:
+            return part, added
+        raise InfeasibleError(
+            f"no selection found keeps the peak within {limit:,} bytes; the least found is "
+            f"{part.peak_bytes:,} (it is {self.plain_bytes:,} without any)",
+            f"budget={part.peak_bytes}, a smaller batch or shorter sequences",
+        )
+
+    def _least_peak(self) -> Selection:
+        return _selection(least_peak(self._graph, deadline_seconds=_SECONDS)) or Selection()
+
+    def _verified(self, selection: Selection, budget: int) -> tuple[RecomputePart, float]:
+        figures = evaluate(self._graph, selection)
+
+        def part(peak_bytes: int) -> RecomputePart:
+            return to_part(
+                self._graph,
+                selection,
+                budget_bytes=budget,
+                peak_bytes=peak_bytes,
+                added_seconds=figures.added_seconds,
+            )
+
+        first = part(figures.peak_bytes)
+        trace = self._capture(lambda copy: AppliedToModule(copy, first))
+        return part(plain_peak(step_graph(trace, self._profile))), figures.added_fraction
+
+
+def _selection(found: Solution[Selection]) -> Selection | None:
+    if isinstance(found, Solved):
+        return found.solution
+    return found.best if isinstance(found, TimedOut) else None
