@@ -42,6 +42,7 @@ for epoch in range(10):
 
 def run(tmp_path: Path, body: str, *, steps: int | None = None, head: str = HEAD) -> Trace:
     script = tmp_path / "train.py"
+    (tmp_path / "helper.py").write_text("x = 1\n  y = 2\n")
     script.write_text(head + body)
     options = CaptureOptions(profile=find_profile("rtx4090"), steps=steps)
     return capture_script(ScriptTarget("script", str(script)), options)
@@ -154,6 +155,12 @@ while True:
     [
         ("forward(torch.randn(4, 512))", CaptureError, "without a single optimizer step"),
         ("raise ValueError('no such file')", CaptureError, r"train.py:\d+.*ValueError: no such"),
+        ("for x in range(3)\n    pass", CaptureError, r"train.py:12: SyntaxError: expected ':'\n"),
+        (
+            "import helper",
+            CaptureError,
+            r"helper.py:2: IndentationError: unexpected indent\n",
+        ),
         ("import sys; sys.exit(3)", CaptureError, "exit code 3"),
         (
             "import argparse as a; p = a.ArgumentParser(); p.add_argument('d'); p.parse_args()",
@@ -295,3 +302,28 @@ if __name__ == "__main__":
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("handler", "line"),
+    [
+        ("except torch.cuda.OutOfMemoryError:", 18),
+        ("except (ValueError, torch.OutOfMemoryError) as error:", 18),
+        ("except RuntimeError as error:\n    assert 'out of memory' in str(error)", 19),
+        ("except RuntimeError:  # not 'out of memory'", 0),
+    ],
+)
+def test_a_handler_of_out_of_memory_is_said_not_to_be_exercised(
+    tmp_path: Path, handler: str, line: int
+) -> None:
+    body = f"""
+try:
+    while True:
+        forward(torch.randn(4, 512)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+{handler}
+    print("smaller batches")
+"""
+    said = [note for note in run(tmp_path, body).meta.notes if "not exercised" in note]
+    assert [f"train.py:{line}: what" in note for note in said] == ([True] if line else [])

@@ -106,3 +106,26 @@ def test_no_program_at_all() -> None:
     with pytest.raises(UsageError, match="no script given") as caught:
         check_program(None, "memplan estimate train.py")
     assert caught.value.hint == "memplan estimate train.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("job.trace", b""),
+        ("job.py", b"\x93memplan trace\n"),
+        ("snapshot", b"\x80\x04\x95"),
+        ("log.csv", b"id,size"),
+    ],
+)
+def test_a_recording_is_no_script(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match="is a recording, not a script") as caught:
+        check_program(script(str(tmp_path / name)), "usage")
+    assert caught.value.hint == f"memplan simulate {tmp_path / name}"
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"import torch", "é = 1".encode(), b"\xef\xbb\xbfx = 1"])
+def test_a_script_is_a_script(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train").write_bytes(content)
+    assert check_program(script(str(tmp_path / "train")), "usage").name == str(tmp_path / "train")

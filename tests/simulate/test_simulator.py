@@ -12,7 +12,15 @@ from memplan.simulate import AllocatorSettings, Timeline, simulate
 from memplan.simulate.settings import MIB
 from memplan.types.builder import TraceBuilder
 from memplan.types.errors import FormatError, NoAnswerError, UsageError
-from memplan.types.trace import Block, EventKind, Segment, Trace, TraceMeta
+from memplan.types.trace import (
+    Block,
+    EventKind,
+    Provenance,
+    Role,
+    Segment,
+    Trace,
+    TraceMeta,
+)
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
@@ -295,3 +303,14 @@ def test_the_trace_is_left_alone() -> None:
     simulate(trace)
     for name, column in before.items():
         np.testing.assert_array_equal(getattr(trace.events, name), column)
+
+
+@pytest.mark.parametrize(("role", "granted"), [(Role.WORKSPACE, True), (Role.UNKNOWN, False)])
+def test_only_a_workspace_makes_do_with_less(role: Role, granted: bool) -> None:
+    """An RNN's reserve is as uncertain, but its kernel has no plan with a smaller one."""
+    builder = TraceBuilder()
+    storage = builder.new_storage(role=role)
+    rule = {"low": 4 * MIB, "high": 80 * MIB, "provenance": Provenance.RULE}
+    builder.append(EventKind.ALLOC, storage, 60 * MIB, **rule)  # type: ignore[arg-type]
+    timeline = simulate(builder.build(TraceMeta()), AllocatorSettings(), capacity_bytes=40 * MIB)
+    assert (timeline.oom_event is None) == granted

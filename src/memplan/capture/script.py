@@ -12,7 +12,9 @@ from pathlib import Path
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
+from memplan.capture.context import shown_path
 from memplan.capture.mode import EnoughSeen
+from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, device_note, end_children
 from memplan.capture.sandbox import lockdown, sandbox
@@ -48,6 +50,7 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
                 finally:
                     end_children(others)
                     elsewhere = box.device_uses
+                    session.notes += oom_note(target)  # while its folder is on the path
     except EnoughSeen:
         pass
     except SystemExit as stop:
@@ -116,6 +119,12 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
     own = [frame for frame in frames if _is_users(frame.filename)]
     where = f"{own[-1].filename}:{own[-1].lineno}" if own else target.name
     detail = str(error) or "(no message)"
+    if isinstance(error, SyntaxError) and error.lineno and Path(error.filename or "").is_file():
+        place = f"{shown_path(str(error.filename))}:{error.lineno}"
+        return CaptureError(
+            f"{place}: {type(error).__name__}: {error.msg}",
+            f"python -m py_compile {error.filename} shows the place",
+        )
     if isinstance(error, ProcessException):
         return CaptureError(
             f"{where}: a process started by torch.multiprocessing failed: "

@@ -11,6 +11,8 @@ from pathlib import Path
 from memplan.capture.options import ScriptTarget
 from memplan.types.errors import UsageError
 
+_RECORDINGS = (".trace", ".pickle", ".pkl", ".csv")
+
 
 def split_program(
     parser: argparse.ArgumentParser, words: list[str]
@@ -73,6 +75,7 @@ def check_program(program: ScriptTarget | None, usage: str) -> ScriptTarget:
 
 def _check_script(path: Path) -> None:
     if path.is_file():
+        _refuse_recording(path)
         return
     if path.is_dir():
         raise UsageError(f"{path} is a directory", f"-m {path.name}, or a script inside it")
@@ -86,6 +89,17 @@ def _check_script(path: Path) -> None:
     else:
         hint = f"another folder: {folder} does not exist"
     raise UsageError(f"no script {path}", hint)
+
+
+def _refuse_recording(path: Path) -> None:
+    """A trace or a snapshot in the script's place: its first byte begins no Python source."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(1)
+    except OSError:
+        return
+    if b"\x80" <= first < b"\xc0" or (path.suffix in _RECORDINGS):
+        raise UsageError(f"{path} is a recording, not a script", f"memplan simulate {path}")
 
 
 def _check_module(name: str) -> None:
