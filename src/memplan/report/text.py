@@ -15,18 +15,28 @@ def format_bytes(nbytes: int) -> str:
 
 def headline(estimate: Estimate) -> str:
     """The answer in one line: peak, interval, card and verdict."""
-    name, unit = _unit(estimate.peak_bytes)
-    low, peak, high = (
-        _number(n, unit) for n in (estimate.low_bytes, estimate.peak_bytes, estimate.high_bytes)
-    )
-    line = f"peak {peak} {name} ({low}–{high})"
+    line = peak_text(estimate)
     if estimate.gpu is None:
         return line
-    line += f" of {format_bytes(estimate.gpu.total_bytes)}: "
     if estimate.fits:
-        return line + f"fits, {format_bytes(estimate.spare_bytes or 0)} spare"
+        return f"{line}: fits, {format_bytes(estimate.spare_bytes or 0)} spare"
     verdict = "does not fit" if estimate.peak_bytes > estimate.gpu.total_bytes else "may not fit"
-    return line + f"{verdict}, {format_bytes(estimate.missing_bytes or 0)} missing"
+    return f"{line}: {verdict}, {format_bytes(estimate.missing_bytes or 0)} missing"
+
+
+def peak_text(estimate: Estimate) -> str:
+    """`peak 21.4 GiB (20.9–22.0) of 24.0 GiB`: peak, interval and card."""
+    text = f"peak {interval_text(estimate.low_bytes, estimate.peak_bytes, estimate.high_bytes)}"
+    if estimate.gpu is None:
+        return text
+    return f"{text} of {format_bytes(estimate.gpu.total_bytes)}"
+
+
+def interval_text(low: int, middle: int, high: int) -> str:
+    """`21.4 GiB (20.9–22.0)`, all three in the middle one's unit."""
+    name, unit = _unit(middle)
+    low_text, text, high_text = (_number(n, unit) for n in (low, middle, high))
+    return f"{text} {name} ({low_text}–{high_text})"
 
 
 def clean(text: str, *, ascii_only: bool = False) -> str:

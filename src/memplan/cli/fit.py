@@ -1,0 +1,119 @@
+"""Make a training script fit a card, at the least added time.
+
+Where the estimate does not fit, looks for what to drop and recompute, captures the script again
+with that plan in effect, and keeps the cheapest plan that fits. Options of memplan come before the
+script; everything after it is the script's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import msgspec
+
+from memplan.capture.options import ScriptTarget
+from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.files import output_path
+from memplan.cli.machine import machine_profile
+from memplan.cli.program import check_program
+from memplan.cli.signals import ended_by_signal
+from memplan.cli.streams import progress_line, write_json, write_report
+from memplan.fit.answer import Fit
+from memplan.fit.child import program_words
+from memplan.types.device import find_profile
+from memplan.types.errors import UsageError
+
+TAKES_PROGRAM = True
+_USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "memplan fit [options] SCRIPT [ARGS…]\n       memplan fit [options] -m MODULE [ARGS…]"
+    )
+    add = parser.add_argument
+    add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
+    add("--steps", type=int, metavar="N", help="optimizer steps to run in each capture")
+    add("--routing", choices=("balanced", "worst"), default="balanced",
+        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
+    add("--allow-network", action="store_true", help="let the script use the network")
+    add("-o", "--output", metavar="PLAN", help="write the plan to this file")
+    add("-f", "--force", action="store_true", help="write over an existing file")
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+    add("-m", metavar="MODULE", help="run a module instead of a script")
+
+
+def run(args: argparse.Namespace) -> int:
+    return ended_by_signal(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    program = check_program(args.program, _USAGE)
+    if args.steps is not None and args.steps < 1:
+        raise UsageError(f"--steps {args.steps}: a plan needs a training step", "--steps 3")
+    script = program.name if program.kind == "script" else ""
+    path = output_path(args.output, force=args.force, reads=script) if args.output else None
+    profile = find_profile(args.gpu) if args.gpu else machine_profile()
+    if profile is None:
+        raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
+    from memplan.fit.child import CaptureFailedError, ChildCapture
+    from memplan.fit.flow import fit
+    from memplan.recompute import solve
+    from memplan.simulate import AllocatorSettings
+
+    if args.alloc_conf:
+        AllocatorSettings.parse(args.alloc_conf)
+    try:
+        with ChildCapture(_child_options(args)) as capture, progress_line() as progress:
+            fitted = fit(program, profile, capture, solve, progress)
+    except CaptureFailedError as error:
+        return error.code  # it has said why
+    answer = fitted.answer
+    if path is not None and fitted.plan is not None:
+        from memplan.types.plan_file import save_plan
+
+        save_plan(fitted.plan, path, overwrite=args.force)
+        answer = msgspec.structs.replace(answer, plan=args.output)
+    if args.json:
+        write_json(answer)
+    else:
+        _print(answer, next_command(answer, args.own_words, program))
+    return EXIT_YES if answer.fits else EXIT_NO
+
+
+def _child_options(args: argparse.Namespace) -> list[str]:
+    words = ["--routing", args.routing]
+    for option, value in (
+        ("--gpu", args.gpu),
+        ("--steps", args.steps),
+        ("--alloc-conf", args.alloc_conf),
+    ):
+        words += [option, str(value)] if value is not None else []
+    return [*words, *(["--allow-network"] if args.allow_network else [])]
+
+
+def next_command(answer: Fit, own_words: list[str], program: ScriptTarget) -> str:
+    """What the reader will most likely type next, ready to be pasted; empty when nothing helps."""
+    rest = program_words(program)
+    fits_as_it_is = answer.fits and answer.after is None
+    if answer.plan:
+        return shlex.join(["memplan", "run", "--plan", answer.plan, *rest])
+    if fits_as_it_is:
+        return shlex.join(["python", *rest])
+    own = own_words if "-o" in own_words else [*own_words, "-o", "job.plan"]
+    if answer.fits:
+        return shlex.join(["memplan", "fit", *own, *rest])
+    change = next((change for change in answer.changes if change.command), None)
+    if change is None:
+        return ""
+    name, *argv = change.command
+    changed = ScriptTarget(program.kind, name, tuple(argv))
+    return shlex.join(["memplan", "fit", *own, *program_words(changed)])
+
+
+def _print(answer: Fit, hint: str) -> None:
+    from memplan.fit.text import print_fit
+
+    write_report(lambda console: print_fit(answer, console, next_command=hint))

@@ -1,0 +1,96 @@
+"""The `Fit`: the answer to "make it fit", as data. `docs/fit.md` describes it for readers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from memplan.types.estimate import Estimate, GpuInfo
+
+SCHEMA_VERSION = 1
+
+
+class Lever(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that the plan does, folded over modules whose paths differ in numbers only."""
+
+    kind: Literal["recompute"] = "recompute"
+    name: str
+    """`blocks.*.mlp`: where the values are made."""
+    groups: int
+    values: int
+    dropped_bytes: int
+    """Of one pass: what is not kept from forward to backward."""
+    added_seconds: float
+    """Per step."""
+    added_fraction: float
+    """Of the step's time without a plan."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the job with which it fits, or one that was tried in vain."""
+
+    kind: Literal["batch_size", "sequence_length", "sharded_optimizer"]
+    option: str
+    """The script's option; empty for a sharded optimizer."""
+    before: int
+    """The option's value; 1 GPU for a sharded optimizer."""
+    after: int
+    fits: bool
+    peak_bytes: int
+    """The process peak of this job on each GPU, with its interval."""
+    low_bytes: int
+    high_bytes: int
+    recompute: bool
+    """Whether the least-peak plan is in effect in that figure."""
+    verified: str
+    """How, in words."""
+    command: list[str] = []
+    """The script and its arguments after the change; empty where the script has to be rewritten."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was captured. Bytes of `budget` and `planned` are requested bytes of a step."""
+
+    budget_bytes: int
+    """0 for the least peak."""
+    planned_bytes: int
+    """The step's peak as the solver saw it."""
+    requested_bytes: int
+    """The run's peak as captured with the plan in effect."""
+    peak_bytes: int
+    high_bytes: int
+    fits: bool
+    added_fraction: float
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a job fits a card, and what makes it fit."""
+
+    schema_version: int = SCHEMA_VERSION
+    memplan_version: str
+    torch_version: str
+    gpu: GpuInfo
+    fits: bool
+    """With the levers below; without any when there are none."""
+    before: Estimate
+    after: Estimate | None
+    """With the plan in effect, captured anew; when `fits` is false, the least peak that was found.
+    None where no plan was needed or none could be made."""
+    step_seconds: float | None
+    """Forward and backward of a step without a plan, by the card's data sheet; None where no plan
+    was looked for."""
+    added_seconds: float
+    added_fraction: float
+    levers: list[Lever]
+    changes: list[Change]
+    """Only where `fits` is false: the nearest changes of the job that fit, nearest first."""
+    tried: list[str]
+    """Only where `fits` is false: sentences about what did not help."""
+    attempts: list[Attempt]
+    """Every plan that was captured, in order."""
+    plan: str | None
+    """Path of the plan, where one was asked for and written."""
+    seconds: float
+    """That finding the answer took."""
+    notes: list[str]

@@ -1,0 +1,200 @@
+"""The nearest changes of a job with which it fits, each verified by an estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memplan.capture.options import ScriptTarget
+from memplan.estimate import estimate
+from memplan.fit.answer import Change
+from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
+from memplan.fit.knobs import Kind, Knob, find_knobs, with_value
+from memplan.fit.plans import Planned
+from memplan.fit.what_if import shard_optimizer
+from memplan.report.text import format_bytes
+from memplan.types.device import DeviceProfile
+from memplan.types.estimate import Estimate
+from memplan.types.plan import Plan
+from memplan.types.trace import Role
+
+_WORDS: dict[Kind, str] = {"batch_size": "batch size", "sequence_length": "sequence length"}
+_LEAST: dict[Kind, int] = {"batch_size": 1, "sequence_length": 16}
+_MULTIPLE: dict[Kind, int] = {"batch_size": 1, "sequence_length": 8}
+_REFINEMENTS = 2
+_GPUS = (2, 4, 8)
+
+
+def nearest_changes(
+    program: ScriptTarget,
+    plain: Captured,
+    lowest: Planned | None,
+    profile: DeviceProfile,
+    capture: CaptureProgram,
+    progress: Callable[[str], None],
+) -> tuple[list[Change], list[str]]:
+    """Changes that fit, nearest first, and sentences about what was tried in vain.
+
+    `lowest`: the plan with the least peak, which is kept in effect: operators are named by their
+    place in the step, so it serves other shapes as well.
+    """
+    changes: list[Change] = []
+    tried: list[str] = []
+    knobs = {knob.kind: knob for knob in find_knobs(program)}
+    reference = lowest.captured.estimate if lowest else plain.estimate
+    for kind, words in _WORDS.items():
+        if kind not in knobs:
+            tried.append(f"no option for the {words} was found in {program.name} or after it")
+            continue
+        plan = Plan(recompute=lowest.part) if lowest else None
+        search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
+        change, reason = search.run(_share(reference, profile))
+        changes += [change] if change else []
+        tried += [reason] if reason else []
+    changes.sort(key=lambda change: -change.after / change.before)
+    sharded, reason = _sharded(plain, lowest, profile)
+    changes += [sharded] if sharded else []
+    tried += [reason] if reason else []
+    return changes, tried
+
+
+def largest_fitting(
+    value: int, share: float, fits: Callable[[int], bool], *, least: int = 1, multiple: int = 1
+) -> int | None:
+    """The largest of value/2, value/4, … not below `least` for which `fits`, by bisection, then
+    refined at most twice between it and the next larger one, in multiples of `multiple`.
+
+    `share`: the fraction of `value` that is expected to fit; it only decides what is asked first.
+    Assumes that whatever is smaller than a value that fits, fits.
+    """
+    halves = [value >> k for k in range(1, value.bit_length()) if value >> k >= least]
+    low, high = 0, len(halves)
+    probe = next((i for i, half in enumerate(halves) if half <= value * share), high - 1)
+    while low < high:
+        if fits(halves[probe]):
+            high = probe
+        else:
+            low = probe + 1
+        probe = (low + high) // 2
+    if high == len(halves):
+        return None
+    best, above = halves[high], halves[high - 1] if high else value
+    for _ in range(_REFINEMENTS):
+        middle = (best + above) // 2 // multiple * multiple
+        if not best < middle < above:
+            break
+        if fits(middle):
+            best = middle
+        else:
+            above = middle
+    return best
+
+
+def _share(reference: Estimate, profile: DeviceProfile) -> float:
+    """The fraction of the batch that should fit, were all but parameters, gradients, optimizer
+    state and context in proportion to it."""
+    parts = reference.breakdown
+    fixed = parts.parameters + parts.gradients + parts.optimizer_state
+    fixed += profile.context_high_bytes
+    moving = max(reference.high_bytes - fixed, 1)
+    return (profile.total_memory_bytes - fixed) / moving
+
+
+@dataclass
+class _KnobSearch:
+    """Captures the program with smaller values of one option."""
+
+    program: ScriptTarget
+    knob: Knob
+    plan: Plan | None
+    profile: DeviceProfile
+    capture: CaptureProgram
+    progress: Callable[[str], None]
+    seen: dict[int, Estimate] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def run(self, share: float) -> tuple[Change | None, str]:
+        """The change, or why there is none."""
+        kind, option = self.knob.kind, self.knob.option
+        value = largest_fitting(
+            self.knob.value, share, self._fits, least=_LEAST[kind], multiple=_MULTIPLE[kind]
+        )
+        if value is not None:
+            return self._change(value), ""
+        if self.seen:
+            smallest = min(self.seen)
+            needs = format_bytes(self.seen[smallest].high_bytes)
+            return None, f"{option} {smallest} does not fit either: it needs {needs}"
+        if self.failed:
+            smallest, said = min(self.failed.items())
+            return None, f"{option} {smallest} could not be captured: {said}"
+        return None, f"{option} {self.knob.value} cannot be made smaller"
+
+    def _fits(self, value: int) -> bool:
+        self.progress(f"trying {self.knob.option} {value}")
+        program = with_value(self.program, self.knob, value)
+        try:
+            found = self.capture(program, self.plan, quiet=True).estimate
+        except CaptureFailedError as error:
+            self.failed[value] = _last_line(error.said) or f"exit code {error.code}"
+            return False
+        self.seen[value] = found
+        return bool(found.fits)
+
+    def _change(self, value: int) -> Change:
+        program = with_value(self.program, self.knob, value)
+        found = self.seen[value]
+        how = "captured with this value"
+        return Change(
+            kind=self.knob.kind,
+            option=self.knob.option,
+            before=self.knob.value,
+            after=value,
+            fits=True,
+            peak_bytes=found.peak_bytes,
+            low_bytes=found.low_bytes,
+            high_bytes=found.high_bytes,
+            recompute=self.plan is not None,
+            verified=f"{how} and the least-peak plan" if self.plan else how,
+            command=[program.name, *program.argv],
+        )
+
+
+def _last_line(text: str) -> str:
+    """What memplan said last, without the hint that may follow."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("memplan: ")]
+    return (own or lines or [""])[-1].removeprefix("memplan: ").removeprefix("error: ")
+
+
+def _sharded(
+    plain: Captured, lowest: Planned | None, profile: DeviceProfile
+) -> tuple[Change | None, str]:
+    """The fewest GPUs over which the optimizer's state has to be spread, without recomputation
+    where that is enough."""
+    if not (plain.trace.storages.role == Role.OPTIMIZER_STATE).any():
+        return None, "the optimizer keeps no state that could be sharded"
+    captured = [plain, lowest.captured] if lowest else [plain]
+    for gpus in _GPUS:
+        for job in captured:
+            found = estimate(shard_optimizer(job.trace, gpus), profile)
+            if found.fits:
+                return _shards(found, gpus, recompute=job is not plain), ""
+    needs = format_bytes(found.high_bytes)
+    return None, f"the optimizer's state over {_GPUS[-1]} GPUs is not enough: {needs} on each"
+
+
+def _shards(found: Estimate, gpus: int, *, recompute: bool) -> Change:
+    trace = "the trace captured with the least-peak plan" if recompute else "the captured trace"
+    return Change(
+        kind="sharded_optimizer",
+        option="",
+        before=1,
+        after=gpus,
+        fits=True,
+        peak_bytes=found.peak_bytes,
+        low_bytes=found.low_bytes,
+        high_bytes=found.high_bytes,
+        recompute=recompute,
+        verified=f"{trace}, its optimizer state divided by {gpus}; no collectives' buffers counted",
+    )

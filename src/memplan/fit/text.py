@@ -1,0 +1,106 @@
+"""A `Fit` for a person at a terminal; the first line is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from memplan.fit.answer import Change, Fit, Lever
+from memplan.report.text import clean, format_bytes, headline, interval_text, peak_text, shorten
+
+_LEVERS = 8
+_NAME = 36
+
+
+def print_fit(answer: Fit, console: Console, *, next_command: str = "") -> None:
+    """Write the report. Colour and character set follow the console."""
+    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
+    for line in fit_lines(answer, next_command):
+        if ascii_only:
+            line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+
+
+def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
+    """The report's lines."""
+    yield Text(_verdict(answer), style="bold green" if answer.fits else "bold red")
+    if answer.after is not None:
+        yield Text(f"without a plan: {headline(answer.before)}", style="dim")
+    yield from _levers(answer)
+    yield from _changes(answer)
+    for text in answer.notes:
+        yield Text(f"note: {clean(text)}")
+    if answer.plan:
+        yield Text(f"wrote {clean(answer.plan)}")
+    if next_command:
+        yield Text()
+        yield Text.assemble(("next: ", "bold"), clean(next_command))
+
+
+def _verdict(answer: Fit) -> str:
+    if answer.after is None:
+        line = headline(answer.before)
+        return f"fits without a plan: {line}" if answer.fits else line
+    if answer.fits:
+        more = _percent(answer.added_fraction)
+        return f"fits with a plan: {peak_text(answer.after)}, {more} time"
+    missing = format_bytes(answer.after.missing_bytes or 0)
+    return f"does not fit: least possible {peak_text(answer.after)}, {missing} missing"
+
+
+def _levers(answer: Fit) -> Iterator[Text]:
+    if not answer.levers:
+        return
+    yield Text()
+    shown, rest = answer.levers[:_LEVERS], answer.levers[_LEVERS:]
+    for lever in shown:
+        yield _lever(lever)
+    if rest:
+        dropped = sum(lever.dropped_bytes for lever in rest)
+        added = sum(lever.added_fraction for lever in rest)
+        text = f"{len(rest)} more places"
+        yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
+    captures = len(answer.attempts) + 1
+    yield Text(
+        f"time by the card's data sheet; peak of the script captured again with the plan "
+        f"({captures} captures, {answer.seconds:.0f} s)",
+        style="dim",
+    )
+
+
+def _lever(lever: Lever) -> Text:
+    name = shorten(clean(lever.name), _NAME - 1)
+    values = f"{lever.values} values"
+    return Text(
+        f"  recompute  {name:<{_NAME}}{values:>14}{format_bytes(lever.dropped_bytes):>12}  "
+        f"{_percent(lever.added_fraction)}"
+    )
+
+
+def _changes(answer: Fit) -> Iterator[Text]:
+    if answer.fits:
+        return
+    yield Text()
+    if answer.changes:
+        yield Text("nearest changes that fit", style="bold")
+    for change in answer.changes:
+        peak = interval_text(change.low_bytes, change.peak_bytes, change.high_bytes)
+        yield Text(f"  {clean(_change(change)):<40}{peak}")
+        yield Text(f"    {change.verified}", style="dim")
+    if answer.tried:
+        yield Text("tried in vain", style="bold")
+    for text in answer.tried:
+        yield Text(f"  {clean(text)}")
+
+
+def _change(change: Change) -> str:
+    if change.kind == "sharded_optimizer":
+        return f"optimizer state over {change.after} GPUs"
+    return f"{change.option} {change.after} (now {change.before})"
+
+
+def _percent(fraction: float) -> str:
+    digits = 0 if fraction >= 0.095 else 1
+    return f"+{fraction * 100:.{digits}f} %"
