@@ -10,7 +10,7 @@ from memplan.phases.pass_values import PassValues
 from memplan.types.step_graph import Bools
 from memplan.types.trace import I64
 
-SLACK_ROWS = 12
+SLACK_ROWS = 8
 """A node of autograd lets go of what it saved after its last operator. So many rows may pass
 between a value's last read in backward and its release when only that node holds it."""
 

@@ -1,0 +1,563 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memplan.phases import find_steps, plain_peak, step_graph
+from memplan.phases.step_graph import alive_rows
+from memplan.types.builder import TraceBuilder
+from memplan.types.device import find_profile
+from memplan.types.errors import NoAnswerError, UsageError
+from memplan.types.step_graph import StepGraph
+from memplan.types.trace import EventKind, Phase, Provenance, Trace, TraceMeta
+from tests.capture.jobs import record
+
+# By hand
+
+
+class Hand:
+    """A trace written row by row; storages have names."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder()
+        self.numbers: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+
+    def phase(self, phase: Phase, call: int = -1) -> None:
+        self.builder.phase, self.builder.call = phase, call
+
+    def op(self, name: str, reads: str = "", makes: str = "", writes: str = "") -> None:
+        """`makes`: `a=100 b=20`; a view moves nothing."""
+        builder = self.builder
+        builder.begin_op(f"aten.{name}.default", reads=[self.numbers[n] for n in reads.split()])
+        made = []
+        for item in makes.split():
+            label, _, size = item.partition("=")
+            made.append(self.alloc(label, int(size)))
+        builder.op_writes([*made, *(self.numbers[n] for n in writes.split())])
+        builder.op_work(flops=0, moved_bytes=0 if name == "view" else 1000)
+
+    def alloc(self, label: str, size: int) -> int:
+        self.numbers[label] = number = self.builder.new_storage(name=label)
+        self.sizes[label] = size
+        if size:
+            self.builder.append(EventKind.ALLOC, number, size)
+        return number
+
+    def free(self, labels: str) -> None:
+        for label in labels.split():
+            self.builder.append(EventKind.FREE, self.numbers[label], self.sizes[label])
+
+    def scratch(self, *sizes: int) -> None:
+        """Memory of a kernel, taken and given back one after the other."""
+        for size in sizes:
+            number = self.builder.new_storage()
+            for kind in (EventKind.ALLOC, EventKind.FREE):
+                self.builder.append(kind, number, size, provenance=Provenance.RULE)
+
+    def end_step(self) -> None:
+        self.builder.step += 1
+        self.phase(Phase.FORWARD)
+        self.builder.append(EventKind.MARK)
+
+    def graph(self) -> StepGraph:
+        return step_graph(self.builder.build(TraceMeta()))
+
+
+def chain() -> Hand:
+    """weight 1000 · x 100 → h 200 → y 300 → loss 4, with what backward makes."""
+    hand = Hand()
+    hand.phase(Phase.SETUP)
+    hand.op("empty", makes="weight=1000 stale=50")
+    hand.phase(Phase.FORWARD)
+    hand.op("randn", makes="x=100")
+    hand.phase(Phase.FORWARD, call=7)
+    hand.op("mm", "x weight", "h=200")
+    hand.free("stale")
+    hand.op("relu", "h", "y=300")
+    hand.scratch(60, 90)
+    hand.op("view", "y")
+    hand.op("mm", "y weight", "z=30")
+    hand.phase(Phase.FORWARD)
+    hand.op("sum", "z", "loss=4")
+    hand.free("z")
+    hand.phase(Phase.BACKWARD)
+    hand.op("mm", "y weight", "gw=1000 gy=300")
+    hand.free("y")
+    hand.op("threshold", "gy h", "gh=200")
+    hand.free("gy h")
+    hand.op("mm", "gh x", writes="gw")
+    hand.free("gh")
+    hand.phase(Phase.OPTIMIZER)
+    hand.op("add_", "weight gw", writes="weight")
+    hand.scratch(5000)
+    hand.free("gw")
+    hand.end_step()
+    return hand
+
+
+def test_a_pass_written_by_hand() -> None:
+    hand = chain()
+    graph = hand.graph()
+    assert graph.ops.name[:4] == [f"aten.{n}.default" for n in ("randn", "mm", "relu", "view")]
+    assert (graph.forward_ops, len(graph), graph.passes) == (6, 9, 1)
+    assert graph.ops.call.tolist() == [-1, 0, 0, 0, 0, -1, -1, -1, -1]
+    assert graph.ops.nth.tolist() == [-1, 0, 0, 0, 1, -1, -1, -1, -1]
+    values = {name: number for number, name in enumerate(graph.values.name) if name}
+    table = {
+        name: tuple(
+            int(getattr(graph.values, column)[number]) for column in ("bytes", "alloc", "free")
+        )
+        for name, number in values.items()
+    }
+    assert table == {
+        "weight": (0, -1, 9),
+        "stale": (50, -1, 2),
+        "x": (100, 0, 9),
+        "h": (200, 1, 8),
+        "y": (300, 2, 7),
+        "z": (30, 4, 6),
+        "loss": (4, 5, 9),
+        "gw": (1000, 6, 9),
+        "gy": (300, 6, 8),
+        "gh": (200, 7, 9),
+    }
+    assert graph.base_bytes == 1000
+    dropped = {name for name, number in values.items() if graph.values.droppable[number]}
+    assert dropped == {"h", "y"}
+    assert graph.ops.reads_of(2) == [values["h"]] and graph.ops.writes_of(3) == []
+    assert graph.ops.seconds[3] == 0.0 and graph.ops.seconds[2] > 0.0
+
+
+def test_scratch_memory_is_the_last_value_of_its_row() -> None:
+    graph = chain().graph()
+    *made, scratch = graph.ops.writes_of(2)
+    assert [graph.values.name[v] for v in made] == ["y"]
+    # The two kernels' memory is never there at the same time.
+    assert int(graph.values.bytes[scratch]) == 90
+    assert (graph.values.alloc[scratch], graph.values.free[scratch]) == (2, 3)
+    assert not graph.values.droppable[scratch]
+
+
+def test_the_rest_of_the_step_is_the_optimizer() -> None:
+    graph = chain().graph()
+    assert graph.rest_peak_bytes == 1000 + 100 + 4 + 1000 + 5000
+    assert plain_peak(graph) == graph.rest_peak_bytes
+
+
+def test_empty_outputs_keep_their_place_among_outputs() -> None:
+    hand = Hand()
+    hand.phase(Phase.FORWARD, call=0)
+    hand.op("full", makes="x=10")
+    hand.op("attention", "x", "nothing=0 out=70")
+    hand.phase(Phase.BACKWARD)
+    hand.op("mul", "out x", "g=10")
+    hand.end_step()
+    graph = hand.graph()
+    made = [v for v in graph.ops.writes_of(1) if graph.values.alloc[v] == 1]
+    assert [graph.values.name[v] for v in made] == ["nothing", "out"]
+
+
+def test_what_is_let_go_while_an_operator_runs_does_not_meet_its_result() -> None:
+    hand = Hand()
+    hand.phase(Phase.FORWARD, call=0)
+    hand.op("full", makes="x=10 old=500")
+    hand.builder.begin_op("aten.mul.default", reads=[hand.numbers["x"]])
+    hand.free("old")
+    hand.builder.op_writes([hand.alloc("y", 400)])
+    hand.builder.op_work(flops=0, moved_bytes=20)
+    hand.phase(Phase.BACKWARD)
+    hand.op("mul", "y x", "g=10")
+    hand.end_step()
+    assert plain_peak(hand.graph()) == 510
+
+
+# Real captures
+
+
+def true_peak(trace: Trace, step: int) -> int:
+    """Most bytes alive at once in a step, event by event."""
+    start, stop = find_steps(trace)[step]
+    alive = best = 0
+    for index, (kind, nbytes) in enumerate(
+        zip(trace.events.kind.tolist(), trace.events.bytes.tolist(), strict=True)
+    ):
+        if index == start:
+            best = alive
+        if index == stop:
+            break
+        alive += nbytes if kind == EventKind.ALLOC else -nbytes if kind == EventKind.FREE else 0
+        best = max(best, alive) if index >= start else best
+    return best
+
+
+def training(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    *,
+    micro_batches: int = 1,
+    loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
+    autocast: bool = False,
+) -> Callable[[], None]:
+    def job() -> None:
+        model = make().to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            for _ in range(micro_batches):
+                x = torch.randn(shape, device="cuda")
+                with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                    value = loss(model(x))
+                value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return job
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+
+class Residual(nn.Module):
+    """In-place operators, batch norm, and a convolution with a workspace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.two = nn.Conv2d(8, 8, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.norm(self.one(x)))
+        z = self.two(y)
+        z += y
+        return self.relu(z).square()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool = False, function: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp() for _ in range(3))
+        self.reentrant, self.function = reentrant, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_() if self.reentrant else x
+        for block in self.blocks:
+            run = (lambda y, b=block: b[3](F.gelu(b[0](y)))) if self.function else block
+            x = x.mul(2.0) + checkpoint(run, x, use_reentrant=self.reentrant)
+        return x
+
+
+JOBS = {
+    "mlp": training(mlp, (32, 64)),
+    "autocast": training(mlp, (32, 64), autocast=True),
+    "residual": training(Residual, (4, 3, 16, 16)),
+    "attention": training(Attention, (4, 32, 64)),
+    "accumulation": training(mlp, (32, 64), micro_batches=3),
+    "checkpoint": training(Checkpointed, (32, 64)),
+    "reentrant checkpoint": training(lambda: Checkpointed(reentrant=True), (32, 64)),
+    "checkpointed function": training(lambda: Checkpointed(function=True), (32, 64)),
+    "recurrent": training(lambda: nn.LSTMCell(64, 64), (32, 64), loss=lambda out: out[0].sum()),
+}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+def test_the_plain_peak_is_the_step_s_to_the_byte(job: Callable[[], None]) -> None:
+    trace = record(job)
+    last = len(find_steps(trace)) - 1
+    assert last > 0
+    assert plain_peak(step_graph(trace)) == true_peak(trace, last)
+    assert plain_peak(step_graph(trace, step=0)) == true_peak(trace, 0)
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+def test_the_graph_agrees_with_itself(job: Callable[[], None]) -> None:
+    graph = step_graph(record(job))
+    values, ops = graph.values, graph.ops
+    for row in range(len(graph)):
+        for value in {*ops.reads_of(row), *ops.writes_of(row)}:
+            assert values.alloc[value] <= row < values.free[value]
+    for value in np.flatnonzero(values.droppable).tolist():
+        readers = [
+            row for row in range(graph.forward_ops, len(graph)) if value in ops.reads_of(row)
+        ]
+        writers = [row for row in range(len(graph)) if value in ops.writes_of(row)]
+        assert readers and writers[0] == values.alloc[value]
+        assert all(ops.replayable[row] and ops.call[row] >= 0 for row in writers)
+    assert not ops.replayable[graph.forward_ops :].any()
+    assert (ops.seconds >= 0).all() and ops.seconds.sum() > 0
+
+
+def by_module(graph: StepGraph) -> dict[str, int]:
+    """Droppable bytes by the operator and module that make them."""
+    found: dict[str, int] = {}
+    for value in np.flatnonzero(graph.values.droppable).tolist():
+        row = int(graph.values.alloc[value])
+        key = graph.ops.name[row].split(".")[1]
+        found[key] = found.get(key, 0) + int(graph.values.bytes[value])
+    return found
+
+
+def test_what_autograd_saves_can_be_dropped() -> None:
+    graph = step_graph(record(JOBS["mlp"]))
+    hidden = 32 * 256
+    assert by_module(graph) == {
+        "addmm": 4 * hidden,  # gelu's input
+        "native_dropout": 4 * hidden + hidden,  # the next layer's input, and the mask
+    }
+
+
+def test_in_place_operators_are_part_of_a_value() -> None:
+    graph = step_graph(record(JOBS["residual"]))
+    size = 4 * 4 * 8 * 16 * 16
+    found = by_module(graph)
+    assert found["convolution"] == 2 * size  # batch norm's input; z, added to and rectified
+    value = next(
+        v
+        for v in np.flatnonzero(graph.values.droppable).tolist()
+        if sum(v in graph.ops.writes_of(row) for row in range(graph.forward_ops)) == 3
+    )
+    names = [graph.ops.name[r] for r in range(len(graph)) if value in graph.ops.writes_of(r)]
+    assert names == ["aten.convolution.default", "aten.add_.Tensor", "aten.relu_.default"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "reentrant checkpoint", "checkpointed function"])
+def test_inputs_of_checkpointed_blocks_are_held_by_python(name: str) -> None:
+    graph = step_graph(record(JOBS[name]))
+    assert by_module(graph) == {}
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh()
+        self.seen = [hidden]
+        return self.two(hidden).tanh()
+
+
+def test_what_python_holds_cannot_be_dropped() -> None:
+    # `hidden` stays in a list until the next forward; the output is what the script squares.
+    def squared(out: torch.Tensor) -> torch.Tensor:
+        return out.square().sum()
+
+    graph = step_graph(record(training(Kept, (32, 64), loss=squared)))
+    assert by_module(graph) == {}
+    assert sum(name == "aten.tanh.default" for name in graph.ops.name) == 2
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.held = x.exp()
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.held
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(Doubled.apply(self.one(x).tanh()).sin())
+        return out
+
+
+def test_a_function_s_own_tensors_are_left_alone() -> None:
+    graph = step_graph(record(training(WithFunction, (32, 64))))
+    assert set(by_module(graph)) == {"tanh", "sin"}
+    assert "aten.exp.default" in graph.ops.name
+
+
+class Scattered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        index = torch.zeros(32, dtype=torch.long, device=x.device)
+        return torch.zeros_like(hidden).index_add(0, index, hidden).sigmoid().sin()
+
+
+def test_operators_that_race_are_not_replayed() -> None:
+    graph = step_graph(record(training(Scattered, (32, 64))))
+    replayable = dict(zip(graph.ops.name, graph.ops.replayable.tolist(), strict=True))
+    assert not replayable["aten.index_add.default"]
+    assert replayable["aten.sigmoid.default"]
+    assert "index_add" not in by_module(graph)
+
+
+class Raw(nn.Module):
+    def __init__(self, *, filled: bool) -> None:
+        super().__init__()
+        self.one, self.filled = nn.Linear(64, 64), filled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raw = torch.empty_like(x)
+        if self.filled:
+            raw.copy_(x)
+        return (self.one(x) * raw).sin()
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_memory_that_nobody_wrote_is_not_made_again(filled: bool) -> None:
+    graph = step_graph(record(training(lambda: Raw(filled=filled), (32, 64))))
+    row = graph.ops.name.index("aten.empty_like.default")
+    assert bool(graph.ops.replayable[row]) is filled
+    assert ("empty_like" in by_module(graph)) is filled
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax()
+        return (self.inner(x / scale).sin() + self.inner(x).sin()).tanh()
+
+
+def test_operators_are_counted_in_their_call() -> None:
+    def job() -> None:
+        model, other = Two().to("cuda"), nn.Linear(64, 64).to("cuda")
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+        for _ in range(3):
+            x = torch.randn(32, 64, device="cuda")
+            with torch.no_grad():
+                model(x)
+            other(model(x)).sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    graph = step_graph(record(job))
+    ops = graph.ops
+    places = [
+        (int(ops.call[row]), int(ops.nth[row]))
+        for row, name in enumerate(ops.name[: graph.forward_ops])
+        if name == "aten.addmm.default" and ops.call[row] >= 0
+    ]
+    assert places == [(0, 0), (0, 1), (1, 0)]
+    sines = [
+        (int(ops.call[row]), int(ops.nth[row]))
+        for row, name in enumerate(ops.name[: graph.forward_ops])
+        if name == "aten.sin.default"
+    ]
+    assert sines[-3:] == [(0, 0), (0, 1), (-1, -1)]
+    # What the call does without gradients before anything else is in the pass, and counted.
+    row = max(r for r in range(graph.forward_ops) if ops.name[r] == "aten.amax.default")
+    assert (int(ops.call[row]), int(ops.nth[row])) == (0, 0)
+    # The model's output is read outside its call: it may be saved there.
+    assert "tanh" not in by_module(graph)
+
+
+def test_micro_batches_are_passes_alike() -> None:
+    trace = record(JOBS["accumulation"])
+    graph = step_graph(trace)
+    assert graph.passes == 3
+    assert graph.rest_peak_bytes < plain_peak(graph)
+    single = step_graph(record(JOBS["mlp"]))
+    assert graph.ops.name[: graph.forward_ops] == single.ops.name[: single.forward_ops]
+
+
+def test_passes_that_differ_count_as_the_rest() -> None:
+    def job() -> None:
+        large, small = mlp().to("cuda"), nn.Sequential(nn.Linear(64, 256), nn.GELU()).to("cuda")
+        optimizer = torch.optim.SGD([*large.parameters(), *small.parameters()], 0.1)
+        for _ in range(3):
+            for model in (large, small):
+                model(torch.randn(64, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job)
+    graph = step_graph(trace)
+    assert graph.passes == 1
+    # The other pass holds the input of GELU, its result and their gradients at once.
+    assert graph.rest_peak_bytes > graph.base_bytes + 2 * 4 * 64 * 256
+    assert plain_peak(graph) == true_peak(trace, 1)
+
+
+def test_a_job_without_an_optimizer_has_a_graph() -> None:
+    def job() -> None:
+        mlp().to("cuda")(torch.randn(32, 64, device="cuda")).sum().backward()
+
+    graph = step_graph(record(job))
+    assert graph.passes == 1 and by_module(graph)
+
+
+def test_the_profile_prices_the_operators() -> None:
+    trace = record(training(lambda: nn.Linear(2048, 2048), (4096, 2048)))
+    slow, fast = (
+        float(step_graph(trace, find_profile(card)).ops.seconds.sum())
+        for card in ("t4", "h100-80gb")
+    )
+    assert slow > 5 * fast
+    assert float(step_graph(trace).ops.seconds.sum()) == float(
+        step_graph(trace, find_profile(trace.meta.gpu)).ops.seconds.sum()
+    )
+
+
+# No answer
+
+
+def test_traces_without_operators_say_what_to_try() -> None:
+    builder = TraceBuilder()
+    storage = builder.new_storage()
+    for kind in (EventKind.ALLOC, EventKind.FREE):
+        builder.append(kind, storage, 512)
+    for origin in ("csv", "snapshot"):
+        with pytest.raises(NoAnswerError, match=rf"\({origin}\).*requests of memory") as caught:
+            step_graph(builder.build(TraceMeta(origin=origin)))
+        assert "memplan estimate -o" in caught.value.hint
+    builder.begin_op("aten.mm.default")
+    with pytest.raises(NoAnswerError, match="older memplan"):
+        step_graph(builder.build(TraceMeta()))
+
+
+def test_jobs_without_backward_say_so() -> None:
+    def job() -> None:
+        nn.Linear(4, 4).to("cuda")(torch.randn(2, 4, device="cuda"))
+
+    with pytest.raises(NoAnswerError, match="forward and a backward") as caught:
+        step_graph(record(job))
+    assert "backward()" in caught.value.hint
+
+
+def test_steps_that_are_not_there() -> None:
+    trace = record(JOBS["mlp"])
+    for step in (-1, 99):
+        with pytest.raises(UsageError, match=f"no step {step}") as caught:
+            step_graph(trace, step=step)
+        assert "steps 0 to" in caught.value.hint
+
+
+def test_alive_rows_are_half_open() -> None:
+    columns = ([-1, 0, 1], [1, 3, 2], [5, 7, 11])
+    alloc, free, size = (np.array(column, np.int64) for column in columns)
+    assert alive_rows(3, alloc, free, size).tolist() == [12, 18, 7]
