@@ -21,19 +21,31 @@ def _training(
     return Training(module, (images,), CrossEntropy((batch,), CLASSES), units, frozenset(blocks))
 
 
+def _fused(modules: list[Any]) -> list[Any]:
+    """Every in-place module in one unit with what it follows: a cut between the two would keep a
+    tensor that is then overwritten, which checkpointing refuses."""
+    units: list[Any] = []
+    for module in modules:
+        if getattr(module, "inplace", False):
+            units[-1] = nn.Sequential(units[-1], module)
+        else:
+            units.append(module)
+    return units
+
+
 def _vgg(name: str, batch: int, pixels: int) -> Training:
-    """Units are the children; blocks are convolutions, with their ReLU."""
+    """Units are the children, ReLU with what it follows; convolutions are the blocks."""
     module = models.get_model(name, weights=None)
-    flatten = nn.Flatten()
-    units: list[Unit] = [*module.features, module.avgpool, flatten, *module.classifier]
-    blocks = {at for at, unit in enumerate(units) if isinstance(unit, nn.Conv2d)}
+    features, classifier = _fused(list(module.features)), _fused(list(module.classifier))
+    units: list[Unit] = [*features, module.avgpool, nn.Flatten(), *classifier]
+    blocks = {at for at, unit in enumerate(features) if isinstance(unit, nn.Sequential)}
     return _training(module, batch, pixels, units, blocks)
 
 
 def _resnet(name: str, batch: int, pixels: int) -> Training:
     """Units are the stem's and head's modules and the bottlenecks, which are the blocks."""
     module = models.get_model(name, weights=None)
-    stem: list[Unit] = [module.conv1, module.bn1, module.relu, module.maxpool]
+    stem = _fused([module.conv1, module.bn1, module.relu, module.maxpool])
     stages = (module.layer1, module.layer2, module.layer3, module.layer4)
     body: list[Unit] = [block for stage in stages for block in stage]
     head: list[Unit] = [module.avgpool, nn.Flatten(), module.fc]
