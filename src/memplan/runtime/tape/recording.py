@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from memplan.runtime.tape import replayable
 from memplan.runtime.tape.decisions import HOLD, Decisions
+from memplan.runtime.tape.functions import watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch
@@ -23,18 +25,28 @@ from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, ver
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Knows its storage's key when the storage is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class Recording(TorchDispatchMode):
     """While entered, in the forward of one call: ops are recorded, dropped values get handles.
 
     After it is left, only autograd's graph refers to what was recorded.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, decisions: Decisions, *, verify: bool = False) -> None:
         """`verify`: check what is recomputed against a checksum of what was dropped."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._verify = verify
-        self._live: dict[int, tuple[Value, object]] = {}
+        self._live: dict[int, tuple[Value | weakref.ref[Value], _StorageRef]] = {}
+        """By storage: what it holds. Weakly where that is kept by a tensor on the same storage."""
         self._counts: Counter[Any] = Counter()
         self._groups: dict[str, Group] = {}
         self._number = 0
@@ -60,8 +72,8 @@ class Recording(TorchDispatchMode):
             for mode in _get_current_dispatch_mode_stack()
         )
         with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(self._opaque_functions())
+            stack.enter_context(saved_tensors_hooks(*self.hooks))
+            stack.enter_context(watched_by(self))
             super().__enter__()  # type: ignore[no-untyped-call]
             stack.callback(super().__exit__, None, None, None)
             stack.callback(self._forget)
@@ -71,6 +83,11 @@ class Recording(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
 
+    @property
+    def hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What autograd calls with a tensor to save, and with what is saved in its place."""
+        return self._pack, self._unpack
+
     @contextmanager
     def pause_recording(self) -> Iterator[None]:
         """Ops inside are not recorded."""
@@ -79,6 +96,10 @@ class Recording(TorchDispatchMode):
             yield
         finally:
             self._off -= 1
+
+    def _died(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(storage, _StorageRef)
+        self._live.pop(storage.key, None)
 
     def _forget(self) -> None:
         self._live.clear()
@@ -94,7 +115,11 @@ class Recording(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._off or func.is_view:
+        if self._off:
+            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return self.call_function(lambda: func(*args, **kwargs), args)
+        if func.is_view:
             return func(*args, **kwargs)
         nth = self._counts[func]
         self._counts[func] = nth + 1
@@ -108,12 +133,15 @@ class Recording(TorchDispatchMode):
             can &= self._before_writing(value, tensor, was_read)
         if can and not self._symbolic and replayable.is_random(func):
             _note_generator(record, args, kwargs)
+        statistics = self._before_updating(func, args)
         result = func(*args, **kwargs)
         tensors = flat_tensors(result)
         if can and replayable.races_on_cuda(func):
             can = not any(tensor.is_cuda for tensor in tensors)
         for value, tensor in targets:
             self._after_writing(value, tensor, record, can)
+        for tensor in statistics:
+            self._overwritten(tensor)
         self._note_results(record, tensors, can)
         return result
 
@@ -121,22 +149,55 @@ class Recording(TorchDispatchMode):
         """Put views in place of the tensors of a record's arguments; whether all can be had
         again."""
         before = self._lost
-        args = record.args
-        scratch: dict[int, Scratch] = {}
         statistics = replayable.running_statistics(record.func)
-        if statistics is not None and len(args) > max(statistics) and args[statistics[2]]:
-            for position in statistics[:2]:
-                if args[position] is not None:
-                    scratch[position] = Scratch.like(args[position])
+        instead = self._instead_of_statistics(statistics, record.args) if statistics else {}
         freeze = self._freeze
         record.args = tuple(
-            [scratch.get(position) or freeze(item, written) for position, item in enumerate(args)]
-            if scratch
-            else [freeze(item, written) for item in args]
+            [
+                instead[position] if position in instead else freeze(item, written)
+                for position, item in enumerate(record.args)
+            ]
+            if instead
+            else [freeze(item, written) for item in record.args]
         )
         if record.kwargs:
             record.kwargs = {name: freeze(item, written) for name, item in record.kwargs.items()}
         return self._lost == before
+
+    def _instead_of_statistics(
+        self, positions: tuple[int, int, int], args: tuple[Any, ...]
+    ) -> dict[int, Scratch | View]:
+        """A batch norm writes its running statistics where no version counter shows it: in training
+        a replay writes to scratch, else it reads copies."""
+        mean, variance, training = positions
+        instead: dict[int, Scratch | View] = {}
+        for position in (mean, variance):
+            tensor = args[position]
+            if tensor is None:
+                continue
+            if args[training]:
+                instead[position] = Scratch.like(tensor)
+            else:
+                with self.pause_recording(), torch.no_grad():
+                    copy = tensor.clone()
+                value = Value(None, 0, recomputable=True)
+                value.keep(copy)
+                instead[position] = View.of(copy, value)
+        return instead
+
+    def _before_updating(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The running statistics that a batch norm is about to update and that are known here."""
+        positions = replayable.running_statistics(func)
+        if positions is None or not args[positions[2]]:
+            return []
+        updated = []
+        for position in positions[:2]:
+            tensor = args[position]
+            value = None if tensor is None else self._current(tensor)
+            if value is not None:
+                self._before_writing(value, tensor, value.read)
+                updated.append(tensor)
+        return updated
 
     def _freeze(self, item: Any, written: set[int]) -> Any:
         if isinstance(item, torch.Tensor):
@@ -154,27 +215,31 @@ class Recording(TorchDispatchMode):
         """The current version of a tensor's storage; one from outside where it is new here."""
         if not _is_plain(tensor):
             return Value(None, 0, recomputable=False)
-        storage = tensor.untyped_storage()
-        found = self._live.get(storage._cdata)
-        if found is not None:
-            return found[0]
-        value = Value(None, 0, recomputable=True)
-        value.outside = True
-        value.keep(tensor if tensor.is_leaf else self._alias(tensor))
-        self._track(storage, value)
+        value = self._current(tensor)
+        if value is None:
+            value = Value(None, 0, recomputable=True)
+            value.keep(self._alias(tensor))
+            self._track(tensor, value)
         return value
+
+    def _current(self, tensor: torch.Tensor) -> Value | None:
+        """What a plain tensor's storage holds, where an op that was recorded read or wrote it."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        value = found[0]
+        return value() if isinstance(value, weakref.ref) else value
 
     def _read(self, tensor: torch.Tensor) -> Value:
         """The version that an op reads. Memory that no recorded op has filled is kept as it is."""
         value = self._written(tensor)
         if value.uninitialised:
-            value.uninitialised = False
-            value.keep(self._alias(tensor))
+            self._keep(value, tensor)
         return value
 
     def _before_writing(self, old: Value, tensor: torch.Tensor, was_read: bool) -> bool:
         """Whether the new version can be recomputed. What others need of the old one is copied."""
-        if old.base is None:
+        if old.base is None or not _same_storage(old.base, tensor):
             return True
         if was_read and old.recomputable:
             with self.pause_recording(), torch.no_grad():
@@ -189,10 +254,15 @@ class Recording(TorchDispatchMode):
             record.written.append(old)
         new = Value(record if can else None, -len(record.written), recomputable=can)
         new.group = old.group
-        new.outside = old.outside
+        self._track(tensor, new)
         if not can:
             self._make_opaque(new, tensor)
-        self._track(tensor.untyped_storage(), new)
+
+    def _overwritten(self, tensor: torch.Tensor) -> None:
+        """Something other than a recorded op wrote to a plain tensor."""
+        value = Value(None, 0, recomputable=False)
+        self._track(tensor, value)
+        self._make_opaque(value, tensor)
 
     def _note_results(self, record: OpRecord, tensors: list[torch.Tensor], can: bool) -> None:
         decided = self._decisions.of(record.func, record.nth)
@@ -200,40 +270,45 @@ class Recording(TorchDispatchMode):
         for position, tensor in enumerate(tensors):
             if not _is_plain(tensor):
                 continue
-            storage = tensor.untyped_storage()
-            if storage._cdata in self._live:
+            if tensor.untyped_storage()._cdata in self._live:
                 continue
             value = Value(record if can else None, position, recomputable=can)
             choice = decided.get(allocated) if decided else None
             allocated += 1
             self.found += choice is not None
+            self._track(tensor, value)
             if not can:
                 self._make_opaque(value, tensor)
             elif choice is HOLD:
-                value.keep(self._alias(tensor))
+                self._keep(value, tensor)
             else:
                 value.uninitialised = replayable.makes_uninitialised(record.func)
                 if choice is not None:
                     value.group = self._groups.setdefault(choice, Group(choice))
-            self._track(storage, value)
 
     def _make_opaque(self, value: Value, tensor: torch.Tensor) -> None:
         """Keep what cannot be recomputed. Inside a function with a backward of its own nothing is
         kept that does not leave it."""
-        if self._opaque or not _is_plain(tensor):
-            return
+        if not self._opaque and _is_plain(tensor):
+            self._keep(value, tensor)
+
+    def _keep(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keep the current content of a tensor's storage, for as long as something needs it."""
         value.recomputable = True
+        value.uninitialised = False
         value.keep(self._alias(tensor))
+        self._track(tensor, value)
 
-    def _track(self, storage: torch.UntypedStorage, value: Value) -> None:
+    def _track(self, tensor: torch.Tensor, value: Value) -> None:
+        storage = tensor.untyped_storage()
         key = storage._cdata
-        live = self._live
-
-        def died(_reference: object) -> None:
-            live.pop(key, None)
-
-        found = live.get(key)
-        live[key] = (value, found[1] if found is not None else weakref.ref(storage, died))
+        found = self._live.get(key)
+        if found is None:
+            reference = _StorageRef(storage, self._died)
+            reference.key = key
+        else:
+            reference = found[1]
+        self._live[key] = (weakref.ref(value) if value.base is not None else value, reference)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory and version counter, outside autograd's graph: an op's result joins the
@@ -243,56 +318,45 @@ class Recording(TorchDispatchMode):
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
 
-    @contextmanager
-    def _opaque_functions(self) -> Iterator[None]:
-        function = torch.autograd.Function
-        original = function.__dict__["apply"]
-        recording = self
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            recording._opaque += 1
-            try:
-                result = original.__func__(cls, *args, **kwargs)
-            finally:
-                recording._opaque -= 1
-            if not recording._opaque:
-                recording._keep_what_leaves(result)
-            return result
-
-        function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    def call_function(self, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Runs `call`, whose ops are not to be repeated, on `args`. It may write where no op
+        shows it, as long as it says so by a tensor's version."""
+        if self._opaque:
+            return call()
+        before = [
+            (tensor, version_of(tensor), self._current(tensor))
+            for tensor in tree_leaves(args)
+            if isinstance(tensor, torch.Tensor) and _is_plain(tensor)
+        ]
+        self._opaque += 1
         try:
-            yield
+            result = call()
         finally:
-            function.apply = original  # type: ignore[method-assign]
-
-    def _keep_what_leaves(self, result: Any) -> None:
-        for tensor in flat_tensors(result):
-            if _is_plain(tensor):
-                value = self._written(tensor)
-                if not value.recomputable:
-                    self._make_opaque(value, tensor)
+            self._opaque -= 1
+        for tensor, version, value in before:
+            if version_of(tensor) != version and self._current(tensor) is value is not None:
+                self._overwritten(tensor)
+        for tensor in filter(_is_plain, flat_tensors(result)):
+            left = self._current(tensor)
+            if left is not None and not left.recomputable:
+                self._make_opaque(left, tensor)
+        return result
 
     # Autograd
 
     def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
-        found = None
-        if _is_plain(tensor):
-            found = self._live.get(tensor.untyped_storage()._cdata)
+        value = self._current(tensor) if _is_plain(tensor) else None
         version = version_of(tensor)
-        if found is None:
+        if value is None:
             return SavedTensor(tensor if tensor.is_leaf else self._alias(tensor), version)
-        value = found[0]
-        if value.group is not None and value.base is None and value.producer is not None:
+        if value.group is not None and value.producer is not None and not value.uninitialised:
             checksum = self._checksum(tensor, value.producer, value.output)
             handle = Handle(View.of(tensor, value), value.group, checksum)
             value.group.handles.add(handle)
             return handle
-        alias = self._alias(tensor)
         if value.base is None:
-            value.recomputable = True
-            value.uninitialised = False
-            value.keep(alias)
-        return SavedTensor(alias, version)
+            self._keep(value, tensor)
+        return SavedTensor(self._alias(tensor), version)
 
     def _checksum(
         self, tensor: torch.Tensor, producer: OpRecord, output: int
@@ -311,7 +375,11 @@ class Recording(TorchDispatchMode):
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but a view of its storage."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _same_storage(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == two.untyped_storage()._cdata)
 
 
 def _written_tensors(

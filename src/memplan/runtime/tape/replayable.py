@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _KNOWN = frozenset({"aten", "prims", "torchvision"})
+"""Ops of other libraries may be written in Python, draw at random or keep a state, unsaid."""
 _CHANGES_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "resize"})
 _HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer"})
 """They advance a dropout state that their schema does not show as written, or leave parts of a
@@ -30,9 +31,9 @@ _UNINITIALISED = frozenset(
 @cache
 def can_replay(func: Any) -> bool:
     """Whether an op may be run again at all."""
-    if func.namespace not in _KNOWN and torch.Tag.pt2_compliant_tag not in func.tags:
+    if func.namespace not in _KNOWN or func._opname in _CHANGES_STORAGE | _HIDDEN_STATE:
         return False
-    return func._opname not in _CHANGES_STORAGE and func._opname not in _HIDDEN_STATE
+    return running_statistics(func) is not None or "running_mean" not in _arguments(func)
 
 
 @cache
@@ -68,10 +69,14 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def _arguments(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
+
+
 @cache
 def running_statistics(func: Any) -> tuple[int, int, int] | None:
     """For a batch norm: the positions of its running mean, running variance and training flag."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = _arguments(func)
     flag = next((name for name in ("training", "train") if name in names), None)
     if flag is None or "running_mean" not in names or "running_var" not in names:
         return None

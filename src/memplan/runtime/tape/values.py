@@ -29,7 +29,6 @@ class Value:
         "base",
         "group",
         "output",
-        "outside",
         "producer",
         "read",
         "recomputable",
@@ -47,8 +46,6 @@ class Value:
         self.recomputable = recomputable
         self.group: Group | None = None
         """The group to drop it with; None: keep it when autograd saves it."""
-        self.outside = False
-        """It was there before the call."""
         self.uninitialised = False
         self.read = False
         """Some recorded op has it as an input."""

@@ -1,0 +1,201 @@
+"""One training step, run plainly and under tapes of every kind; all that it leaves must be equal
+to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from memplan.runtime.tape import Decisions, Recording, decisions_by_call, replay
+from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
+
+OUTPUTS = 4
+"""More than any op here allocates; numbers without an output are ignored."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`step` runs forward and backward of a model and returns what it saw."""
+
+    model: Callable[[], nn.Module]
+    step: Callable[[Any], Any]
+    recomputes: bool = True
+    """Whether a tape that drops everything has something to recompute."""
+
+
+@dataclass
+class Outcome:
+    """What a step leaves behind."""
+
+    seen: list[Any]
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+    generator: Tensor
+    recomputations: int = 0
+
+    def differences(self, other: Outcome) -> list[str]:
+        """What is not the same bit for bit, in words."""
+        found = []
+        pairs: list[tuple[str, Any, Any]] = [("generator", self.generator, other.generator)]
+        if len(self.seen) != len(other.seen):
+            found.append(f"{len(self.seen)} and {len(other.seen)} results")
+        pairs += [
+            (f"result {number}", mine, theirs)
+            for number, (mine, theirs) in enumerate(zip(self.seen, other.seen, strict=False))
+        ]
+        for kind in ("gradients", "state"):
+            mine, theirs = getattr(self, kind), getattr(other, kind)
+            pairs += [(f"{kind} {n}", mine.get(n), theirs.get(n)) for n in {**mine, **theirs}]
+        return found + [name for name, one, two in pairs if not same_bits(one, two)]
+
+
+def same_bits(one: Any, two: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two) and bool(one == two)
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return _bytes(one) == _bytes(two)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().to_dense()
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@contextmanager
+def recorded(module: nn.Module, decisions: Decisions, *, verify: bool = True) -> Iterator[None]:
+    """Every forward of `module` with gradients is recorded."""
+    forward = module.forward
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with Recording(decisions, verify=verify):
+            return forward(*args, **kwargs)
+
+    module.forward = record
+    try:
+        yield
+    finally:
+        module.forward = forward
+
+
+def outcome(
+    job: Job, decisions: Decisions | None = None, wrap: Callable[[Any], Any] = lambda model: model
+) -> Outcome:
+    """Of one step from fixed seeds; plain where `decisions` is None."""
+    torch.manual_seed(0)
+    model = job.model()
+    torch.manual_seed(1)
+    with mock.patch("memplan.runtime.tape.groups.recompute", wraps=replay.recompute) as recompute:
+        if decisions is None:
+            seen = job.step(wrap(model))
+        else:
+            with recorded(model, decisions):
+                seen = job.step(wrap(model))
+    seen = list(seen) if isinstance(seen, (tuple, list)) else [seen]
+    return Outcome(
+        seen=[item.detach().clone() if isinstance(item, Tensor) else item for item in seen],
+        gradients={name: parameter.grad for name, parameter in model.named_parameters()},
+        state={**model.state_dict(), **dict(model.named_buffers())},
+        generator=torch.get_rng_state(),
+        recomputations=recompute.call_count,
+    )
+
+
+class Spy(Decisions):
+    """Keeps everything and notes which ops were asked about, in program order."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.ops: list[tuple[str, int]] = []
+
+    def of(self, func: Any, nth: int) -> None:
+        self.ops.append((str(func), nth))
+
+
+@dataclass
+class Choice:
+    """By op and output: a group's number, or -1 to hold."""
+
+    groups: dict[int, list[OpOutput]] = field(default_factory=dict)
+    hold: list[OpOutput] = field(default_factory=list)
+
+    def add(self, op: tuple[str, int], group: int) -> None:
+        places = [OpOutput(*op, output) for output in range(OUTPUTS)]
+        (self.hold if group < 0 else self.groups.setdefault(group, [])).extend(places)
+
+    def decisions(self) -> Decisions:
+        part = RecomputePart(
+            groups=[RecomputeGroup(f"group {n}", drop) for n, drop in self.groups.items()],
+            hold=self.hold,
+        )
+        return decisions_by_call(part).get(0, Decisions({}))
+
+
+def choices(ops: list[tuple[str, int]], *, seed: int = 0) -> dict[str, Choice]:
+    """Every kind of plan for a forward of these ops."""
+    ops = list(dict.fromkeys(ops))
+    made = {name: Choice() for name in ("everything", "segments", "interleaved", "each alone")}
+    for number, op in enumerate(ops):
+        made["everything"].add(op, 0)
+        made["segments"].add(op, number // 4)
+        made["interleaved"].add(op, number % 3)
+        made["each alone"].add(op, number)
+    for draw in range(4):
+        chance = random.Random(100 * seed + draw)
+        name = f"random {draw}"
+        made[name] = Choice()
+        for op in ops:
+            kind = chance.random()
+            if kind < 0.6:
+                made[name].add(op, chance.randrange(4))
+            elif kind < 0.75:
+                made[name].add(op, -1)
+    return made
+
+
+def check(job: Job) -> None:
+    """Under every kind of tape, the step is the plain one."""
+    plain = outcome(job)
+    spy = Spy()
+    assert outcome(job, spy).differences(plain) == [], "nothing dropped"
+    assert spy.ops
+    for name, choice in choices(spy.ops).items():
+        taped = outcome(job, choice.decisions())
+        assert taped.differences(plain) == [], name
+        if name == "everything":
+            assert bool(taped.recomputations) == job.recomputes
+
+
+def everything(job: Job) -> Decisions:
+    """Drops whatever can be dropped, as one group."""
+    spy = Spy()
+    outcome(job, spy)
+    return choices(spy.ops)["everything"].decisions()
+
+
+def checkpointed(model: nn.Module) -> Callable[..., Any]:
+    """The naive way: PyTorch's checkpoint runs the whole forward a second time."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(model, *args, use_reentrant=False, **kwargs)
+
+    return call
+
+
+def naive_way_fails(job: Job) -> bool:
+    """Whether PyTorch's checkpoint of the whole model changes the step, or raises."""
+    try:
+        return outcome(job, wrap=checkpointed).differences(outcome(job)) != []
+    except (RuntimeError, AttributeError):
+        return True
