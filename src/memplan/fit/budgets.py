@@ -94,11 +94,11 @@ def next_budget(outcomes: Sequence[Outcome]) -> int | None:
     fitting = [o for o in outcomes if o.fits]
     if fitting:
         return _looser(outcomes, fitting)
-    last = min(outcomes, key=lambda o: o.planned)
-    if last.least:
+    if any(o.least for o in outcomes):
         return None
     if len(outcomes) >= _MOST_TIGHTER:
         return 0
+    last = min(outcomes, key=lambda o: o.planned)
     share = _FIRST_CORRECTION if len(outcomes) == 1 else 1.0
     return max(last.planned - max(int(share * last.missing / last.ratio), 1), 0)
 

@@ -1,0 +1,197 @@
+"""A job made by hand, a chain of layers, that stands for a captured program; and a plain solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from memplan.capture.options import ScriptTarget
+from memplan.estimate import estimate
+from memplan.fit.child import Captured, CaptureFailedError
+from memplan.recompute.evaluate import Evaluator
+from memplan.recompute.selection import Selection
+from memplan.types.builder import TraceBuilder
+from memplan.types.device import DeviceProfile
+from memplan.types.plan import Plan
+from memplan.types.solution import Infeasible, Solution, Solved
+from memplan.types.step_graph import StepGraph
+from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
+
+MIB = 1 << 20
+BATCH = 8
+_STEPS = 2
+
+
+class _Writer:
+    """Writes the training loop, with a plan in effect."""
+
+    def __init__(self, layers: int, activation: int, weight: int, groups: list[set[int]]) -> None:
+        self.builder = TraceBuilder()
+        self.layers, self.activation, self.weight = layers, activation, weight
+        self.groups = groups
+        self.dropped = set().union(*groups)
+        self.value: dict[int, int] = {}
+        """Layer number to the storage of its output, while alive; -1 is the input."""
+
+    def op(self, name: str, reads: Sequence[int] = ()) -> None:
+        self.builder.begin_op(f"aten.{name}.default", reads=reads)
+        self.builder.op_work(flops=0, moved_bytes=self.activation)
+
+    def alloc(self, nbytes: int, role: Role = Role.UNKNOWN, name: str = "") -> int:
+        storage = self.builder.new_storage(role=role, name=name)
+        self.builder.append(EventKind.ALLOC, storage, nbytes)
+        return storage
+
+    def free(self, storage: int, nbytes: int) -> None:
+        self.builder.append(EventKind.FREE, storage, nbytes)
+
+    def write(self, ballast: int) -> Trace:
+        builder = self.builder
+        self.op("empty")
+        weights = [self.alloc(self.weight, Role.PARAMETER, f"w{i}") for i in range(self.layers)]
+        if ballast:
+            self.alloc(ballast, Role.PARAMETER, "ballast")
+        states: list[int] = []
+        for step in range(_STEPS):
+            gradients = self._pass(weights, call=step)
+            builder.phase = Phase.OPTIMIZER
+            self.op("_foreach_add_", [*weights, *gradients])
+            states = states or [self.alloc(2 * self.weight, Role.OPTIMIZER_STATE) for _ in weights]
+            for gradient in gradients:
+                self.free(gradient, self.weight)
+            builder.step += 1
+            builder.phase = Phase.FORWARD
+            builder.append(EventKind.MARK)
+        return builder.build(
+            TraceMeta(torch_version="2.13.0", gpu="a100-80gb", optimizer_steps=_STEPS)
+        )
+
+    def _pass(self, weights: list[int], call: int) -> list[int]:
+        builder = self.builder
+        builder.phase, builder.call = Phase.FORWARD, -1
+        self.op("randn")
+        self.value = {-1: self.alloc(self.activation, Role.INPUT)}
+        builder.op_writes(self.value.values())
+        builder.call = call
+        for layer in range(self.layers):
+            builder.module = builder.intern(f"blocks.{layer}")
+            self._forward(layer, weights)
+            if layer - 1 in self.dropped:
+                self._let_go(layer - 1)
+        builder.phase, builder.call, builder.module = Phase.BACKWARD, -1, 0
+        gradients = []
+        self.op("ones_like", [self.value[self.layers - 1]])
+        above = self.alloc(self.activation)
+        builder.op_writes([above])
+        for layer in reversed(range(self.layers)):
+            if layer - 1 not in self.value:
+                self._replay(layer - 1, weights)
+            self.op("mm", [above, self.value[layer - 1], weights[layer]])
+            gradients.append(self.alloc(self.weight, Role.GRADIENT, f"w{layer}"))
+            below = self.alloc(self.activation)
+            builder.op_writes([gradients[-1], below])
+            self.free(above, self.activation)
+            self._let_go(layer - 1)
+            if layer == self.layers - 1:
+                self._let_go(layer)
+            above = below
+        self.free(above, self.activation)
+        return gradients
+
+    def _forward(self, layer: int, weights: list[int]) -> None:
+        self.op("mm", [self.value[layer - 1], weights[layer]])
+        self.value[layer] = self.alloc(self.activation)
+        self.builder.op_writes([self.value[layer]])
+
+    def _let_go(self, layer: int) -> None:
+        self.free(self.value.pop(layer), self.activation)
+
+    def _replay(self, layer: int, weights: list[int]) -> None:
+        """The whole group of a layer's output, in forward order from what is alive."""
+        group = next(group for group in self.groups if layer in group)
+        first = max(number for number in self.value if number < min(group))
+        for number in range(first + 1, layer + 1):
+            if number not in self.value:
+                self._forward(number, weights)
+            if number - 1 > first and number - 1 not in group:
+                self._let_go(number - 1)
+
+
+@dataclass
+class ChainProgram:
+    """Captures `train.py --batch-size N`: 24 layers of 64 MiB at batch 8, and its weights."""
+
+    profile: DeviceProfile
+    layers: int = 24
+    weight: int = 8 * MIB
+    ballast: Callable[[int], int] = lambda attempt: 0
+    """More bytes than planned in the n-th capture with a plan, from 1; negative ones less."""
+    refuses: Callable[[int], bool] = lambda batch: False
+    asked: list[tuple[ScriptTarget, Plan | None]] = field(default_factory=list)
+
+    def __call__(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+    ) -> Captured:
+        self.asked.append((program, plan))
+        batch = BATCH
+        if "--batch-size" in program.argv:
+            batch = int(program.argv[program.argv.index("--batch-size") + 1])
+        if self.refuses(batch):
+            raise CaptureFailedError(4, f"memplan: error: no batch of {batch}\n  try: another\n")
+        groups = [{place.nth for place in group.drop} for group in _groups(plan)]
+        planned = sum(plan is not None for _, plan in self.asked)
+        extra = self.ballast(planned) if groups else 0
+        weight = self.weight + min(extra, 0) // self.layers
+        writer = _Writer(self.layers, 8 * MIB * batch, weight, groups)
+        trace = writer.write(max(extra, 0))
+        return Captured(trace, estimate(trace, self.profile))
+
+
+def _groups(plan: Plan | None) -> Iterator[list]:  # type: ignore[type-arg]
+    yield from plan.recompute.groups if plan is not None and plan.recompute is not None else []
+
+
+class Greedy:
+    """Drops values of a chain in equal segments, one group each: few segments are slow to
+    recompute, many keep more. What `memplan.recompute.solve` offers, without its quality, and for
+    one graph only."""
+
+    def __init__(self) -> None:
+        self.budgets: list[int] = []
+        self._known: list[tuple[int, float, Selection]] = []
+
+    def solve(
+        self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
+    ) -> Solution[Selection]:
+        self.budgets.append(budget_bytes)
+        found = [
+            (added, selection)
+            for peak, added, selection in self._all(graph)
+            if peak <= budget_bytes
+        ]
+        if not found:
+            return Infeasible("none of the selections", min(peak for peak, *_ in self._all(graph)))
+        added, selection = min(found, key=lambda item: item[0])
+        return Solved(selection, added, 0.0)
+
+    def least_peak(self, graph: StepGraph, *, deadline_seconds: float) -> Solution[Selection]:
+        self.budgets.append(0)
+        peak, _, selection = min(self._all(graph), key=lambda item: item[:2])
+        return Solved(selection, peak, 0.0)
+
+    def _all(self, graph: StepGraph) -> list[tuple[int, float, Selection]]:
+        if self._known:
+            return self._known
+        evaluator = Evaluator(graph)
+        droppable = [v for v in range(len(graph.values)) if graph.values.droppable[v]]
+        for count in range(0, len(droppable) + 1, 2):
+            for length in (2, 3, 5):
+                dropped = [v for i, v in enumerate(droppable[:count]) if i % length]
+                groups = [
+                    frozenset(v for v in dropped if droppable.index(v) // length == number)
+                    for number in range(count // length + 1)
+                ]
+                selection = Selection(tuple(filter(None, groups)))
+                found = evaluator.evaluate(selection)
+                self._known.append((found.peak_bytes, found.added_seconds, selection))
+        return self._known

@@ -1,0 +1,186 @@
+"""The flow from a program to a plan, on a job made by hand in place of a capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from memplan.capture.options import ScriptTarget
+from memplan.fit.child import CaptureFailedError
+from memplan.fit.flow import Fitted, fit
+from memplan.phases import plain_peak, step_graph
+from memplan.types.device import find_profile
+from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy
+
+SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> ScriptTarget:
+    script = tmp_path / "train.py"
+    script.write_text(SOURCE)
+    return ScriptTarget("script", str(script), ("--lr", "1"))
+
+
+def run(program: ScriptTarget, job: ChainProgram) -> Fitted:
+    return fit(program, job.profile, job, Greedy())
+
+
+def job(card: str, **options: object) -> ChainProgram:
+    return ChainProgram(find_profile(card), **options)  # type: ignore[arg-type]
+
+
+def test_the_job_by_hand_is_what_the_planner_thinks_it_is(program: ScriptTarget) -> None:
+    """The stand-in for captures follows a plan as the evaluation of that plan says."""
+    chain = job("2600MiB")
+    fitted = run(program, chain)
+    assert fitted.answer.attempts
+    for attempt, (asked, plan) in zip(fitted.answer.attempts, chain.asked[1:], strict=True):
+        captured = chain(asked, plan)
+        assert plain_peak(step_graph(captured.trace)) == attempt.planned_bytes
+
+
+def test_what_fits_is_left_alone(program: ScriptTarget) -> None:
+    chain = job("24GiB")
+    fitted = run(program, chain)
+    answer = fitted.answer
+    assert answer.fits and answer.after is None and answer.before.fits
+    assert not answer.levers and not answer.attempts and answer.added_seconds == 0
+    assert len(chain.asked) == 1
+    assert fitted.plan is not None and fitted.plan.recompute is None
+    assert fitted.plan.made_from.command == [program.name, "--lr", "1"]
+
+
+def test_a_plan_that_fits(program: ScriptTarget) -> None:
+    chain = job("2600MiB")
+    fitted = run(program, chain)
+    answer = fitted.answer
+    assert answer.fits and not answer.before.fits
+    assert answer.after is not None and answer.after.fits
+    assert answer.after.high_bytes <= chain.profile.total_memory_bytes
+    assert fitted.plan is not None and fitted.plan.recompute is not None
+    part = fitted.plan.recompute
+    assert part.peak_bytes == answer.after.allocated_peak_bytes
+    assert part.added_seconds == answer.added_seconds > 0
+    assert answer.step_seconds is not None
+    assert answer.added_fraction == pytest.approx(answer.added_seconds / answer.step_seconds)
+    assert sum(lever.values for lever in answer.levers) == sum(len(g.drop) for g in part.groups)
+    assert sum(lever.dropped_bytes for lever in answer.levers) == 64 * MIB * sum(
+        len(group.drop) for group in part.groups
+    )
+    assert sum(lever.added_seconds for lever in answer.levers) == pytest.approx(
+        answer.added_seconds
+    )
+    assert fitted.plan.made_from.forward_ops == 25
+    assert len(fitted.plan.made_from.requests) == 32
+    assert not answer.changes and not answer.tried
+
+
+def test_of_the_plans_that_fit_the_quickest_is_kept(program: ScriptTarget) -> None:
+    answer = run(program, job("2600MiB")).answer
+    assert answer.added_fraction == min(a.added_fraction for a in answer.attempts if a.fits)
+
+
+def test_a_plan_that_needs_more_than_planned_is_made_tighter(program: ScriptTarget) -> None:
+    exact = run(program, job("2600MiB")).answer
+    answer = run(program, job("2600MiB", ballast=lambda attempt: 300 * MIB)).answer
+    assert answer.fits
+    assert not answer.attempts[0].fits
+    assert answer.attempts[1].budget_bytes < answer.attempts[0].budget_bytes
+    assert answer.added_fraction > exact.added_fraction
+
+
+def test_a_plan_that_leaves_much_spare_is_made_looser_once(program: ScriptTarget) -> None:
+    answer = run(program, job("2600MiB", ballast=lambda attempt: -150 * MIB)).answer
+    assert answer.fits and [a.fits for a in answer.attempts] == [True, True]
+    first, second = answer.attempts
+    assert second.budget_bytes > first.planned_bytes
+    assert (
+        second.added_fraction
+        < first.added_fraction
+        == pytest.approx(max(a.added_fraction for a in answer.attempts))
+    )
+    assert answer.added_fraction == second.added_fraction
+
+
+def test_a_looser_plan_that_does_not_fit_is_not_kept(program: ScriptTarget) -> None:
+    chain = job("2600MiB", ballast=lambda attempt: -150 * MIB if attempt == 1 else 600 * MIB)
+    answer = run(program, chain).answer
+    assert [a.fits for a in answer.attempts] == [True, False]
+    assert answer.fits and answer.after is not None and answer.after.fits
+    assert answer.added_fraction == answer.attempts[0].added_fraction
+
+
+def test_the_least_peak_is_tried_before_giving_up(program: ScriptTarget) -> None:
+    answer = run(program, job("2600MiB", ballast=lambda attempt: 2600 * MIB)).answer
+    assert not answer.fits
+    assert answer.attempts[-1].budget_bytes == 0
+    assert answer.attempts[-1].planned_bytes == min(a.planned_bytes for a in answer.attempts)
+
+
+def test_no_plan_fits_but_a_smaller_batch_does(program: ScriptTarget) -> None:
+    chain = job("1250MiB", weight=2 * MIB)
+    answer = run(program, chain).answer
+    assert not answer.fits and answer.after is not None and not answer.after.fits
+    assert answer.after.high_bytes == min(a.high_bytes for a in answer.attempts)
+    batch = next(change for change in answer.changes if change.kind == "batch_size")
+    assert batch.before == BATCH and 1 <= batch.after < BATCH and batch.fits and batch.recompute
+    assert batch.command == [program.name, "--lr", "1", "--batch-size", str(batch.after)]
+    assert batch.high_bytes <= chain.profile.total_memory_bytes
+    tried = {program.argv for program, _ in chain.asked if "--batch-size" in program.argv}
+    assert tuple(batch.command[1:]) in tried, "captured with that value"
+    larger = ScriptTarget("script", program.name, ("--batch-size", str(batch.after + 1)))
+    assert not chain(larger, chain.asked[-1][1]).estimate.fits
+    assert any("sequence length" in text for text in answer.tried)
+
+
+def test_a_sharded_optimizer_helps_where_its_state_is_what_is_large(program: ScriptTarget) -> None:
+    chain = job("5GiB", weight=64 * MIB, layers=24)
+    answer = run(program, chain).answer
+    assert not answer.fits
+    sharded = next(change for change in answer.changes if change.kind == "sharded_optimizer")
+    assert sharded.after in (2, 4, 8) and sharded.fits and not sharded.command
+    assert sharded.high_bytes <= chain.profile.total_memory_bytes
+
+
+def test_nothing_helps(tmp_path: Path) -> None:
+    script = tmp_path / "fixed.py"
+    script.write_text("batch_size = 8\n")
+    answer = run(ScriptTarget("script", str(script)), job("700MiB", weight=32 * MIB)).answer
+    assert not answer.fits and not answer.changes
+    assert len(answer.tried) == 3 and "8 GPUs" in answer.tried[-1]
+
+
+def test_a_batch_size_that_the_script_refuses_does_not_count(program: ScriptTarget) -> None:
+    chain = job("1250MiB", weight=2 * MIB, refuses=lambda batch: batch < BATCH)
+    answer = run(program, chain).answer
+    assert not any(change.kind == "batch_size" for change in answer.changes)
+    assert any("could not be captured: no batch of 1" in text for text in answer.tried)
+
+
+def test_a_failing_capture_passes_through(program: ScriptTarget) -> None:
+    with pytest.raises(CaptureFailedError) as failed:
+        run(program, job("2600MiB", refuses=lambda batch: True))
+    assert failed.value.code == 4
+
+
+def test_a_job_without_backward_gets_changes_only(
+    program: ScriptTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a trace has no graph to plan on; what helps is still looked for."""
+    chain = job("1250MiB", weight=2 * MIB)
+
+    def forward_only(asked: ScriptTarget, plan: object = None, *, quiet: bool = False):  # type: ignore[no-untyped-def]
+        captured = chain(asked, None, quiet=quiet)
+        object.__setattr__(
+            captured.trace.ops, "moved_bytes", np.full(len(captured.trace.ops), -1, np.int64)
+        )
+        return captured
+
+    fitted = fit(program, chain.profile, forward_only, Greedy())
+    assert not fitted.answer.fits and fitted.plan is None and fitted.answer.after is None
+    assert "Nothing can be recomputed" in fitted.answer.notes[0]
+    assert fitted.answer.changes[0].kind == "batch_size"
+    assert not fitted.answer.changes[0].recompute
