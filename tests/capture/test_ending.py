@@ -11,6 +11,7 @@ import torch
 
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.script import capture_script
+from memplan.capture.session import CaptureSession
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Phase, Trace
@@ -327,3 +328,20 @@ try:
 """
     said = [note for note in run(tmp_path, body).meta.notes if "not exercised" in note]
     assert [f"train.py:{line}: what" in note for note in said] == ([True] if line else [])
+
+
+def test_a_loop_on_the_loss_ends_where_nothing_ends_the_job() -> None:
+    """`with memplan.capture():` runs the block to its end."""
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    steps = 0
+    with CaptureSession(options, stop=False):
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss = torch.full((), 9.0).cuda() + torch.randn((), device="cuda")
+        while loss > 0.01:
+            loss = model(torch.randn(4, 64).cuda()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert steps == 3
