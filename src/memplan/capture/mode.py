@@ -102,6 +102,8 @@ class CaptureMode(TorchDispatchMode):
         self.handlers = handlers or {}
         self.observers = observers or {}
         self.recordings = {}
+        self.everything = False
+        """Set while every tensor that is made counts as the job's, on the host too."""
         self.fake_mode = DeviceFakeMode()
         self.recorder = Recorder()
         self.context = Context(self.recorder.builder)
@@ -142,7 +144,7 @@ class CaptureMode(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         fakes, has_real = _tensors(args, kwargs)
-        if not fakes and not self._on_device(kwargs):
+        if not fakes and not self.everything and not self._on_device(kwargs):
             if "pin_memory" in kwargs:  # pinning needs a driver
                 kwargs = {**kwargs, "pin_memory": None}
             return func(*args, **kwargs)

@@ -47,11 +47,13 @@ def capture_module(
                 "recomputation saves memory in training only",
             )
         optimizer = torch.optim.SGD(trained, lr=0.0)
+        session.mode.everything = True
         try:
             with torch.enable_grad(), within(fake) if within is not None else nullcontext():
                 output = fake(*inputs[0], **inputs[1])
                 (loss or default_loss)(output).backward()
             optimizer.step()
+            session.mode.everything = False
         except MemplanError:
             raise
         except Exception as error:
