@@ -35,12 +35,16 @@ class _Calls:
         self._decisions: dict[int, Decisions] = decisions_by_call(part)
         self._every_call = every_call
         self._verified: set[int] = set()
+        self._on_cuda = False
         self._pass: list[Recording] = []
         self._running: list[Recording | None] = []
         self._to_compare: tuple[Recording, Decisions] | None = None
 
-    def enter(self) -> None:
+    def enter(self, root: torch.nn.Module) -> None:
         """A root module's forward begins."""
+        parameter = next(root.parameters(), None)
+        if parameter is not None:  # a loss has none and follows the model
+            self._on_cuda = parameter.is_cuda
         if any(recording.backward_began for recording in self._pass):
             self.new_pass()
         recording = None
@@ -49,7 +53,7 @@ class _Calls:
             decisions = self._decisions.get(call)
             first = call not in self._verified
             self._verified.add(call)
-            recording = Recording(decisions or Decisions({}), verify=first)
+            recording = Recording(decisions or Decisions({}), verify=first, on_cuda=self._on_cuda)
             self._pass.append(recording)
             if decisions is None:
                 recording = None
@@ -112,16 +116,16 @@ class _Enter:
     def __init__(self, calls: _Calls | None = None) -> None:
         self.calls = calls
 
-    def __call__(self, *_arguments: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
         if self.calls is not None:
-            self.calls.enter()
+            self.calls.enter(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
 
 class _Leave(_Enter):
-    def __call__(self, *_arguments: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
         if self.calls is not None:
             self.calls.leave()
 
@@ -151,11 +155,11 @@ class AppliedEverywhere:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, _module: torch.nn.Module, _inputs: Any) -> None:
+    def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         if self._depth == 0:
-            self._calls.enter()
+            self._calls.enter(module)
         self._depth += 1
 
     def _after(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:

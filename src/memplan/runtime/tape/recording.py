@@ -40,11 +40,15 @@ class Recording(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, decisions: Decisions, *, verify: bool = False) -> None:
-        """`verify`: check what is recomputed against a checksum of what was dropped."""
+    def __init__(
+        self, decisions: Decisions, *, verify: bool = False, on_cuda: bool = False
+    ) -> None:
+        """`verify`: check what is recomputed against a checksum of what was dropped. `on_cuda`:
+        the model is on CUDA, and ops between host tensors do not count, as in a captured trace."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._verify = verify
+        self._on_cuda = on_cuda
         self._live: dict[int, tuple[Value | weakref.ref[Value], _StorageRef]] = {}
         """By storage: what it holds. Weakly where that is kept by a tensor on the same storage."""
         self._counts: Counter[Any] = Counter()
@@ -119,7 +123,7 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return self.call_function(lambda: func(*args, **kwargs), args)
-        if func.is_view:
+        if func.is_view or (self._on_cuda and not _touches_cuda(args, kwargs)):
             return func(*args, **kwargs)
         nth = self._counts[func]
         self._counts[func] = nth + 1
@@ -371,6 +375,16 @@ class Recording(TorchDispatchMode):
     def _unpack(self, saved: Handle | SavedTensor) -> torch.Tensor:
         self.backward_began = True
         return saved.get()
+
+
+def _touches_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op reads a tensor on CUDA or makes one there."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(tensor.is_cuda for item in args for tensor in flat_tensors(item)) or any(
+        tensor.is_cuda for item in kwargs.values() for tensor in flat_tensors(item)
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
