@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchvision import models
 
 from bench.recompute.case import Case, CrossEntropy, PixelCrossEntropy, State, Training, Unit
-from bench.recompute.vision import models
 
 CLASSES = 1000
 

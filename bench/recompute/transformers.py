@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torchvision import models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from bench.recompute.case import Case, CrossEntropy, State, Training, Unit
-from bench.recompute.vision import models
 
 VOCABULARY = 4096
 
