@@ -76,7 +76,7 @@ def test_usage_errors(
 def test_a_fault_of_ours_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(words: list[str]) -> int:
+    def fail(words: list[str], *, own_process: bool) -> int:
         raise KeyError("nothing")
 
     monkeypatch.setattr(app, "_dispatch", fail)
@@ -93,7 +93,7 @@ def test_a_fault_of_ours_is_one_line(
 def test_an_interrupt_is_quiet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(words: list[str]) -> int:
+    def interrupt(words: list[str], *, own_process: bool) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(app, "_dispatch", interrupt)
