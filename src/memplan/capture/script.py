@@ -6,6 +6,7 @@ import multiprocessing
 import runpy
 import sys
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,8 +24,13 @@ from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
 
 
-def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
-    """Run `target` until nothing new is to be expected, and return its trace.
+def capture_script(
+    target: ScriptTarget,
+    options: CaptureOptions,
+    within: AbstractContextManager[object] | None = None,
+) -> Trace:
+    """Run `target` until nothing new is to be expected, and return its trace. `within` is entered
+    around the program.
 
     Raises UsageError when the program cannot be found or refuses its arguments, and CaptureError
     when it fails, never steps an optimizer or asks nothing of the device.
@@ -44,7 +50,7 @@ def capture_script(target: ScriptTarget, options: CaptureOptions) -> Trace:
         with box:
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
-            with session:
+            with session, within or nullcontext():
                 try:
                     _run(target)
                 finally:

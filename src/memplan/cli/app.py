@@ -21,6 +21,8 @@ from memplan.types.errors import MemplanError, UsageError
 
 _COMMANDS = {
     "estimate": "memplan.cli.estimate",
+    "fit": "memplan.cli.fit",
+    "run": "memplan.cli.run",
     "simulate": "memplan.cli.simulate",
     "export": "memplan.cli.export",
     "env": "memplan.cli.env",

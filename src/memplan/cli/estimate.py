@@ -17,12 +17,14 @@ import msgspec
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.cli.advice import next_command
 from memplan.cli.command import EXIT_NO, EXIT_YES
-from memplan.cli.files import output_path
+from memplan.cli.files import input_path, output_path
 from memplan.cli.machine import machine_profile
 from memplan.cli.program import check_program
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.types.plan import Plan
+from memplan.types.plan_file import load_plan
 
 if TYPE_CHECKING:
     from memplan.types.estimate import Estimate
@@ -45,6 +47,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
+    add("--plan", metavar="PLAN", help="with this plan in effect, as memplan run would have it")
     add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
     add("--json", action="store_true", help="the answer as JSON on stdout")
@@ -60,12 +63,13 @@ def _run(args: argparse.Namespace) -> int:
     script = program.name if program.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
+    plan = load_plan(input_path(args.plan)) if args.plan else None
     from memplan.estimate import estimate
     from memplan.simulate import AllocatorSettings
 
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
-    trace = _with_settings(_capture(args, program, named, path), args.alloc_conf)
+    trace = _with_settings(_capture(args, program, named, path, plan), args.alloc_conf)
     if path is not None:
         from memplan.types.trace_file import save_trace
 
@@ -89,6 +93,7 @@ def _capture(
     program: ScriptTarget,
     named: DeviceProfile | None,
     path: Path | None,
+    plan: Plan | None,
 ) -> Trace:
     with stdout_to_stderr(), progress_line() as progress:
         progress("starting PyTorch")
@@ -102,7 +107,14 @@ def _capture(
             progress=progress,
             only_writes=_results(path) if args.own_process else None,
         )
-        return capture_script(program, options)
+        if plan is None or plan.recompute is None or not plan.recompute.groups:
+            return capture_script(program, options)
+        from memplan.runtime.apply import AppliedEverywhere
+
+        said: list[str] = []
+        trace = capture_script(program, options, AppliedEverywhere(plan.recompute, said.append))
+        meta = msgspec.structs.replace(trace.meta, notes=[*trace.meta.notes, *said])
+        return replace(trace, meta=meta)
 
 
 def _results(path: Path | None) -> tuple[Path, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 
 import msgspec
 
@@ -69,7 +70,8 @@ def _run(args: argparse.Namespace) -> int:
         with ChildCapture(_child_options(args)) as capture, progress_line() as progress:
             fitted = fit(program, profile, capture, solve, progress)
     except CaptureFailedError as error:
-        return error.code  # it has said why
+        sys.stderr.write(error.said)  # empty where it has said so itself
+        return error.code
     answer = fitted.answer
     if path is not None and fitted.plan is not None:
         from memplan.types.plan_file import save_plan

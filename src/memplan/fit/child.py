@@ -36,11 +36,12 @@ class Captured:
 
 
 class CaptureFailedError(Exception):
-    """A child gave no answer; it has said why on stderr.
+    """A child gave no answer.
 
     Attributes:
         code: its exit code.
-        said: its last words, for captures that were made quietly.
+        said: what it wrote to stderr, where the capture was a quiet one; empty where that passed
+            through.
     """
 
     def __init__(self, code: int, said: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.estimate import estimate
 from memplan.fit.answer import Change
@@ -46,7 +47,7 @@ def nearest_changes(
         if kind not in knobs:
             tried.append(f"no option for the {words} was found in {program.name} or after it")
             continue
-        plan = Plan(recompute=lowest.part) if lowest else None
+        plan = Plan(memplan_version=__version__, recompute=lowest.part) if lowest else None
         search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
         change, reason = search.run(_share(reference, profile))
         changes += [change] if change else []

@@ -127,7 +127,7 @@ class Planner:
                 added_seconds=evaluation.added_seconds,
             )
 
-        first = Plan(recompute=part(evaluation.peak_bytes))
+        first = Plan(memplan_version=__version__, recompute=part(evaluation.peak_bytes))
         captured = self._capture(self._program, first, quiet=True)
         self.planned.append(
             Planned(
