@@ -44,6 +44,7 @@ class Segments {
     backward_.push_left(start + 1, c_.backward[start]);
     if (start + 1 < c_.keep.size()) {
       forward_.push_left(start + 2, c_.keep[start + 1] + c_.forward[start + 1]);
+      replay_.push_left(start + 2, c_.replay[start + 1]);
     }
   }
 
@@ -53,8 +54,14 @@ class Segments {
     std::int64_t worst = std::max(backward_.up_to(end, cursor) - unsaved, c_.first[row]);
     const auto tail = static_cast<std::size_t>(c_.tail[row]);
     if (tail > start_) {
-      const std::int64_t own = tail == start_ + 1 ? unsaved : 0;
-      worst = std::max(worst, c_.end[row] - own + c_.entry[row]);
+      std::int64_t replay = c_.end[row];
+      if (tail == start_ + 1) {
+        replay -= unsaved;
+      } else {
+        replay = std::max(replay, c_.replay[start_] - unsaved);
+        if (tail > start_ + 2) replay = std::max(replay, replay_.up_to(tail - 1, cursor));
+      }
+      worst = std::max(worst, replay + c_.entry[row]);
     }
     std::int64_t entering = c_.forward[start_];
     if (end > start_ + 1) entering = std::max(entering, forward_.up_to(end, cursor));
@@ -66,6 +73,7 @@ class Segments {
   std::size_t start_ = 0;
   WindowMaximum backward_;
   WindowMaximum forward_;
+  WindowMaximum replay_;
 };
 
 }  // namespace

@@ -14,6 +14,7 @@ struct ChainColumns {
   std::span<const std::int64_t> unsaved;   // u_i: a_i where no backward reads it, else 0.
   std::span<const std::int64_t> backward;  // D_k
   std::span<const std::int64_t> forward;   // By layer, beside its input.
+  std::span<const std::int64_t> replay;    // F_k
   std::span<const std::int64_t> tail;      // Last layer that a replay up to k runs; 0 for none.
   std::span<const std::int64_t> end;       // Held when that replay ends, beside entry.
   std::span<const std::int64_t> entry;     // Held before the backward of layer k.
@@ -26,9 +27,8 @@ struct ChainOptimum {
   std::vector<std::int64_t> checkpoints;  // Rising, without boundary 0.
 };
 
-// The least peak of a chain of at least one layer, in amortised O(n). Proved where S grows with j
-// and with falling i and replays do not overshoot; else an upper bound's subset, whose peak is for
-// the caller to find.
+// The least peak of a chain of at least one layer, in amortised O(n). `tail` must not fall. Proved
+// where S grows with j and with falling i; else an upper bound's subset, whose peak is for the caller to find.
 ChainOptimum least_peak_chain(const ChainColumns& columns);
 
 }  // namespace memplan::recompute

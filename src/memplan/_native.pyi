@@ -75,6 +75,7 @@ def least_peak_chain(
     unsaved: npt.NDArray[np.int64],
     backward: npt.NDArray[np.int64],
     forward: npt.NDArray[np.int64],
+    replay: npt.NDArray[np.int64],
     tail: npt.NDArray[np.int64],
     end: npt.NDArray[np.int64],
     entry: npt.NDArray[np.int64],
@@ -131,3 +132,23 @@ class RecomputeModel:
         Releases the GIL."""
     def cancel(self) -> None:
         """Make the running search return early."""
+
+class SegmentTable:
+    """The dynamic programme of `memplan.recompute.segments`, in memory levels. Raises ValueError
+    for columns that contradict each other."""
+
+    def __init__(
+        self,
+        levels: int,
+        option_start: npt.NDArray[np.int64],
+        between: npt.NDArray[np.int64],
+        need: npt.NDArray[np.int64],
+        option_seconds: npt.NDArray[np.float64],
+        crossing: npt.NDArray[np.int64],
+        through: npt.NDArray[np.int64],
+        seconds: npt.NDArray[np.float64],
+    ) -> None:
+        """Releases the GIL."""
+    def best(self, start: int, stop: int, level: int) -> tuple[float, int, int]:
+        """Added seconds of blocks [start, stop), and the option of the first, or -1 and where the
+        segment that forward skips ends. Infinite where nothing fits."""

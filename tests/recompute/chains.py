@@ -50,7 +50,7 @@ def raw_chains(draw: st.DrawFn, most: int = 8) -> Chain:
 
     saved = draw(st.lists(st.booleans(), min_size=count + 1, max_size=count + 1))
     return Chain(
-        column(count + 1), np.array(saved, dtype=np.bool_), *(column(count) for _ in range(8))
+        column(count + 1), np.array(saved, dtype=np.bool_), *(column(count) for _ in range(9))
     )
 
 

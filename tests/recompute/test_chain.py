@@ -165,10 +165,8 @@ def test_columns_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="too many"):
         least_peak_of_all(equal_layers(17))
     column = np.zeros(3, np.int64)
-    columns = dict.fromkeys(
-        ("keep", "kept", "unsaved", "backward", "forward", "tail", "end", "entry", "first", "last"),
-        column,
-    )
+    names = "keep kept unsaved backward forward replay tail end entry first last"
+    columns = dict.fromkeys(names.split(), column)
     with pytest.raises(ValueError, match="length"):
         least_peak_chain(**{**columns, "last": np.zeros(2, np.int64)})
     with pytest.raises(ValueError, match="does not exist"):

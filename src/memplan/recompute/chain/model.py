@@ -59,7 +59,9 @@ class Chain:
     backward_first: I64
     """First op of layer k's backward, beside what earlier layers save."""
     backward: I64
-    """All ops of layer k's backward, beside what earlier layers save."""
+    """All ops of layer k's backward after a replay, beside what earlier layers save."""
+    backward_saved: I64
+    """The same in a plain run, in which what forward saved may be let go of a little later."""
 
     def __len__(self) -> int:
         return len(self.saved)
@@ -150,7 +152,7 @@ def chain_of_layers(layers: Layers) -> Chain:
     backward = entry + saved + gradient[:-1] + left + backward_scratch
     output_saved = np.concatenate((after, [False])) | np.concatenate(([False], own))
     chain = Chain(
-        output, output_saved, saved, forward, forward, forward, forward, entry, backward, backward
+        output, output_saved, saved, forward, forward, forward, forward, entry, *[backward] * 3
     )
     chain.check()
     return chain

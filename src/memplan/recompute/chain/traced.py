@@ -72,10 +72,9 @@ def is_monotone(chain: Chain) -> bool:
     `_Tables`:
 
     - Q_i + u_i does not fall with i: a layer makes at least what it lets die;
-    - replays do not overshoot: no F_k of a segment is above what is held when its replay ends;
-    - what is held when the replay of a segment ending in j ends, and at the first op of the
-      backward that follows, does not fall with j, or stays under the backward's own peak D_j or
-      D_{j+1} even with the dearest unsaved checkpoint before it.
+    - what is held when the replay of a segment ending in j < n - 1 is dearest, when it ends, and at
+      the first op of the backward that follows, does not fall with j, or stays under the backward's
+      own peak D_j or D_{j+1} even with the dearest unsaved checkpoint before it.
     """
     return _Tables(chain).monotone()
 
@@ -96,8 +95,8 @@ class _Tables:
         backward's first op, which the checkpoint still sees.
     E(i, j) = max of y_{k-1} + forward_k over i < k <= j: the segment's first forward; y_i not
         counted, being a checkpoint.
-    S(i, n) = max of D_k and Q_{k-1} + u_{k-1} + forward_saving_k over k > i, less Q_i + u_i: the
-        last segment is not dropped, so y_i dies where it does in a plain run.
+    S(i, n) = max of Q_{k-1} + backward_saved_k and Q_{k-1} + u_{k-1} + forward_saving_k over k > i,
+        less Q_i + u_i: the last segment is not dropped; y_i dies where it does in a plain run.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -114,7 +113,7 @@ class _Tables:
         self.entry: I64 = chain.entry.astype(np.int64)
         self.end = self._ends(chain, before + chain.replay_saved)
         self.first: I64 = self.kept + chain.backward_first
-        worst = np.maximum(self.backward, before + chain.forward_saving)
+        worst = np.maximum(self.kept + chain.backward_saved, before + chain.forward_saving)
         self.last: I64 = np.maximum.accumulate(worst[::-1])[::-1] - before
 
     def _ends(self, chain: Chain, replay_saved: I64) -> I64:
@@ -130,22 +129,36 @@ class _Tables:
         if self.count < 2:
             return True
         kept = self.kept + self.unsaved
-        highest = np.concatenate(([_NOTHING], np.maximum.accumulate(self.replay)))
-        before_tail = highest[np.maximum(self.tail, 1) - 1]
-        dearest = np.maximum.accumulate(self.unsaved)
         ends = np.where(self.tail > 0, self.end + self.entry, _NOTHING)
         return bool(
             (kept[:-1] <= kept[1:]).all()
-            and (before_tail <= self.end)[:-1].all()
-            and all(self._rises(held, dearest) for held in (ends, self.first))
+            and (self._overshoots_rise(ends) & self._rises(ends) & self._rises(self.first)).all()
         )
 
-    def _rises(self, held: I64, dearest: I64) -> bool:
-        """Whether S cannot fall from j to j + 1 < n because of `held`: it rises itself, or the
-        backward's peak of layer j or j + 1 hides it, for every start of a segment."""
-        now, then, most = held[:-2], held[1:-1], held[:-2] + dearest[:-2]
-        hidden = (most <= self.backward[:-2]) | (most <= self.backward[1:-1])
-        return bool((hidden | (now <= then)).all())
+    def _hidden(self, held: I64) -> Bools:
+        """By j < n - 1: whether `held` by segments that end in j is no more than the backward's
+        peak of layer j or j + 1, for every start."""
+        most = held[:-2] + np.maximum.accumulate(self.unsaved)[:-2]
+        peaks = np.maximum(self.backward[:-2], self.backward[1:-1])
+        return np.asarray(most <= peaks, np.bool_)
+
+    def _rises(self, held: I64) -> Bools:
+        """By j < n - 1: whether S cannot fall from j to j + 1 because of `held`."""
+        return np.asarray(self._hidden(held) | (held[:-2] <= held[1:-1]), np.bool_)
+
+    def _overshoots_rise(self, ends: I64) -> Bools:
+        """The same of the replay's layers before its last, but for those that the backward's peak
+        of the same layer or the next hides whatever the segment's end."""
+        later = np.maximum.accumulate(self.entry[:0:-1])[::-1]
+        most = self.replay[:-1] + later + np.maximum.accumulate(self.unsaved)[:-1]
+        hidden = most <= np.maximum(self.backward[:-1], self.backward[1:])
+        seen = np.where(hidden, _NOTHING, self.replay[:-1])
+        highest = np.concatenate(([_NOTHING], np.maximum.accumulate(seen)))
+        over = highest[np.maximum(self.tail, 1) - 1]
+        held = over + self.entry
+        ends_or_entry = (held[:-2] <= ends[1:-1]) | (self.entry[:-2] <= self.entry[1:-1])
+        rises = self._hidden(held) | ends_or_entry | (over <= self.end)[:-2]
+        return np.asarray(rises, np.bool_)
 
     def relaxed(self) -> _Tables:
         """Tables of a monotone objective that is nowhere above this one."""
@@ -208,6 +221,7 @@ def _linear(tables: _Tables) -> tuple[int, tuple[int, ...]]:
         tables.unsaved,
         tables.backward,
         tables.forward,
+        tables.replay,
         tables.tail,
         tables.end,
         tables.entry,

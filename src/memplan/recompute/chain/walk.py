@@ -67,7 +67,8 @@ class _Walk:
             for k in range(end, start, -1):
                 self.alive.pop(f"y{k}", None)
                 self.alive.pop(f"z{k}", None)
-                self.see(self.chain.backward[k - 1])
+                plain = end == self.count
+                self.see((self.chain.backward_saved if plain else self.chain.backward)[k - 1])
         return self.peak
 
     def forward(self, k: int) -> None:

@@ -1,0 +1,239 @@
+"""A step cut at its articulation points into a chain, and checkpoints of the chain as a selection.
+
+docs/recompute.md, "From a graph to a chain".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.recompute.articulation import Articulation, articulations
+from memplan.recompute.chain import Chain, least_peak
+from memplan.recompute.replay_memory import replay_memory
+from memplan.recompute.selection import Selection
+from memplan.types.step_graph import Bools, StepGraph
+from memplan.types.trace import I64
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A step as a chain of sub-models. Layer k = 1..n of `chain` runs the forward rows
+    `rows[k - 1]` (first, last); `members[k - 1]` is what it drops when it is dropped, its output
+    aside. `boundaries[k]` is the value y_k; -1 for the input (k = 0) and for what comes out of the
+    last layer (k = n). Bytes of the chain are beside the graph's `base_bytes`."""
+
+    chain: Chain
+    rows: list[tuple[int, int]]
+    boundaries: list[int]
+    members: list[frozenset[int]]
+
+
+def chain_of(graph: StepGraph) -> Cut:
+    """Cut a step at its articulation points. Linear in the graph's edges."""
+    cut = _cut(graph)
+    sizes = _Sizes(graph, cut)
+    alive = _alive(graph, graph.values.free)
+    dropping = _alive(graph, sizes.free_when_dropped(cut))
+    triggers = _triggers(graph, cut)
+    dying = alive - _let_go_early(graph, cut, triggers)
+    columns = np.zeros((8, cut.count), np.int64)
+    for k in range(1, cut.count + 1):
+        first, last = cut.rows[k - 1]
+        row = min(triggers[k], len(graph) - 1)
+        begins = graph.values.alloc == row
+        backward = slice(triggers[k], triggers[k - 1])
+        columns[:, k - 1] = (
+            int(sizes.beside_input(k, dropping, cut).max()),
+            int(alive[first : last + 1].max()) - sizes.before(k),
+            *replay_memory(
+                graph, cut.rows[k - 1], cut.members[k - 1], cut.boundaries[k], sizes.there
+            ),
+            alive[row] - graph.values.bytes[begins].sum() - sizes.kept[k - 1] - sizes.saved[k - 1],
+            alive[row] - sizes.kept[k - 1],
+            int(dying[backward].max(initial=0)) - sizes.kept[k - 1],
+            int(alive[backward].max(initial=0)) - sizes.kept[k - 1],
+        )
+    chain = Chain(sizes.output, sizes.output_saved, sizes.saved, *columns)
+    return Cut(chain, cut.rows, cut.boundaries, cut.members)
+
+
+def selection_for(graph: StepGraph, cut: Cut, checkpoints: Iterable[int]) -> Selection:
+    """The selection that keeps the boundaries `checkpoints` (of 1..n-1) and drops everything
+    droppable between them but in the last segment: a group a segment."""
+    starts = [0, *sorted(set(checkpoints) - {0})]
+    groups: list[frozenset[int]] = []
+    held: set[int] = set()
+    for start, end in pairwise(starts):
+        inner = (cut.boundaries[k] for k in range(start + 1, end))
+        group = {value for value in inner if graph.values.droppable[value]}
+        group = group.union(*cut.members[start:end])
+        if not group:
+            continue
+        groups.append(frozenset(group))
+        if start and not cut.chain.output_saved[start]:
+            held.add(cut.boundaries[start])
+    return Selection(tuple(groups), frozenset(held))
+
+
+def least_peak_chain(graph: StepGraph) -> Selection:
+    """The selection of checkpoints at articulation points with the least peak. One without groups
+    where nothing is below the plain run."""
+    cut = chain_of(graph)
+    return selection_for(graph, cut, least_peak(cut.chain).solution.checkpoints)
+
+
+def predicted_peak(graph: StepGraph, chain_bytes: int) -> int:
+    """The step's peak in bytes, given that of its chain."""
+    return max(graph.rest_peak_bytes, graph.base_bytes + chain_bytes)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    rows: list[tuple[int, int]]
+    boundaries: list[int]
+    members: list[frozenset[int]]
+    kept_values: Bools
+    """Droppable values that are not dropped, since several layers use them."""
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+
+def _cut(graph: StepGraph) -> _Parts:
+    values, forward = graph.values, graph.forward_ops
+    if not forward:
+        return _Parts([], [-1], [], np.zeros(len(values), np.bool_))
+    points = [point for point in articulations(graph) if _can_be_kept(graph, point)]
+    begins = np.array([0, *(point.row for point in points), forward])
+    rows = [(int(first), int(stop) - 1) for first, stop in pairwise(begins)]
+    boundaries = [-1, *(point.value for point in points), -1]
+    layer = np.searchsorted(begins, values.alloc, side="right") - 1
+    through = layer != np.searchsorted(begins, _last_forward(graph), side="right") - 1
+    inner = values.droppable.copy()
+    inner[boundaries[1:-1]] = False
+    members: list[set[int]] = [set() for _ in rows]
+    for value in np.flatnonzero(inner & ~through).tolist():
+        members[int(layer[value])].add(value)
+    return _Parts(rows, boundaries, [frozenset(m) for m in members], inner & through)
+
+
+def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
+    """Whether a plan can name it, or need not: it is alive in backward anyway."""
+    row = int(graph.values.alloc[point.value])
+    return bool(
+        graph.values.free[point.value] > graph.forward_ops
+        or (row >= 0 and graph.ops.call[row] >= 0)
+    )
+
+
+class _Sizes:
+    """What the layers of a cut hold, in bytes; columns as in `Chain`."""
+
+    def __init__(self, graph: StepGraph, cut: _Parts) -> None:
+        self.graph = graph
+        self.last_forward = _last_forward(graph)
+        values = graph.values
+        inner = cut.boundaries[1:-1]
+        in_backward = values.free > graph.forward_ops
+        self.output_saved: Bools = np.ones(cut.count + 1, np.bool_)
+        self.output: I64 = np.zeros(cut.count + 1, np.int64)
+        if inner:
+            self.output_saved[1:-1] = in_backward[inner]
+            counted = values.droppable[inner] | ~in_backward[inner]
+            self.output[1:-1] = np.where(counted, values.bytes[inner], 0)
+        self.saved: I64 = np.array(
+            [sum(int(values.bytes[v]) for v in members) for members in cut.members], np.int64
+        )
+        steps = self.saved + np.where(self.output_saved, self.output, 0)[1:]
+        self.kept: I64 = np.concatenate((np.zeros(1, np.int64), np.cumsum(steps)))
+        self.there: Bools = (values.alloc < 0) | cut.kept_values | (in_backward & ~values.droppable)
+        self.there[inner] = True
+
+    def before(self, k: int) -> int:
+        """What a plain forward holds of the layers before k, in the chain's terms."""
+        return int(self.kept[k - 1]) + (0 if self.output_saved[k - 1] else int(self.output[k - 1]))
+
+    def free_when_dropped(self, cut: _Parts) -> I64:
+        """By value: the first row without it in forward when everything droppable is dropped."""
+        free = self.graph.values.free.copy()
+        dropped = [*frozenset().union(*cut.members), *(v for v in cut.boundaries if v >= 0)]
+        dropped = [value for value in dropped if self.graph.values.droppable[value]]
+        free[dropped] = self.last_forward[dropped] + 1
+        return free
+
+    def beside_input(self, k: int, alive: I64, cut: _Parts) -> npt.NDArray[np.int64]:
+        """`alive` during the rows of layer k, without y_{k-1} while it is alive."""
+        first, last = cut.rows[k - 1]
+        rows = np.arange(first, last + 1)
+        value = cut.boundaries[k - 1]
+        if value < 0:
+            return alive[rows]
+        droppable = self.graph.values.droppable[value]
+        free = self.last_forward[value] + 1 if droppable else self.graph.values.free[value]
+        return alive[rows] - np.where(rows < free, self.output[k - 1], 0)
+
+
+def _alive(graph: StepGraph, free: I64) -> I64:
+    """Bytes alive during each row, values ending at `free`."""
+    change = np.zeros(len(graph) + 1, np.int64)
+    np.add.at(change, np.maximum(graph.values.alloc, 0), graph.values.bytes)
+    np.subtract.at(change, free, graph.values.bytes)
+    return np.asarray(np.cumsum(change)[:-1], np.int64)
+
+
+def _last_forward(graph: StepGraph) -> I64:
+    """By value: the last forward row that reads or writes it, -1 for none."""
+    last = np.full(len(graph.values), -1, np.int64)
+    for edges, start in (
+        (graph.ops.reads, graph.ops.reads_start),
+        (graph.ops.writes, graph.ops.writes_start),
+    ):
+        stop = start[graph.forward_ops]
+        rows = np.repeat(np.arange(graph.forward_ops), np.diff(start[: graph.forward_ops + 1]))
+        np.maximum.at(last, edges[:stop], rows)
+    return last
+
+
+def _let_go_early(graph: StepGraph, cut: _Parts, triggers: list[int]) -> I64:
+    """By row: bytes of members that a plain run still holds after their last use, while their own
+    layer's backward runs; a replay's copy is gone by then."""
+    last = np.zeros(len(graph.values), np.int64)
+    for edges, start in (
+        (graph.ops.reads, graph.ops.reads_start),
+        (graph.ops.writes, graph.ops.writes_start),
+    ):
+        np.maximum.at(last, edges, np.repeat(np.arange(len(graph)), np.diff(start)))
+    change = np.zeros(len(graph) + 1, np.int64)
+    for k, members in enumerate(cut.members, 1):
+        for value in members:
+            gone = int(last[value]) + 1
+            stop = min(int(graph.values.free[value]), triggers[k - 1])
+            if gone < stop:
+                change[gone] += graph.values.bytes[value]
+                change[stop] -= graph.values.bytes[value]
+    return np.asarray(np.cumsum(change)[:-1], np.int64)
+
+
+def _triggers(graph: StepGraph, cut: _Parts) -> list[int]:
+    """By k = 0..n: the first backward row that uses anything that the layers up to k drop, y_k
+    aside. Their backward begins there; that of the last layer where backward does."""
+    start, edges = graph.ops.reads_start, graph.ops.reads
+    first_use = np.full(len(graph.values), len(graph), np.int64)
+    rows = np.repeat(np.arange(len(graph)), np.diff(start))
+    behind = rows >= graph.forward_ops
+    np.minimum.at(first_use, edges[behind], rows[behind])
+    result = [len(graph)]
+    for k in range(1, cut.count + 1):
+        used = [*cut.members[k - 1]]
+        if k > 1 and graph.values.droppable[cut.boundaries[k - 1]]:
+            used.append(cut.boundaries[k - 1])
+        result.append(min([result[-1], *(int(first_use[value]) for value in used)]))
+    if cut.count:
+        result[-1] = min(result[-1], graph.forward_ops)
+    return result
