@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <mutex>
+#include <utility>
 
 #include "recompute/model.hpp"
 #include "recompute/search.hpp"
+#include "recompute/segments.hpp"
 
 namespace nb = nanobind;
 
@@ -97,6 +99,22 @@ class SharedModel {
   Model model_;
 };
 
+template <typename T>
+std::vector<T> copy(const Column<T>& column) {
+  return {column.data(), column.data() + column.shape(0)};
+}
+
+void make_segments(SegmentTable* self, std::int64_t levels,
+                   const Column<std::int64_t>& option_start, const Column<std::int64_t>& between,
+                   const Column<std::int64_t>& need, const Column<double>& option_seconds,
+                   const Column<std::int64_t>& crossing, const Column<std::int64_t>& through,
+                   const Column<double>& seconds) {
+  SegmentChain chain{levels,         copy(option_start), copy(between), copy(need),
+                     copy(option_seconds), copy(crossing),     copy(through), copy(seconds)};
+  nb::gil_scoped_release unlocked;
+  new (self) SegmentTable(std::move(chain));
+}
+
 }  // namespace
 
 void bind(nb::module_& m) {
@@ -118,6 +136,17 @@ void bind(nb::module_& m) {
            "budget_bytes"_a, "byte_price"_a, "start_temperature"_a, "end_temperature"_a,
            "iterations"_a, "seed"_a, "deadline_seconds"_a)
       .def("cancel", &SharedModel::cancel);
+  nb::class_<SegmentTable>(m, "SegmentTable", "Which segments of a chain to replay as a whole.")
+      .def("__init__", &make_segments, "levels"_a, "option_start"_a, "between"_a, "need"_a,
+           "option_seconds"_a, "crossing"_a, "through"_a, "seconds"_a)
+      .def(
+          "best",
+          [](const SegmentTable& table, std::int64_t start, std::int64_t stop,
+             std::int64_t level) {
+            const SegmentChoice choice = table.best(start, stop, level);
+            return nb::make_tuple(choice.cost, choice.option, choice.middle);
+          },
+          "start"_a, "stop"_a, "level"_a);
 }
 
 }  // namespace memplan::recompute

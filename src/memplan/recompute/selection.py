@@ -28,17 +28,18 @@ class Selection:
 
 def check_selection(graph: StepGraph, selection: Selection) -> None:
     """Raise ValueError for a selection that says what cannot be."""
+    count, droppable, alloc = len(graph.values), graph.values.droppable, graph.values.alloc
     seen: set[int] = set()
     for group in selection.groups:
-        for value in group:
-            if value in seen:
-                raise ValueError(f"value {value} is dropped in two groups")
-            if not 0 <= value < len(graph.values) or not graph.values.droppable[value]:
-                raise ValueError(f"value {value} cannot be dropped")
-            seen.add(value)
+        if twice := seen & group:
+            raise ValueError(f"value {min(twice)} is dropped in two groups")
+        seen |= group
+    dropped = sorted(seen)
+    if dropped and not (0 <= dropped[0] <= dropped[-1] < count and droppable[dropped].all()):
+        wrong = next(v for v in dropped if not (0 <= v < count and droppable[v]))
+        raise ValueError(f"value {wrong} cannot be dropped")
     for value in selection.held:
-        inside = 0 <= value < len(graph.values)
-        if not inside or not 0 <= graph.values.alloc[value] < graph.forward_ops or value in seen:
+        if not 0 <= value < count or not 0 <= alloc[value] < graph.forward_ops or value in seen:
             raise ValueError(f"value {value} cannot be held")
 
 

@@ -1,0 +1,68 @@
+"""The simple ways, which `solve` must never be worse than: they are among its candidates.
+
+Full checkpointing of every block, segments of equal numbers of blocks (Chen et al., 2016: the
+square root of all; PyTorch's `checkpoint_sequential`: any number), and dropping by bytes per
+second.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from memplan.recompute.segments import Chain, boundary_holds
+from memplan.recompute.selection import Selection
+
+
+def every_block(chain: Chain) -> Selection:
+    """Each block is replayed as a whole from what crosses its start."""
+    return equal_segments(chain, len(chain.blocks))
+
+
+def chen(chain: Chain) -> Selection:
+    """About the square root of all blocks as segments."""
+    return equal_segments(chain, round(math.sqrt(len(chain.blocks))))
+
+
+def equal_segments(chain: Chain, segments: int) -> Selection:
+    """Segments of (nearly) equal numbers of blocks; what is made and used up within one is dropped
+    and replayed together."""
+    blocks, values = chain.blocks, chain.graph.values
+    bounds = np.linspace(0, len(blocks), max(1, min(segments, len(blocks))) + 1).round().astype(int)
+    groups = []
+    for begin, end in pairwise(bounds.tolist()):
+        crossing = set(blocks[end - 1].outputs)
+        later = {v for b in blocks[begin:end] for v in b.outputs if _crosses(chain, v, end)}
+        made = {v for b in blocks[begin:end] for v in (*b.drops, *b.outputs)}
+        groups.append(frozenset(v for v in made - crossing - later if values.droppable[v]))
+    return Selection(tuple(filter(None, groups)), boundary_holds(chain))
+
+
+def _crosses(chain: Chain, value: int, block: int) -> bool:
+    """Whether forward reads a value in a block or later."""
+    if block >= len(chain.blocks):
+        return False
+    ops, forward = chain.graph.ops, chain.graph.forward_ops
+    first = int(ops.reads_start[chain.blocks[block].start])
+    return bool((ops.reads[first : int(ops.reads_start[forward])] == value).any())
+
+
+def by_bytes_per_second(chain: Chain, steps: int) -> list[Selection]:
+    """Values in the order of bytes per second of the op that makes them, ever more of them dropped,
+    each block's in one group."""
+    graph = chain.graph
+    values = np.flatnonzero(graph.values.droppable)
+    seconds = graph.ops.seconds[graph.values.alloc[values]] + 1e-9
+    order = values[np.argsort(-graph.values.bytes[values] / seconds, kind="stable")]
+    starts = np.array([block.start for block in chain.blocks])
+    place = np.searchsorted(starts, graph.values.alloc[order], side="right")
+    holds = boundary_holds(chain)
+    result = []
+    for count in np.unique(np.linspace(1, len(order), steps).round().astype(int)).tolist():
+        members: dict[int, set[int]] = {}
+        for value, block in zip(order[:count].tolist(), place[:count].tolist(), strict=True):
+            members.setdefault(block, set()).add(value)
+        result.append(Selection(tuple(map(frozenset, members.values())), holds))
+    return result

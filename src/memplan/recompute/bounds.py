@@ -1,0 +1,115 @@
+"""What no selection can beat: bytes and seconds, proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.recompute.blocks import alive_bytes
+from memplan.types.step_graph import F64, StepGraph
+from memplan.types.trace import I64
+
+
+@dataclass(frozen=True)
+class _Relief:
+    """Droppable values by the op that allocates them: an op pays for all of its values at once."""
+
+    values: I64
+    item: I64
+    """Of each value: its op's place in `seconds`."""
+    seconds: F64
+    """Of an op that a drop runs again; 0 where backward reads none of its values."""
+    after_forward: I64
+    """First row at which a dropped value is gone."""
+    first_use: I64
+    last_use: I64
+    """Backward rows that touch it first and last; rows between are no relief."""
+
+
+class Bounds:
+    """For one graph. A dropped value relieves the rows after forward's last touch and before
+    backward's first, or after its last; it costs at least one run of the op that made it."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        everything = np.ones(len(graph.values), dtype=np.bool_)
+        self.plain = alive_bytes(graph, everything)
+        self.relief = _relief(graph)
+        self.least_peak = self._least_peak()
+
+    def _least_peak(self) -> int:
+        relief, values = self.relief, self.graph.values
+        change = np.zeros(len(self.graph) + 1, dtype=np.int64)
+        for begin, end in (
+            (relief.after_forward, relief.first_use),
+            (np.maximum(relief.last_use + 1, relief.after_forward), values.free[relief.values]),
+        ):
+            end = np.minimum(end, values.free[relief.values])
+            real = end > begin
+            size = values.bytes[relief.values[real]]
+            np.add.at(change, begin[real], size)
+            np.add.at(change, end[real], -size)
+        least = self.plain - np.cumsum(change)[:-1]
+        top = int(least.max(initial=0)) + self.graph.base_bytes
+        return max(top, self.graph.rest_peak_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Added to a step by any selection within the budget; infinite where there is none.
+
+        For each row above the budget a fractional knapsack: the bytes to get rid of, from values
+        that dropping takes away there, cheapest first.
+        """
+        if budget_bytes < self.least_peak:
+            return float("inf")
+        excess = self.plain + self.graph.base_bytes - budget_bytes
+        rows = np.flatnonzero(excess > 0).tolist()
+        return max((self._row_seconds(row, int(excess[row])) for row in rows), default=0.0) * (
+            self.graph.passes
+        )
+
+    def _row_seconds(self, row: int, excess: int) -> float:
+        relief, values = self.relief, self.graph.values
+        there = (relief.after_forward <= row) & (row < values.free[relief.values])
+        there &= (row < relief.first_use) | (row > relief.last_use)
+        size = np.zeros(len(relief.seconds), dtype=np.int64)
+        np.add.at(size, relief.item[there], values.bytes[relief.values[there]])
+        items = np.flatnonzero(size)
+        items = items[np.argsort(relief.seconds[items] / size[items], kind="stable")]
+        total = np.cumsum(size[items])
+        last = int(np.searchsorted(total, excess))
+        before = int(total[last - 1]) if last else 0
+        share = (excess - before) / int(size[items[last]])
+        return float(relief.seconds[items[:last]].sum() + share * relief.seconds[items[last]])
+
+
+def _relief(graph: StepGraph) -> _Relief:
+    count = len(graph.values)
+    last_forward = np.maximum(graph.values.alloc, -1)
+    first_use = np.full(count, len(graph), dtype=np.int64)
+    last_use = np.full(count, -1, dtype=np.int64)
+    for edges, start in (
+        (graph.ops.reads, graph.ops.reads_start),
+        (graph.ops.writes, graph.ops.writes_start),
+    ):
+        rows = np.repeat(np.arange(len(graph)), np.diff(start))
+        inside = rows < graph.forward_ops
+        np.maximum.at(last_forward, edges[inside], rows[inside])
+        np.minimum.at(first_use, edges[~inside], rows[~inside])
+        np.maximum.at(last_use, edges[~inside], rows[~inside])
+    values = np.flatnonzero(graph.values.droppable)
+    ops, item = np.unique(graph.values.alloc[values], return_inverse=True)
+    paid = graph.ops.seconds[ops].copy()
+    free = np.ones(len(ops), dtype=np.bool_)
+    free[item[last_use[values] >= 0]] = False
+    mixed = np.zeros(len(ops), dtype=np.bool_)
+    mixed[item[last_use[values] < 0]] = True
+    paid[free | mixed] = 0.0
+    return _Relief(
+        values,
+        np.asarray(item, dtype=np.int64),
+        paid,
+        last_forward[values] + 1,
+        first_use[values],
+        last_use[values],
+    )

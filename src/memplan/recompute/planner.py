@@ -1,0 +1,203 @@
+"""The candidates for every budget of one graph, and their improvement.
+
+Every candidate is judged by `evaluate`. First come the baselines and the plans of the chain of
+blocks at every memory level, which serve all budgets; then, for one budget, annealing over single
+values from the best of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.recompute.baselines import by_bytes_per_second, equal_segments
+from memplan.recompute.blocks import Block, blocks_of
+from memplan.recompute.bounds import Bounds
+from memplan.recompute.evaluate import Evaluation, Evaluator, SearchSettings
+from memplan.recompute.options import BlockOptions, judge, options_of
+from memplan.recompute.segments import Chain, SegmentTable, boundary_holds
+from memplan.recompute.selection import Selection
+from memplan.types.step_graph import StepGraph
+
+SMALL = 48
+"""Droppable values up to which a graph is annealed thoroughly, from several starts."""
+BLOCK_VALUES = (1, 6)
+"""Large values that a block makes at least: a chain of many blocks and one of fewer."""
+FIRST_PLANS = 120
+"""Plans of the chain that are judged before any budget is known."""
+LOOK_AROUND = 6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    selection: Selection
+    evaluation: Evaluation
+
+    @property
+    def peak(self) -> int:
+        return self.evaluation.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.evaluation.added_seconds
+
+
+class Clock:
+    """A deadline that work takes shares of, and a question whether to stop."""
+
+    def __init__(self, seconds: float, cancel: Callable[[], bool] | None) -> None:
+        self._end = time.monotonic() + seconds
+        self._cancel = cancel
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 once cancelled."""
+        if self._cancel is not None and self._cancel():
+            return 0.0
+        return max(0.0, self._end - time.monotonic())
+
+
+class Planner:
+    """Finds selections of one graph. What it has seen serves every later budget."""
+
+    def __init__(self, graph: StepGraph, clock: Clock) -> None:
+        self.evaluator = Evaluator(graph)
+        self.graph = graph
+        self.bounds = Bounds(graph)
+        self.drops = np.flatnonzero(graph.values.droppable).tolist()
+        self.holds: list[int] = []
+        self.candidates: list[Candidate] = []
+        self.chains: list[_ChainPlans] = []
+        [self.plain] = self.add([Selection()])
+        if self.drops and clock.left:
+            self._prepare(clock)
+
+    def _prepare(self, clock: Clock) -> None:
+        cuts: list[list[int]] = []
+        for least_values in BLOCK_VALUES:
+            blocks = blocks_of(self.graph, least_values)
+            if [block.start for block in blocks] in cuts or not clock.left:
+                continue
+            cuts.append([block.start for block in blocks])
+            chain = Chain(self.graph, blocks, [])
+            self.holds = self.holds or self._holdable(sorted(boundary_holds(chain)))
+            self.add(equal_segments(chain, n) for n in range(1, len(blocks) + 1))
+            self.add(by_bytes_per_second(chain, 64))
+            chain.options.extend(_options(blocks, clock))
+            if clock.left:
+                self.chains.append(_ChainPlans(self, SegmentTable(chain), clock))
+
+    def _holdable(self, boundary: list[int]) -> list[int]:
+        """Values worth holding: all of a small graph, else those between blocks."""
+        values, forward = self.graph.values, self.graph.forward_ops
+        dying = (values.alloc >= 0) & (values.alloc < forward) & (values.free <= forward)
+        every = np.flatnonzero(dying & ~values.droppable).tolist()
+        return every if len(every) <= 2 * SMALL else boundary
+
+    def add(self, selections: Iterable[Selection]) -> list[Candidate]:
+        """Judge selections."""
+        added = [Candidate(s, self.evaluator.evaluate(s)) for s in selections]
+        self.candidates += added
+        return added
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """The quickest candidate within a budget; of equals the one with the lower peak."""
+        within = [c for c in self.candidates if c.peak <= budget_bytes]
+        return min(within, key=lambda c: (c.seconds, c.peak), default=None)
+
+    def lowest(self) -> Candidate:
+        return min(self.candidates, key=lambda c: (c.peak, c.seconds))
+
+    def improve(self, budget_bytes: int, clock: Clock, effort: int) -> None:
+        """Search for a better selection within a budget until the clock runs out; `effort`:
+        annealing steps a droppable value and start. Adds what it finds to the candidates."""
+        least = self.bounds.least_peak
+        if not self.drops or self.plain.peak <= budget_bytes:
+            return
+        if budget_bytes < least == self.lowest().peak:
+            return
+        for chain in self.chains:
+            chain.look(budget_bytes, clock)
+        for seed, start in enumerate(self._starts(budget_bytes)):
+            if not clock.left:
+                return
+            self._anneal(start, budget_bytes, clock, effort, seed)
+
+    def _starts(self, budget_bytes: int) -> Iterator[Candidate]:
+        best = self.best(budget_bytes) or self.lowest()
+        yield best
+        above = [c for c in self.candidates if c.peak > budget_bytes and c.seconds < best.seconds]
+        near = sorted(above, key=lambda c: c.peak - budget_bytes)
+        yield from near[:1]
+        if len(self.drops) <= SMALL:
+            yield self.plain
+            yield from near[1:2]
+            yield self.best(budget_bytes) or self.lowest()
+
+    def _anneal(
+        self, start: Candidate, budget_bytes: int, clock: Clock, effort: int, seed: int
+    ) -> None:
+        forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
+        size = int(self.graph.values.bytes[self.drops].sum()) or 1
+        least = budget_bytes < self.bounds.least_peak
+        small = len(self.drops) <= SMALL
+        warm = 0.1 if small else 0.3 / len(self.drops)
+        selection, rounds = start.selection, 2 if small else 1
+        for again in range(rounds):
+            heat = forward * warm * (1e3 if least else 1.0) * 0.1**again
+            settings = SearchSettings(
+                budget_bytes=0 if least else budget_bytes,
+                drops=self.drops,
+                holds=self.holds,
+                byte_price=forward / size * (1e4 if least else 8.0),
+                start_temperature=heat,
+                end_temperature=heat * 1e-3,
+                iterations=effort * len(self.drops),
+                deadline_seconds=clock.left,
+                seed=seed,
+            )
+            selection = self.evaluator.search(selection, settings)
+            self.add([selection])
+
+
+class _ChainPlans:
+    """The plans of one chain of blocks, by the steps at which more memory saves time."""
+
+    def __init__(self, planner: Planner, table: SegmentTable, clock: Clock) -> None:
+        self.planner = planner
+        self.table = table
+        self.levels = table.steps()
+        self.planned: dict[int, Candidate] = {}
+        for step in range(0, len(self.levels), max(1, len(self.levels) // FIRST_PLANS)):
+            if clock.left:
+                self._plan(step)
+
+    def _plan(self, step: int) -> Candidate:
+        if step not in self.planned:
+            [self.planned[step]] = self.planner.add([self.table.plan(self.levels[step])])
+        return self.planned[step]
+
+    def look(self, budget_bytes: int, clock: Clock) -> None:
+        """Bisect for the largest plan within a budget, then look around it: peaks rise with the
+        level but for rounding."""
+        fitting = [s for s, plan in self.planned.items() if plan.peak <= budget_bytes]
+        low = max(fitting, default=-1)
+        high = min((s for s in self.planned if s > low), default=len(self.levels))
+        while high - low > 1 and clock.left:
+            middle = (low + high) // 2
+            fits = self._plan(middle).peak <= budget_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        for step in range(low + 1, min(low + 1 + LOOK_AROUND, len(self.levels))):
+            if clock.left:
+                self._plan(step)
+
+
+def _options(blocks: list[Block], clock: Clock) -> list[BlockOptions]:
+    """Equal blocks are searched once, with at most a quarter of the time for all."""
+    distinct = {block.signature: block for block in blocks}
+    each = 0.2 * clock.left / len(distinct)
+    found = {name: options_of(block, min(each, 2.0)) for name, block in distinct.items()}
+    return [judge(block, found[block.signature]) for block in blocks]
