@@ -85,20 +85,31 @@ class SavedTensor:
         return self.tensor
 
 
+_SHORT = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sum of the tensor's elements read as integers; exact, and the same in every order."""
+    """A sum of the tensor's elements read as integers, weighted by place along each dimension, so
+    that rows in another order are noticed. Exact, and the same in every order of summation."""
     if tensor.numel() == 0 or tensor.is_quantized:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    if tensor.dtype == torch.bool:
-        return tensor.sum(dtype=torch.int64)
     integer = _INTEGERS.get(tensor.element_size())
     if integer is None:
         return None
-    return tensor.view(integer).sum(dtype=torch.int64)
+    integers = tensor.view(integer)
+    total = integers.sum(dtype=torch.int64)
+    for dimension, size in enumerate(integers.shape):
+        others = [other for other in range(integers.dim()) if other != dimension]
+        if others:
+            along = integers.sum(others, dtype=torch.int64)
+        elif size <= _SHORT:
+            along = integers.to(torch.int64)
+        else:
+            break
+        total += (along * torch.arange(size, device=along.device)).sum()
+    return total

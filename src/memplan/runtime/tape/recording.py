@@ -22,6 +22,9 @@ from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
 
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
@@ -61,6 +64,7 @@ class Recording(TorchDispatchMode):
         """Depth of functions with a backward of their own."""
         self._symbolic = False
         self._stack = ExitStack()
+        self._being_written: list[Value] = []
         self.backward_began = False
         """Whether something of this call has been asked for by backward."""
         self.found = 0
@@ -105,7 +109,15 @@ class Recording(TorchDispatchMode):
         assert isinstance(storage, _StorageRef)
         self._live.pop(storage.key, None)
 
+    def _note_versions(self) -> None:
+        """An op that writes in place advances the version of what it wrote after its dispatch."""
+        for value in self._being_written:
+            if value.base is not None:
+                value.version = version_of(value.base)
+        self._being_written.clear()
+
     def _forget(self) -> None:
+        self._note_versions()
         self._live.clear()
         self._groups.clear()
 
@@ -123,10 +135,10 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return self.call_function(lambda: func(*args, **kwargs), args)
-        if func.is_view or (self._on_cuda and not _touches_cuda(args, kwargs)):
+        if func.is_view:
             return func(*args, **kwargs)
-        nth = self._counts[func]
-        self._counts[func] = nth + 1
+        self._note_versions()
+        nth = self._count(func, args, kwargs)
         record = OpRecord(func, self._number, nth, args, kwargs)
         self._number += 1
         targets = [(self._written(t), t) for t in _written_tensors(func, args, kwargs)]
@@ -148,6 +160,14 @@ class Recording(TorchDispatchMode):
             self._overwritten(tensor)
         self._note_results(record, tensors, can)
         return result
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Which one of its kind this op is; -1 for one that does not count."""
+        if self._on_cuda and not _touches_cuda(args, kwargs):
+            return -1
+        nth = self._counts[func]
+        self._counts[func] = nth + 1
+        return nth
 
     def _freeze_arguments(self, record: OpRecord, written: set[int]) -> bool:
         """Put views in place of the tensors of a record's arguments; whether all can be had
@@ -261,6 +281,7 @@ class Recording(TorchDispatchMode):
         self._track(tensor, new)
         if not can:
             self._make_opaque(new, tensor)
+            self._being_written.append(new)
 
     def _overwritten(self, tensor: torch.Tensor) -> None:
         """Something other than a recorded op wrote to a plain tensor."""
@@ -317,8 +338,15 @@ class Recording(TorchDispatchMode):
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory and version counter, outside autograd's graph: an op's result joins the
         graph later, and the graph refers back to what is kept here."""
-        with self.pause_recording():
+        # Below autograd a view gets a version counter of its own, unless this key takes part.
+        excluded = _is_excluded(_VERSIONS)
+        _exclude(_VERSIONS, False)
+        self._off += 1
+        try:
             return tensor.detach()
+        finally:
+            self._off -= 1
+            _exclude(_VERSIONS, excluded)
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
 
@@ -349,6 +377,7 @@ class Recording(TorchDispatchMode):
     # Autograd
 
     def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
+        self._note_versions()
         value = self._current(tensor) if _is_plain(tensor) else None
         version = version_of(tensor)
         if value is None:
