@@ -209,3 +209,38 @@ def test_resizing_a_storage_ends_its_generation() -> None:
         x.add_(1.0)
 
     assert sizes(record(job)) == [4000, 8000]
+
+
+@pytest.mark.parametrize("function", [F.silu, F.mish], ids=["silu", "mish"])
+def test_activations_are_differentiated_by_one_kernel(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def job() -> None:
+        x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        function(x).sum().backward()
+
+    trace = record(job)
+    assert sizes(trace, Phase.BACKWARD) == [2 * 64 * 64]
+    assert operators(trace, Phase.BACKWARD)[f"{function.__name__}_backward"] == 1
+
+
+def test_rms_norm_is_one_kernel_each_way() -> None:
+    rows, columns = 32, 64
+
+    def job() -> None:
+        norm = torch.nn.RMSNorm(columns, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        norm(x).backward(torch.ones_like(x))
+
+    trace = record(job)
+    assert sizes(trace, op="_fused_rms_norm.") == [2 * rows * columns, 4 * rows]
+    assert sizes(trace, op="_fused_rms_norm_backward") == [2 * rows * columns, 2 * columns]
+
+
+def test_gradients_of_gradients_take_the_composition() -> None:
+    def job() -> None:
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        (gradient,) = torch.autograd.grad(F.silu(x).sum(), x, create_graph=True)
+        gradient.sum().backward()
+
+    assert operators(record(job))["silu_backward"] == 0

@@ -16,6 +16,7 @@ import memplan
 from memplan.capture import (
     data_dependent,
     foreach,
+    fused,
     host_methods,
     lazy_modules,
     other_processes,
@@ -146,6 +147,7 @@ class CaptureSession:
         attention = Attention(self.mode, self.options.profile)
         library = attention.install()
         stack.callback(library._destroy)
+        stack.callback(fused.install()._destroy)
         self.mode.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = KernelMemory(self.mode, self.options.profile)
         for func, observer in memory.observers().items():

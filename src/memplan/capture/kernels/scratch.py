@@ -151,17 +151,27 @@ def _logsumexp(call: OpCall) -> list[Scratch]:
 def _layer_norm_backward(call: OpCall) -> list[Scratch]:
     """layer_norm_kernel.cu: very long inputs add up weight and bias in partial sums of 32 rows.
     Tensor arguments: grad_output, input, mean, rstd, weight, bias."""
+    return _partial_sums(call, first=4)
+
+
+def _rms_norm_backward(call: OpCall) -> list[Scratch]:
+    """The same kernel. Tensor arguments: grad_output, input, rstd, weight."""
+    return _partial_sums(call, first=3)
+
+
+def _partial_sums(call: OpCall, first: int) -> list[Scratch]:
+    """Of a layer norm's parameters, of which the `first` tensor argument is the first."""
     shape = call.args.get("normalized_shape")
     columns = numel([int(size) for size in shape]) if isinstance(shape, Sequence) else 0
-    if columns == 0 or len(call.shapes) < 5:
+    if columns == 0 or len(call.shapes) <= first:
         return []
     rows = numel(call.shapes[1]) // columns
     columns_32 = ceil_div(columns, 32)
     if rows <= 64 * 1024 or columns // 32 >= call.sm_count // 2:
         return []
     blocks = min(32 * 1024 // columns_32, ceil_div(rows, 32))
-    size = blocks * columns * itemsize(call.dtypes[4])
-    parts = min(2, len(call.shapes) - 4)
+    size = blocks * columns * itemsize(call.dtypes[first])
+    parts = min(2, len(call.shapes) - first)
     return [exactly(name, size) for name in ("dgamma_blocks", "dbeta_blocks")[:parts]]
 
 
@@ -245,6 +255,7 @@ def _rules() -> dict[str, Rule]:
         (_ctc_backward, "_ctc_loss_backward"),
         (_logsumexp, "logsumexp"),
         (_layer_norm_backward, "native_layer_norm_backward"),
+        (_rms_norm_backward, "_fused_rms_norm_backward"),
         (_group_norm, "native_group_norm"),
         (_group_norm_backward, "native_group_norm_backward"),
         (_foreach_norm, "_foreach_norm"),
