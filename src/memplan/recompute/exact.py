@@ -19,28 +19,40 @@ from typing import Any, TypeAlias
 
 from ortools.sat.python import cp_model
 
+from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection, replayable_ops
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
 COST_STEPS = 10**7
-"""Seconds are rounded to this fraction of all forward ops' time."""
+"""Seconds are rounded down to this fraction of all forward ops' time."""
 
 
 def exact_seconds(
     graph: StepGraph, budget_bytes: int, *, deadline_seconds: float, workers: int = 2
 ) -> Solution[Selection]:
     """Least added seconds a step such that its peak stays within `budget_bytes`. Costs and bounds
-    in seconds; the witness of Infeasible is the budget itself, not the least one."""
+    in seconds; the witness of Infeasible is the plain peak in bytes, not the least one."""
+    if budget_bytes < graph.rest_peak_bytes:
+        return Infeasible("the rest of the step needs more", float(graph.rest_peak_bytes))
     program = _Program(graph)
     program.limit(budget_bytes - graph.base_bytes)
     unit = max(float(graph.ops.seconds[: graph.forward_ops].sum()) / COST_STEPS, 1e-300)
     program.model.minimize(
-        sum(round(float(graph.ops.seconds[row]) / unit) * x for (_, row), x in program.runs.items())
+        sum(int(float(graph.ops.seconds[row]) / unit) * x for (_, row), x in program.runs.items())
     )
-    if budget_bytes < graph.rest_peak_bytes:
-        return Infeasible("the rest of the step needs more", graph.rest_peak_bytes)
-    return program.solve(deadline_seconds, workers, unit * graph.passes, 0.0)
+    found, bound = program.solve(deadline_seconds, workers)
+    if bound is None:
+        plain = evaluate(graph, Selection()).peak_bytes
+        return Infeasible("no selection keeps the peak within the budget", float(plain))
+    bound *= unit * graph.passes
+    if found is None:
+        return TimedOut(None, bound)
+    cost = evaluate(graph, found).added_seconds
+    rounding = len(graph) ** 2 * unit * graph.passes
+    if cost - bound > rounding:
+        return TimedOut(found, bound, cost)
+    return Solved(found, cost, bound)
 
 
 def exact_peak(
@@ -48,12 +60,18 @@ def exact_peak(
 ) -> Solution[Selection]:
     """The least peak of a step in bytes."""
     program = _Program(graph)
-    top = sum(map(int, graph.values.bytes)) * 2 + 1
+    top = sum(map(int, graph.values.bytes)) * 2 + graph.rest_peak_bytes
     peak = program.model.new_int_var(0, top, "peak")
     program.limit(peak)
     program.model.add(peak >= graph.rest_peak_bytes - graph.base_bytes)
     program.model.minimize(peak)
-    return program.solve(deadline_seconds, workers, 1.0, float(graph.base_bytes))
+    found, bound = program.solve(deadline_seconds, workers)
+    assert bound is not None, "dropping nothing is a selection"
+    bound = max(bound + graph.base_bytes, float(graph.rest_peak_bytes))
+    if found is None:
+        return TimedOut(None, bound)
+    cost = float(evaluate(graph, found).peak_bytes)
+    return Solved(found, cost, bound) if bound >= cost else TimedOut(found, bound, cost)
 
 
 # A linear expression or an int; OR-tools' own alias admits NumPy scalars, which mypy cannot sum.
@@ -258,23 +276,19 @@ class _Program:
                 self.model.add(now >= self.runs[leader, row] + made - 1 - stays)
             later = now
 
-    def solve(
-        self, deadline_seconds: float, workers: int, unit: float, offset: float
-    ) -> Solution[Selection]:
+    def solve(self, deadline_seconds: float, workers: int) -> tuple[Selection | None, float | None]:
+        """The best selection found, and the proved bound of the objective: None where there is no
+        selection."""
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = deadline_seconds
         solver.parameters.num_workers = workers
         status = solver.solve(self.model)
         if status == cp_model.INFEASIBLE:
-            return Infeasible("no selection keeps the peak within the budget", 0.0)
-        bound = max(solver.best_objective_bound, 0.0) * unit + offset
+            return None, None
+        bound = solver.best_objective_bound
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return TimedOut(None, bound)
-        cost = solver.objective_value * unit + offset
-        selection = self._selection(solver)
-        if status == cp_model.OPTIMAL:
-            return Solved(selection, cost, bound)
-        return TimedOut(selection, bound, cost)
+            return None, max(bound, 0.0)
+        return self._selection(solver), bound
 
     def _selection(self, solver: cp_model.CpSolver) -> Selection:
         groups = [

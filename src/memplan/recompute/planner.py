@@ -7,8 +7,10 @@ values from the best of them.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +31,8 @@ BLOCK_VALUES = (1, 6)
 FIRST_PLANS = 120
 """Plans of the chain that are judged before any budget is known."""
 LOOK_AROUND = 6
+POLL_SECONDS = 0.05
+"""Between two looks at whether a search was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,24 @@ class Clock:
         if self._cancel is not None and self._cancel():
             return 0.0
         return max(0.0, self._end - time.monotonic())
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` from another thread, again and again, once this one should stop."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(POLL_SECONDS):
+                if not self.left:
+                    stop()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 class Planner:
@@ -111,9 +133,10 @@ class Planner:
     def lowest(self) -> Candidate:
         return min(self.candidates, key=lambda c: (c.peak, c.seconds))
 
-    def improve(self, budget_bytes: int, clock: Clock, effort: int) -> None:
+    def improve(self, budget_bytes: int, clock: Clock, effort: int, restarts: int = 1) -> None:
         """Search for a better selection within a budget until the clock runs out; `effort`:
-        annealing steps a droppable value and start. Adds what it finds to the candidates."""
+        annealing steps a droppable value and start, of which small graphs have four and as many
+        again as `restarts`. Adds what it finds to the candidates."""
         least = self.bounds.least_peak
         if not self.drops or self.plain.peak <= budget_bytes:
             return
@@ -121,12 +144,12 @@ class Planner:
             return
         for chain in self.chains:
             chain.look(budget_bytes, clock)
-        for seed, start in enumerate(self._starts(budget_bytes)):
+        for seed, start in enumerate(self._starts(budget_bytes, restarts)):
             if not clock.left:
                 return
             self._anneal(start, budget_bytes, clock, effort, seed)
 
-    def _starts(self, budget_bytes: int) -> Iterator[Candidate]:
+    def _starts(self, budget_bytes: int, restarts: int) -> Iterator[Candidate]:
         best = self.best(budget_bytes) or self.lowest()
         yield best
         above = [c for c in self.candidates if c.peak > budget_bytes and c.seconds < best.seconds]
@@ -135,7 +158,8 @@ class Planner:
         if len(self.drops) <= SMALL:
             yield self.plain
             yield from near[1:2]
-            yield self.best(budget_bytes) or self.lowest()
+            for restart in range(restarts):
+                yield self.plain if restart % 3 == 1 else self.best(budget_bytes) or self.lowest()
 
     def _anneal(
         self, start: Candidate, budget_bytes: int, clock: Clock, effort: int, seed: int
@@ -159,7 +183,8 @@ class Planner:
                 deadline_seconds=clock.left,
                 seed=seed,
             )
-            selection = self.evaluator.search(selection, settings)
+            with clock.stopping(self.evaluator.cancel):
+                selection = self.evaluator.search(selection, settings)
             self.add([selection])
 
 

@@ -12,9 +12,11 @@ from memplan.recompute.selection import Selection
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
-EFFORT = 60
+EFFORT = 20
 """Annealing steps a droppable value and start."""
 SMALL_EFFORT = 1500
+RESTARTS = 12
+"""Of annealing, on small graphs."""
 
 
 def solve(
@@ -29,7 +31,8 @@ def solve(
     Cost and bound are seconds that it adds to a step. Infeasible: proved by the bound on the peak;
     its witness is the least peak found, in bytes. TimedOut: nothing found although the bound does
     not forbid it, or stopped before looking; `best` is None then, and whoever wants the nearest
-    selection asks `least_peak`. `cancel` is asked between pieces of work. Raises ValueError for a
+    selection asks `least_peak`. `cancel` is asked several
+    times a second, from another thread too. Raises ValueError for a
     graph that contradicts itself.
     """
     clock = Clock(deadline_seconds, cancel)
@@ -41,13 +44,13 @@ def solve_with(planner: Planner, budget_bytes: int, clock: Clock) -> Solution[Se
     """As `solve`, with candidates that are there already."""
     least = planner.bounds.least_peak
     if budget_bytes < least:
-        planner.improve(0, clock, _effort(planner))
+        planner.improve(0, clock, _effort(planner), RESTARTS)
         return Infeasible(
             f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
         )
-    planner.improve(budget_bytes, clock, _effort(planner))
+    planner.improve(budget_bytes, clock, _effort(planner), RESTARTS)
     if planner.best(budget_bytes) is None and clock.left:
-        planner.improve(0, clock, _effort(planner))
+        planner.improve(0, clock, _effort(planner), RESTARTS)
     bound = planner.bounds.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
     if best is None:
@@ -65,7 +68,7 @@ def least_peak(
     and bound are bytes. Always Solved: dropping nothing is a selection."""
     clock = Clock(deadline_seconds, cancel)
     planner = Planner(graph, clock)
-    planner.improve(0, clock, _effort(planner))
+    planner.improve(0, clock, _effort(planner), RESTARTS)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
