@@ -2,22 +2,25 @@
 
 `memplan.estimate(step)` and `with memplan.capture() as c:` are the Python side of the command
 line; see `memplan.api`. Both are also packages, and importing memplan imports neither.
+`memplan.auto_checkpoint(module, *sample)` makes a module need less memory in training.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memplan.api import auto_checkpoint as auto_checkpoint
     from memplan.api import capture as capture
     from memplan.api import estimate as estimate
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "auto_checkpoint":
+        return importlib.import_module("memplan.api").auto_checkpoint
     if name in ("capture", "estimate"):
         return importlib.import_module(f"memplan.{name}")
     raise AttributeError(f"module 'memplan' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""memplan from Python: `memplan.estimate(step)` and `with memplan.capture():`."""
+"""memplan from Python: `estimate(step)`, `with capture():` and `auto_checkpoint(module)`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.estimate import estimate as estimate_trace
+from memplan.fit.module import AutoCheckpoint, auto_checkpoint
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
+
+__all__ = ["AutoCheckpoint", "Capture", "auto_checkpoint", "capture", "estimate"]
 
 _MOST_CALLS = 64
 

@@ -1,0 +1,124 @@
+"""What to drop and recompute, for the least time within a budget of memory.
+
+TRACE is a file that `memplan estimate -o TRACE SCRIPT` wrote. Without a budget the answer is a row
+of points between the least peak found and the peak without recomputation: peak of PyTorch's
+allocated bytes against time added. To have a script run within a budget: `memplan fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from memplan import __version__
+from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.files import input_path
+from memplan.cli.streams import write_answer, write_json
+from memplan.types.device import DEFAULT_PROFILE, find_profile, parse_size
+from memplan.types.errors import NoAnswerError
+
+if TYPE_CHECKING:
+    from memplan.recompute.frontier import Point
+
+TAKES_PROGRAM = False
+_TIMEOUT = 20.0
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trace", metavar="TRACE")
+    add("--budget", metavar="SIZE", help="the most that PyTorch may have allocated: 8GiB")
+    add("--gpu", metavar="NAME|SIZE", help="the card whose speed prices the operators")
+    add("--timeout", metavar="S", type=_seconds, default=_TIMEOUT,
+        help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = input_path(args.trace)
+    budget = parse_size(args.budget) if args.budget else None
+    from memplan.phases.step_graph import plain_peak, step_graph
+    from memplan.recompute.frontier import frontier
+    from memplan.types.trace_file import load_trace
+
+    trace = load_trace(path)
+    profile = find_profile(args.gpu or trace.meta.gpu or DEFAULT_PROFILE)
+    graph = step_graph(trace, profile)
+    plain = plain_peak(graph)
+    budgets = None if budget is None else [budget]
+    points = frontier(graph, budgets, deadline_seconds=args.timeout)
+    least = None
+    if not points:
+        least = _least(graph, args.timeout)
+    if args.json:
+        write_json(
+            {
+                "schema_version": 1,
+                "memplan_version": __version__,
+                "torch_version": trace.meta.torch_version,
+                "gpu": profile.name,
+                "plain_peak_bytes": plain,
+                "least_peak_bytes": least,
+                "points": [_as_json(point) for point in points],
+            }
+        )
+    else:
+        write_answer(_text(plain, points, budget, least))
+    return EXIT_YES if points else EXIT_NO
+
+
+def _least(graph: Any, seconds: float) -> int:
+    """The least peak found, where no point was."""
+    from memplan.recompute.solve import least_peak
+    from memplan.types.solution import Solved
+
+    found = least_peak(graph, deadline_seconds=seconds)
+    if not isinstance(found, Solved):
+        raise NoAnswerError("nothing was found in time", f"--timeout {2 * seconds:g}")
+    return int(found.cost)
+
+
+def _as_json(point: Point) -> dict[str, Any]:
+    return {
+        "budget_bytes": point.budget_bytes,
+        "peak_bytes": point.peak_bytes,
+        "added_seconds": point.added_seconds,
+        "added_fraction": point.added_fraction,
+    }
+
+
+def _text(plain: int, points: list[Point], budget: int | None, least: int | None) -> str:
+    from memplan.report.text import format_bytes
+
+    if not points:
+        assert budget is not None and least is not None
+        return (
+            f"no: nothing found within {format_bytes(budget)}; the least peak found is "
+            f"{format_bytes(least)}, without recomputation it is {format_bytes(plain)}\n"
+        )
+    if budget is not None:
+        point = points[0]
+        if not point.added_seconds:
+            return f"peak {format_bytes(plain)} as it is: nothing to recompute\n"
+        return (
+            f"peak {format_bytes(point.peak_bytes)} within {format_bytes(budget)}, "
+            f"+{point.added_fraction:.1%} time (without recomputation {format_bytes(plain)})\n"
+        )
+    lines = [f"{'peak':>12}  {'of plain':>8}  added time"]
+    lines += [
+        f"{format_bytes(point.peak_bytes):>12}  {point.peak_bytes / plain:>8.0%}  "
+        f"+{point.added_fraction:.1%}"
+        for point in points
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
