@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.recompute.articulation import articulations
+from memplan.recompute.articulation import Articulation, articulations, forward_uses
 from memplan.recompute.chain import is_monotone, least_peak, walk_peak
 from memplan.recompute.cut import Cut, chain_of, least_peak_chain, predicted_peak, selection_for
 from memplan.recompute.evaluate import evaluate
@@ -41,6 +41,10 @@ def random_step(seed: int) -> StepGraph:
             step.draft.writes[row] = [known[-1]]
     step.op("loss", "loss", [known[-1]], [1], 1, ([0], []))
     return step.graph()
+
+
+def cut_points(graph: StepGraph) -> list[Articulation]:
+    return articulations(graph, forward_uses(graph), graph.forward_ops)
 
 
 def through_all(graph: StepGraph) -> dict[int, int]:
@@ -76,7 +80,7 @@ def through_all(graph: StepGraph) -> dict[int, int]:
 @given(seeds)
 def test_articulation_points_are_those_of_networkx(seed: int) -> None:
     graph = random_step(seed)
-    assert {point.value: point.row for point in articulations(graph)} == through_all(graph)
+    assert {point.value: point.row for point in cut_points(graph)} == through_all(graph)
 
 
 def shapes(seed: int) -> StepGraph:
@@ -139,7 +143,7 @@ def test_the_least_peak_is_the_least_of_all_checkpoints(seed: int) -> None:
 
 def test_a_unet_has_no_articulation_point_under_a_skip() -> None:
     graph = graphs.unet(random.Random(0), 3)
-    modules = [graph.ops.module[int(graph.values.alloc[p.value])] for p in articulations(graph)]
+    modules = [graph.ops.module[int(graph.values.alloc[p.value])] for p in cut_points(graph)]
     assert modules
     assert not {m for m in modules if m.startswith(("down.1", "down.2", "up.0", "up.1"))}
 
@@ -166,3 +170,42 @@ def test_steps_with_next_to_nothing(forward: int) -> None:
     assert least_peak_chain(graph) == Selection()
     assert predicted_peak(graph, int(least_peak(cut.chain).cost)) == 7
     assert np.array_equal(cut.chain.output, np.zeros(forward + 1))
+
+
+def shared_by_all(layers: int) -> StepGraph:
+    """A value made at the start that each layer reads and whose own backward reads nothing."""
+    step = graphs.TrainingStep()
+    [x] = step.op("embed", "embed", [step.input()], [16], 1)
+    [memory] = step.op("encode", "encode", [x], [4], 1)
+    for i in range(layers):
+        [a] = step.op("cross", f"l.{i}", [x, memory], [16], 1, ([0], []))
+        [x] = step.op("linear", f"l.{i}", [a], [16], 4, ([0], []))
+    step.op("loss", "loss", [x], [1], 1, ([0], []))
+    return step.graph()
+
+
+def test_values_in_use_throughout_are_set_aside_and_held() -> None:
+    graph = shared_by_all(12)
+    assert len(chain_of(graph).chain) < 6
+    cut = chain_of(graph, longest=8)
+    assert len(cut.chain) > 24
+    [memory] = cut.aside
+    assert graph.ops.module[int(graph.values.alloc[memory])] == "encode"
+    solved = least_peak(cut.chain)
+    selection = selection_for(graph, cut, solved.solution.checkpoints)
+    assert memory in selection.held
+    evaluated = evaluate(graph, selection)
+    assert evaluated.peak_bytes == predicted_peak(graph, solved.solution.peak_bytes)
+    assert evaluate(graph, least_peak_chain(graph)).peak_bytes <= evaluated.peak_bytes
+    assert evaluated.peak_bytes < evaluate(graph, Selection()).peak_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_the_prediction_is_never_below_the_evaluation(seed: int) -> None:
+    graph = shapes(seed)
+    for longest in (3, 8, graph.forward_ops):
+        cut = chain_of(graph, longest)
+        solved = least_peak(cut.chain)
+        evaluated = evaluate(graph, selection_for(graph, cut, solved.solution.checkpoints))
+        assert evaluated.peak_bytes <= predicted_peak(graph, solved.solution.peak_bytes)

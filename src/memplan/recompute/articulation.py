@@ -18,22 +18,36 @@ class Articulation:
     row: int
 
 
-def articulations(graph: StepGraph) -> list[Articulation]:
+@dataclass(frozen=True)
+class ForwardUses:
+    """By value; rows of the forward that backward depends on, -1 where there is none."""
+
+    first: I64
+    """First write."""
+    written: I64
+    """Last write."""
+    last: I64
+    """Last use, writes included."""
+    on_path: Bools
+    """Made by a parameter and others in this forward, and backward depends on it."""
+
+
+def articulations(graph: StepGraph, uses: ForwardUses, longest: int) -> list[Articulation]:
     """The articulation points of the forward's graph of values, in program order.
 
     A value is one if each path that leads from the ops before some row to those from it on leads
     through it; the first such row is given. Values are storages, so views and in-place writes are
     steps of one value, which must be final by then. Not on any path: what is there before the pass
     (parameters, inputs), values that no parameter has a part in (inputs copied to the device,
-    masks, positions), and whatever backward does not depend on (metrics).
+    masks, positions), whatever backward does not depend on (metrics), and values *set aside*, which
+    are in use over more than `longest` rows (what an encoder gives to each layer of a decoder).
 
     Program order is a topological order, so a path crosses a row on a value that is made before
     the row and used from it on: where that is one value only, it is an articulation point.
     """
-    facts = _forward_facts(graph)
+    counted = np.flatnonzero(uses.on_path & (uses.last - uses.first <= longest))
     rows = graph.forward_ops
-    counted = np.flatnonzero(facts.on_path)
-    first, last = facts.first[counted], facts.last[counted]
+    first, last = uses.first[counted], uses.last[counted]
     crossing = np.zeros(rows + 1, np.int64)
     which = np.zeros(rows + 1, np.int64)
     for column, amount in ((crossing, np.ones_like(counted)), (which, counted)):
@@ -43,25 +57,13 @@ def articulations(graph: StepGraph) -> list[Articulation]:
     found: list[Articulation] = []
     for row in np.flatnonzero(crossing[:rows] == 1).tolist():
         value = int(which[row])
-        if facts.written[value] < row and (not found or found[-1].value != value):
+        if uses.written[value] < row and (not found or found[-1].value != value):
             found.append(Articulation(value, row))
     return found
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """By value; rows of the forward, -1 where there is none."""
-
-    first: I64
-    """First write."""
-    written: I64
-    """Last write that backward depends on."""
-    last: I64
-    """Last use that backward depends on."""
-    on_path: Bools
-
-
-def _forward_facts(graph: StepGraph) -> _Facts:
+def forward_uses(graph: StepGraph) -> ForwardUses:
+    """Linear in the graph's edges."""
     count = len(graph.values)
     first, written, last = (np.full(count, -1, np.int64) for _ in range(3))
     wanted = np.zeros(count, np.bool_)
@@ -84,7 +86,7 @@ def _forward_facts(graph: StepGraph) -> _Facts:
             if first[value] < 0:
                 first[value] = row
     made = (graph.values.alloc >= 0) & (first >= 0)
-    return _Facts(first, written, last, np.asarray(made & carries & wanted, np.bool_))
+    return ForwardUses(first, written, last, np.asarray(made & carries & wanted, np.bool_))
 
 
 def _carries_parameters(graph: StepGraph) -> Bools:

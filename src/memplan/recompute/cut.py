@@ -12,12 +12,21 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memplan.recompute.articulation import Articulation, articulations
+from memplan.recompute.articulation import (
+    Articulation,
+    ForwardUses,
+    articulations,
+    forward_uses,
+)
 from memplan.recompute.chain import Chain, least_peak
+from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.replay_memory import replay_memory
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import Bools, StepGraph
 from memplan.types.trace import I64
+
+SHORTEST_REACH = 8
+"""Rows: values in use over fewer are never set aside."""
 
 
 @dataclass(frozen=True)
@@ -25,33 +34,41 @@ class Cut:
     """A step as a chain of sub-models. Layer k = 1..n of `chain` runs the forward rows
     `rows[k - 1]` (first, last); `members[k - 1]` is what it drops when it is dropped, its output
     aside. `boundaries[k]` is the value y_k; -1 for the input (k = 0) and for what comes out of the
-    last layer (k = n). Bytes of the chain are beside the graph's `base_bytes`."""
+    last layer (k = n). `aside` are the other values that pass from layer to layer; they are kept,
+    or held where backward reads them not. Bytes of the chain are beside the graph's
+    `base_bytes`."""
 
     chain: Chain
     rows: list[tuple[int, int]]
     boundaries: list[int]
     members: list[frozenset[int]]
+    aside: frozenset[int]
 
 
-def chain_of(graph: StepGraph) -> Cut:
-    """Cut a step at its articulation points. Linear in the graph's edges."""
-    cut = _cut(graph)
-    sizes = _Sizes(graph, cut)
-    alive = _alive(graph, graph.values.free)
-    dropping = _alive(graph, sizes.free_when_dropped(cut))
-    triggers = _triggers(graph, cut)
-    dying = alive - _let_go_early(graph, cut, triggers)
-    columns = np.zeros((8, cut.count), np.int64)
-    for k in range(1, cut.count + 1):
-        first, last = cut.rows[k - 1]
+def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
+    """Cut a step at its articulation points, values in use over more than `longest` rows set aside
+    (None: none). Linear in the graph's edges.
+
+    Values set aside that a plain run lets go of in forward are counted as held until the backward
+    of the layer that made them, whether or not a replay needs them.
+    """
+    parts = _cut(graph, graph.forward_ops if longest is None else longest)
+    triggers = _triggers(graph, parts)
+    sizes = _Sizes(graph, parts, triggers)
+    alive = _alive(graph, sizes.free)
+    dropping = _alive(graph, sizes.free_when_dropped(parts))
+    dying = alive - _let_go_early(graph, parts, triggers)
+    columns = np.zeros((8, parts.count), np.int64)
+    for k in range(1, parts.count + 1):
+        first, last = parts.rows[k - 1]
         row = min(triggers[k], len(graph) - 1)
         begins = graph.values.alloc == row
         backward = slice(triggers[k], triggers[k - 1])
         columns[:, k - 1] = (
-            int(sizes.beside_input(k, dropping, cut).max()),
+            int(sizes.beside_input(k, dropping, parts).max()),
             int(alive[first : last + 1].max()) - sizes.before(k),
             *replay_memory(
-                graph, cut.rows[k - 1], cut.members[k - 1], cut.boundaries[k], sizes.there
+                graph, parts.rows[k - 1], parts.members[k - 1], parts.boundaries[k], sizes.there
             ),
             alive[row] - graph.values.bytes[begins].sum() - sizes.kept[k - 1] - sizes.saved[k - 1],
             alive[row] - sizes.kept[k - 1],
@@ -59,7 +76,7 @@ def chain_of(graph: StepGraph) -> Cut:
             int(alive[backward].max(initial=0)) - sizes.kept[k - 1],
         )
     chain = Chain(sizes.output, sizes.output_saved, sizes.saved, *columns)
-    return Cut(chain, cut.rows, cut.boundaries, cut.members)
+    return Cut(chain, parts.rows, parts.boundaries, parts.members, frozenset(parts.aside))
 
 
 def selection_for(graph: StepGraph, cut: Cut, checkpoints: Iterable[int]) -> Selection:
@@ -77,14 +94,37 @@ def selection_for(graph: StepGraph, cut: Cut, checkpoints: Iterable[int]) -> Sel
         groups.append(frozenset(group))
         if start and not cut.chain.output_saved[start]:
             held.add(cut.boundaries[start])
+    if groups:
+        held.update(v for v in cut.aside if graph.values.free[v] <= graph.forward_ops)
     return Selection(tuple(groups), frozenset(held))
 
 
 def least_peak_chain(graph: StepGraph) -> Selection:
-    """The selection of checkpoints at articulation points with the least peak. One without groups
-    where nothing is below the plain run."""
-    cut = chain_of(graph)
-    return selection_for(graph, cut, least_peak(cut.chain).solution.checkpoints)
+    """The selection of checkpoints at articulation points with the least peak; one without groups
+    where nothing is below the plain run.
+
+    Tries what is set aside: nothing, then values in use over more than 1/2, 1/4, … of the forward,
+    and takes the lowest peak as evaluated, then the least added time.
+    """
+    evaluator = Evaluator(graph)
+    best = Selection()
+    found = evaluator.evaluate(best)
+    layers = 0
+    for longest in _reaches(graph.forward_ops):
+        cut = chain_of(graph, longest)
+        if len(cut.chain) == layers:
+            continue
+        layers = len(cut.chain)
+        tried = selection_for(graph, cut, least_peak(cut.chain).solution.checkpoints)
+        judged = evaluator.evaluate(tried)
+        if (judged.peak_bytes, judged.added_seconds) < (found.peak_bytes, found.added_seconds):
+            best, found = tried, judged
+    return best
+
+
+def _reaches(rows: int) -> list[int]:
+    halves = [rows >> shift for shift in range(1, rows.bit_length())]
+    return [rows, *(reach for reach in halves if reach >= SHORTEST_REACH)]
 
 
 def predicted_peak(graph: StepGraph, chain_bytes: int) -> int:
@@ -97,30 +137,39 @@ class _Parts:
     rows: list[tuple[int, int]]
     boundaries: list[int]
     members: list[frozenset[int]]
-    kept_values: Bools
-    """Droppable values that are not dropped, since several layers use them."""
+    aside: dict[int, int]
+    """Values used beyond the layer that makes them, boundaries aside, and that layer."""
 
     @property
     def count(self) -> int:
         return len(self.rows)
 
 
-def _cut(graph: StepGraph) -> _Parts:
+def _cut(graph: StepGraph, longest: int) -> _Parts:
     values, forward = graph.values, graph.forward_ops
     if not forward:
-        return _Parts([], [-1], [], np.zeros(len(values), np.bool_))
-    points = [point for point in articulations(graph) if _can_be_kept(graph, point)]
+        return _Parts([], [-1], [], {})
+    uses = forward_uses(graph)
+    points = [p for p in articulations(graph, uses, longest) if _can_be_kept(graph, p)]
     begins = np.array([0, *(point.row for point in points), forward])
     rows = [(int(first), int(stop) - 1) for first, stop in pairwise(begins)]
     boundaries = [-1, *(point.value for point in points), -1]
     layer = np.searchsorted(begins, values.alloc, side="right") - 1
-    through = layer != np.searchsorted(begins, _last_forward(graph), side="right") - 1
-    inner = values.droppable.copy()
+    inner = values.alloc >= 0
     inner[boundaries[1:-1]] = False
+    aside = {v: int(layer[v]) + 1 for v in _used_beyond(uses, layer, begins, inner)}
     members: list[set[int]] = [set() for _ in rows]
-    for value in np.flatnonzero(inner & ~through).tolist():
-        members[int(layer[value])].add(value)
-    return _Parts(rows, boundaries, [frozenset(m) for m in members], inner & through)
+    for value in np.flatnonzero(inner & values.droppable).tolist():
+        if value not in aside:
+            members[int(layer[value])].add(value)
+    return _Parts(rows, boundaries, [frozenset(m) for m in members], aside)
+
+
+def _used_beyond(uses: ForwardUses, layer: I64, begins: I64, inner: Bools) -> list[int]:
+    """Values that a layer after their own uses, but for the last one, which is never replayed."""
+    last = np.searchsorted(begins, uses.last, side="right") - 1
+    found: list[int] = np.flatnonzero(inner & (uses.first >= 0) & (last > layer)).tolist()
+    return found
 
 
 def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
@@ -135,8 +184,12 @@ def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
 class _Sizes:
     """What the layers of a cut hold, in bytes; columns as in `Chain`."""
 
-    def __init__(self, graph: StepGraph, cut: _Parts) -> None:
+    def __init__(self, graph: StepGraph, cut: _Parts, triggers: list[int]) -> None:
         self.graph = graph
+        self.free: I64 = graph.values.free.copy()
+        for value, layer in cut.aside.items():
+            if self.free[value] <= graph.forward_ops:
+                self.free[value] = min(triggers[layer] + 1, len(graph))
         self.last_forward = _last_forward(graph)
         values = graph.values
         inner = cut.boundaries[1:-1]
@@ -152,8 +205,8 @@ class _Sizes:
         )
         steps = self.saved + np.where(self.output_saved, self.output, 0)[1:]
         self.kept: I64 = np.concatenate((np.zeros(1, np.int64), np.cumsum(steps)))
-        self.there: Bools = (values.alloc < 0) | cut.kept_values | (in_backward & ~values.droppable)
-        self.there[inner] = True
+        self.there: Bools = (values.alloc < 0) | (in_backward & ~values.droppable)
+        self.there[[*inner, *cut.aside]] = True
 
     def before(self, k: int) -> int:
         """What a plain forward holds of the layers before k, in the chain's terms."""
@@ -161,7 +214,7 @@ class _Sizes:
 
     def free_when_dropped(self, cut: _Parts) -> I64:
         """By value: the first row without it in forward when everything droppable is dropped."""
-        free = self.graph.values.free.copy()
+        free = self.free.copy()
         dropped = [*frozenset().union(*cut.members), *(v for v in cut.boundaries if v >= 0)]
         dropped = [value for value in dropped if self.graph.values.droppable[value]]
         free[dropped] = self.last_forward[dropped] + 1
@@ -175,7 +228,7 @@ class _Sizes:
         if value < 0:
             return alive[rows]
         droppable = self.graph.values.droppable[value]
-        free = self.last_forward[value] + 1 if droppable else self.graph.values.free[value]
+        free = self.last_forward[value] + 1 if droppable else self.free[value]
         return alive[rows] - np.where(rows < free, self.output[k - 1], 0)
 
 
