@@ -49,6 +49,12 @@ class PassValues:
     def __len__(self) -> int:
         return len(self.bytes)
 
+    def held_until_release(self, of: Bools) -> PassValues:
+        """With the last row before its release among the readers of each value `of` these."""
+        held = np.flatnonzero(of)
+        row = np.append(self.reads.row, self.free[held] - 1)
+        return replace(self, reads=Edges.of(row, np.append(self.reads.value, held), len(self)))
+
     def with_scratch(self, scratch_bytes: I64) -> PassValues:
         """With one more value for each of `scratch_rows` that takes any bytes."""
         rows = self.scratch_rows[scratch_bytes > 0]

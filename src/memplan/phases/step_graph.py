@@ -25,7 +25,9 @@ def step_graph(
     None: the card that the trace was captured for, else the default one.
 
     Memory that a kernel takes for itself is one value a row, the last that the row writes: what
-    the row's peak holds beyond the other values that are alive during it.
+    the row's peak holds beyond the other values that are alive during it. A node of autograd lets
+    go of what it saved after its last operator: that operator is among the readers of a droppable
+    value, for what is recomputed lives as long.
 
     Raises NoAnswerError for traces without operators (snapshots, CSV) or without a backward pass,
     UsageError for a step that is not there.
@@ -42,6 +44,15 @@ def step_graph(
     call = _calls(trace, chosen)
     names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
     replayable = replayable_rows(names, call, values)
+    where = RowFacts(
+        forward=forward,
+        call=call,
+        replayable=replayable,
+        without_gradients=trace.ops.phase[rows] == Phase.EVALUATION,
+        again=trace.ops.call[rows] == AGAIN,
+    )
+    droppable = droppable_values(values, where)
+    values = values.held_until_release(droppable)
     ops = GraphOps(
         name=names,
         call=call,
@@ -56,20 +67,13 @@ def step_graph(
         writes_start=values.writes.starts(len(names)),
         writes=values.writes.value,
     )
-    where = RowFacts(
-        forward=forward,
-        call=call,
-        replayable=replayable,
-        without_gradients=trace.ops.phase[rows] == Phase.EVALUATION,
-        again=trace.ops.call[rows] == AGAIN,
-    )
     graph = StepGraph(
         ops=ops,
         values=GraphValues(
             bytes=values.bytes,
             alloc=values.alloc,
             free=values.free,
-            droppable=droppable_values(values, where),
+            droppable=droppable,
             name=_value_names(trace, values),
         ),
         forward_ops=forward,

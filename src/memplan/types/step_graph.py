@@ -24,7 +24,8 @@ Bools = npt.NDArray[np.bool_]
 @dataclass(frozen=True)
 class GraphOps:
     """One row an op. `reads` and `writes` are CSR: row i owns
-    `reads[reads_start[i]:reads_start[i + 1]]`, values without repetition."""
+    `reads[reads_start[i]:reads_start[i + 1]]`, values without repetition. The op after which
+    autograd lets go of a droppable value is among its readers."""
 
     name: list[str]
     """Overload name as the dispatcher has it: `aten.mm.default`."""
@@ -89,9 +90,10 @@ class StepGraph:
     forward_ops: int
     base_bytes: int
     rest_peak_bytes: int
-    """Peak of the step outside this pass (the optimizer's update); no recomputation lowers it."""
+    """Peak of the step outside this pass and those like it (the optimizer's update); no
+    recomputation lowers it."""
     passes: int = 1
-    """How many passes a step makes."""
+    """How many passes with the same forward a step makes; the graph is that of the dearest."""
 
     def __len__(self) -> int:
         return len(self.ops)
