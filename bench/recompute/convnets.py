@@ -33,7 +33,7 @@ def _fused(modules: list[Any]) -> list[Any]:
     return units
 
 
-def _vgg(name: str, batch: int, pixels: int) -> Training:
+def vgg(name: str, batch: int, pixels: int) -> Training:
     """Units are the children, ReLU with what it follows; convolutions are the blocks."""
     module = models.get_model(name, weights=None)
     features, classifier = _fused(list(module.features)), _fused(list(module.classifier))
@@ -42,7 +42,7 @@ def _vgg(name: str, batch: int, pixels: int) -> Training:
     return _training(module, batch, pixels, units, blocks)
 
 
-def _resnet(name: str, batch: int, pixels: int) -> Training:
+def resnet(name: str, batch: int, pixels: int) -> Training:
     """Units are the stem's and head's modules and the bottlenecks, which are the blocks."""
     module = models.get_model(name, weights=None)
     stem = _fused([module.conv1, module.bn1, module.relu, module.maxpool])
@@ -61,7 +61,7 @@ def _concatenate(*features: torch.Tensor) -> torch.Tensor:
     return torch.cat(features, 1)
 
 
-def _densenet(name: str, batch: int, pixels: int) -> Training:
+def densenet(name: str, batch: int, pixels: int) -> Training:
     """Units are dense layers, from features to features with one more; they are the blocks."""
     module = models.get_model(name, weights=None)
     units: list[Unit] = []
@@ -81,7 +81,7 @@ def _densenet(name: str, batch: int, pixels: int) -> Training:
     return _training(module, batch, pixels, units, blocks)
 
 
-def _inception(batch: int, pixels: int) -> Training:
+def inception(batch: int, pixels: int) -> Training:
     """Units are the children in order; the mixed ones are the blocks. No auxiliary output."""
     module = models.inception_v3(weights=None, aux_logits=False, init_weights=False)
     named = dict(module.named_children())
@@ -130,7 +130,7 @@ class UNet(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _unet(batch: int, pixels: int, width: int, depth: int) -> Training:
+def unet(batch: int, pixels: int, width: int, depth: int) -> Training:
     """Units are pairs of convolutions, the blocks; what skips them crosses the cuts too."""
     module = UNet(width, depth, classes=16)
 
@@ -164,21 +164,21 @@ def _named(name: str, make: Callable[..., Training], batch: int, pixels: int) ->
 
 
 CASES = [
-    _named("vgg16", _vgg, 4, 96),
-    _named("vgg19", _vgg, 4, 96),
-    _named("resnet50", _resnet, 4, 96),
-    _named("resnet101", _resnet, 4, 96),
-    _named("resnet152", _resnet, 4, 96),
-    _named("densenet121", _densenet, 4, 96),
-    _named("densenet201", _densenet, 4, 96),
+    _named("vgg16", vgg, 4, 96),
+    _named("vgg19", vgg, 4, 96),
+    _named("resnet50", resnet, 4, 96),
+    _named("resnet101", resnet, 4, 96),
+    _named("resnet152", resnet, 4, 96),
+    _named("densenet121", densenet, 4, 96),
+    _named("densenet201", densenet, 4, 96),
     Case(
         "inception-v3",
         "torchvision inception_v3 without the auxiliary classifier, 4 × 3 × 128 × 128",
-        lambda: _inception(4, 128),
+        lambda: inception(4, 128),
     ),
     Case(
         "u-net",
         "4 levels of 24 to 384 channels, batch norm, 16 classes, 4 × 3 × 128 × 128",
-        lambda: _unet(4, 128, 24, 4),
+        lambda: unet(4, 128, 24, 4),
     ),
 ]

@@ -42,7 +42,7 @@ def test_cuts() -> None:
 @pytest.mark.parametrize("segments", [1, 2, 9])
 def test_the_same_peak_as_checkpoint_sequential(segments: int) -> None:
     torch.manual_seed(0)
-    training = convnets._resnet("resnet50", 2, 32)
+    training = convnets.resnet("resnet50", 2, 32)
     modules = nn.Sequential(*(cast(nn.Module, unit) for unit in training.units))
 
     def forward() -> torch.Tensor:
@@ -63,8 +63,8 @@ def test_the_same_peak_as_checkpoint_sequential(segments: int) -> None:
 def test_gradients_are_those_of_the_plain_run_and_the_peak_is_lower(name: str) -> None:
     torch.manual_seed(0)
     training = {
-        "densenet": lambda: convnets._densenet("densenet121", 2, 64),
-        "u-net": lambda: convnets._unet(2, 64, 8, 2),
+        "densenet": lambda: convnets.densenet("densenet121", 2, 64),
+        "u-net": lambda: convnets.unet(2, 64, 8, 2),
         "gpt-2": lambda: transformers.gpt2(2, 64, 4, 64),
         "llama": lambda: transformers.llama(2, 64, 4, 128),
     }[name]()

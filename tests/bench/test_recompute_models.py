@@ -11,11 +11,11 @@ from bench.recompute import convnets, models, transformers
 from bench.recompute.case import Training
 
 SMALL = {
-    "vgg": lambda: convnets._vgg("vgg11", 2, 32),
-    "resnet": lambda: convnets._resnet("resnet50", 2, 32),
-    "densenet": lambda: convnets._densenet("densenet121", 2, 32),
-    "inception": lambda: convnets._inception(2, 75),
-    "u-net": lambda: convnets._unet(2, 32, 4, 2),
+    "vgg": lambda: convnets.vgg("vgg11", 2, 32),
+    "resnet": lambda: convnets.resnet("resnet50", 2, 32),
+    "densenet": lambda: convnets.densenet("densenet121", 2, 32),
+    "inception": lambda: convnets.inception(2, 75),
+    "u-net": lambda: convnets.unet(2, 32, 4, 2),
     "gpt-2": lambda: transformers.gpt2(2, 16, 2, 64),
     "llama": lambda: transformers.llama(2, 16, 2, 128),
     "vit": lambda: transformers.vit(2, 32, 8, 2, 64),

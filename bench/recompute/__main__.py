@@ -1,0 +1,71 @@
+"""Measure every model and every graph: writes `bench/results/recompute.json` and its page.
+
+    python -m bench.recompute [--only NAME] [--processes 2]
+
+`--only` prints what it finds about one model or graph, as JSON, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from bench.recompute import budgets, contest, models, summary, table
+from bench.results import write_result
+
+
+def quiet() -> None:
+    """One thread per process, and the profiler's greetings left unsaid."""
+    torch.set_num_threads(1)
+    sys.stderr = os.fdopen(os.dup(2), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def measure_all(processes: int, only: str = "") -> dict[str, Any]:
+    """Each model and each graph in a process of its own, in parallel."""
+    jobs = [("models", name, contest.run) for name in models.CASES]
+    jobs += [("budgets", name, budgets.run) for name in budgets.GRAPHS]
+    jobs = [job for job in jobs if not only or job[1] == only]
+    data: dict[str, Any] = {"models": {}, "budgets": {}, "failures": {}}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=quiet, max_tasks_per_child=1
+    ) as pool:
+        running: list[tuple[str, str, Future[dict[str, Any]]]] = [
+            (part, name, pool.submit(run, name)) for part, name, run in jobs
+        ]
+        for part, name, future in running:
+            try:
+                data[part][name] = future.result()
+            except Exception as error:  # told in the result; the others go on
+                data["failures"][f"{part}.{name}"] = f"{type(error).__name__}: {error}"
+            print(table.line(part, name, data), file=sys.stderr, flush=True)
+    return data
+
+
+def main() -> int:
+    names = sorted({*models.CASES, *budgets.GRAPHS})
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--processes", type=int, default=2, help="models at a time")
+    options = parser.parse_args()
+    data = measure_all(options.processes, options.only)
+    if options.only:
+        print(json.dumps(data, indent=2))
+    else:
+        data["summary"] = summary.summarize(data)
+        path = write_result("recompute", data)
+        print(path)
+        table.write_docs(path)
+    return 1 if data["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
