@@ -13,6 +13,7 @@ from memplan.capture.module import capture_module
 from memplan.capture.options import CaptureOptions
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
+from memplan.recompute.limited_time import least_peak_within
 from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.solve import least_peak, solve
 from memplan.runtime.apply import AppliedToModule
@@ -22,6 +23,8 @@ from memplan.types.plan import RecomputePart
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.trace import Trace
 
+MOST_ADDED = 1 / 3
+"""One more forward pass, where backward takes twice a forward's time."""
 _SECONDS = 20.0
 
 
@@ -49,6 +52,7 @@ def auto_checkpoint(
     *sample: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
     budget: int | str | None = None,
+    most_added: float = MOST_ADDED,
     gpu: str | None = None,
 ) -> AutoCheckpoint:
     """Drop activations of an unmodified module in training and recompute them, eagerly.
@@ -69,6 +73,8 @@ def auto_checkpoint(
     limit = parse_size(budget) if isinstance(budget, str) else budget
     if limit is not None and limit <= 0:
         raise UsageError(f"a budget of {limit} bytes", "a size such as 8GiB")
+    if not most_added >= 0:
+        raise UsageError(f"most_added={most_added}", "a fraction of the step's time, such as 0.3")
     profile = find_profile(gpu or DEFAULT_PROFILE)
     args, kwargs = (
         ((), dict(sample[0]))
@@ -76,7 +82,7 @@ def auto_checkpoint(
         else (sample, {})
     )
     planner = _Planner(module, args, kwargs, loss, profile)
-    part, added = planner.plan(limit)
+    part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
 
@@ -101,18 +107,19 @@ class _Planner:
         self._graph = step_graph(self._capture(), profile)
         self.plain_bytes = plain_peak(self._graph)
 
-    def plan(self, limit: int | None) -> tuple[RecomputePart, float]:
+    def plan(self, limit: int | None, most_added: float) -> tuple[RecomputePart, float]:
         """The part, with its peak as captured again, and the fraction of time that it adds."""
         if limit is not None and limit >= self.plain_bytes:
             return RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes), 0.0
         if limit is None:
-            return self._verified(self._least_peak(), 0)
+            found = least_peak_within(self._graph, most_added, deadline_seconds=_SECONDS)
+            return self._verified(found.solution, 0)
         target, began = limit, time.monotonic()
         while target > 0 and time.monotonic() - began < _SECONDS:
-            found = _selection(solve(self._graph, target, deadline_seconds=_SECONDS))
-            if found is None:
+            selection = _selection(solve(self._graph, target, deadline_seconds=_SECONDS))
+            if selection is None:
                 break
-            part, added = self._verified(found, limit)
+            part, added = self._verified(selection, limit)
             if part.peak_bytes <= limit:
                 return part, added
             target -= part.peak_bytes - limit

@@ -15,6 +15,8 @@ POINTS = 11
 EFFORT = 4
 """Annealing steps a droppable value and start."""
 SMALL_EFFORT = 400
+POINT_SECONDS = 1.2
+"""Of search for one budget at most: the chain's plans are good, and there are many budgets."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def frontier(
 
 
 def _part(clock: Clock, parts: int) -> Clock:
-    """An equal share of what is left."""
-    return Clock(clock.left / parts, lambda: clock.left == 0)
+    """An equal share of what is left, and no more than POINT_SECONDS."""
+    return Clock(min(clock.left / parts, POINT_SECONDS), lambda: clock.left == 0)
 
 
 def _envelope(planner: Planner, budgets: Sequence[int]) -> list[Point]:

@@ -44,13 +44,13 @@ def solve_with(planner: Planner, budget_bytes: int, clock: Clock) -> Solution[Se
     """As `solve`, with candidates that are there already."""
     least = planner.bounds.least_peak
     if budget_bytes < least:
-        planner.improve(0, clock, _effort(planner), RESTARTS)
+        planner.improve(0, clock, effort_for(planner), RESTARTS)
         return Infeasible(
             f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
         )
-    planner.improve(budget_bytes, clock, _effort(planner), RESTARTS)
+    planner.improve(budget_bytes, clock, effort_for(planner), RESTARTS)
     if planner.best(budget_bytes) is None and clock.left:
-        planner.improve(0, clock, _effort(planner), RESTARTS)
+        planner.improve(0, clock, effort_for(planner), RESTARTS)
     bound = planner.bounds.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
     if best is None:
@@ -68,10 +68,11 @@ def least_peak(
     and bound are bytes. Always Solved: dropping nothing is a selection."""
     clock = Clock(deadline_seconds, cancel)
     planner = Planner(graph, clock)
-    planner.improve(0, clock, _effort(planner), RESTARTS)
+    planner.improve(0, clock, effort_for(planner), RESTARTS)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
 
-def _effort(planner: Planner) -> int:
+def effort_for(planner: Planner) -> int:
+    """Annealing steps a droppable value and start."""
     return SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
