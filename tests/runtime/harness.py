@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from memplan.runtime.tape import Decisions, Recording, decisions_by_call, replay
+from memplan.runtime.tape import Decisions, Recording, decisions_by_call, groups, replay
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 
 OUTPUTS = 4
@@ -88,6 +87,22 @@ def recorded(module: nn.Module, decisions: Decisions, *, verify: bool = True) ->
         module.forward = forward
 
 
+@contextmanager
+def recomputations() -> Iterator[list[str]]:
+    """The names of the groups that are recomputed inside."""
+    names: list[str] = []
+
+    def recompute(group: str, targets: list[Any]) -> None:
+        names.append(group)
+        replay.recompute(group, targets)
+
+    groups.__dict__["recompute"] = recompute
+    try:
+        yield names
+    finally:
+        groups.__dict__["recompute"] = replay.recompute
+
+
 def outcome(
     job: Job, decisions: Decisions | None = None, wrap: Callable[[Any], Any] = lambda model: model
 ) -> Outcome:
@@ -95,7 +110,7 @@ def outcome(
     torch.manual_seed(0)
     model = job.model()
     torch.manual_seed(1)
-    with mock.patch("memplan.runtime.tape.groups.recompute", wraps=replay.recompute) as recompute:
+    with recomputations() as count:
         if decisions is None:
             seen = job.step(wrap(model))
         else:
@@ -107,7 +122,7 @@ def outcome(
         gradients={name: parameter.grad for name, parameter in model.named_parameters()},
         state={**model.state_dict(), **dict(model.named_buffers())},
         generator=torch.get_rng_state(),
-        recomputations=recompute.call_count,
+        recomputations=len(count),
     )
 
 

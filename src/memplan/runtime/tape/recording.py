@@ -72,7 +72,11 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that keeps Dynamo out costs more than the dispatch
+        return False  # its wrapper costs more than the dispatch; `_keep_dynamo_out` costs nothing
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else what the program compiles would run as if it were not compiled
 
     def __enter__(self) -> Recording:
         self._symbolic = any(
@@ -404,6 +408,17 @@ class Recording(TorchDispatchMode):
     def _unpack(self, saved: Handle | SavedTensor) -> torch.Tensor:
         self.backward_began = True
         return saved.get()
+
+
+def _keep_dynamo_out() -> None:
+    """Ops that the program runs between the parts that it compiled call us too."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    for entry in (Recording.__torch_dispatch__, Recording._pack, Recording._unpack):
+        dynamo.set_code_exec_strategy(entry.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+_keep_dynamo_out()
 
 
 def _touches_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
