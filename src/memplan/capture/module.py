@@ -30,13 +30,16 @@ def capture_module(
 ) -> Trace:
     """The trace of forward, backward and a plain SGD update, on a fake copy of `module`.
 
-    The copy lives on the fake CPU, whatever device the module is on. `loss` makes a scalar of the
+    The copy lives on a fake device of the module's own kind: CUDA where that is real, else the CPU.
+    `loss` makes a scalar of the
     module's output (None: `default_loss`); `within(copy)` is entered around the step. Neither the
     module nor any generator of random numbers is changed.
 
     Raises CaptureError when the step cannot be captured.
     """
-    session = CaptureSession(options, method="fake-cpu", stop=False)
+    tensors = (*module.parameters(), *module.buffers())
+    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    session = CaptureSession(options, method="cuda" if on_cuda else "fake-cpu", stop=False)
     with _generators_restored(), session:
         fake = _fake_copy(session.mode, module)
         inputs = _fake_inputs(session.mode, (args, dict(kwargs)))
@@ -97,10 +100,9 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
 def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        fake: torch.Tensor = mode.fakify(tensor)
+        fake = _fake(mode, tensor)
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        mode.recorder.track(fake, 0, role=Role.PARAMETER)
         mode.role_of(fake, Role.PARAMETER, name)
         memo[id(tensor)] = fake
         if tensor.grad is not None:
@@ -114,10 +116,19 @@ def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
         ) from error
 
 
+def _fake(mode: CaptureMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on the fake device; with its values where they are few."""
+    if tensor.is_cuda:
+        return mode.empty(tensor, torch.device("cuda", 0))
+    fake = mode.fakify(tensor)
+    mode.record(fake)
+    return fake
+
+
 def _fake_inputs(mode: CaptureMode, item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        fake: torch.Tensor = mode.fakify(item.detach())
-        mode.recorder.track(fake, 0, role=Role.INPUT)
+        fake = _fake(mode, item.detach())
+        mode.role_of(fake, Role.INPUT)
         return fake.requires_grad_(item.requires_grad)
     if isinstance(item, dict):
         return {key: _fake_inputs(mode, inner) for key, inner in item.items()}

@@ -52,7 +52,8 @@ class CaptureSession:
     def __init__(
         self, options: CaptureOptions, method: str | None = None, *, stop: bool = True
     ) -> None:
-        """`method` forces `fake-cuda` or `fake-cpu`; None takes fake CUDA where it works. `stop`:
+        """`method` forces `fake-cuda`, `fake-cpu` or `cuda` (fake tensors in a process that has
+        CUDA); None takes fake CUDA where it works. `stop`:
         end the job by `EnoughSeen` once enough has been seen."""
         self.options = options
         test = self_test()

@@ -2,18 +2,17 @@
 
 The class of schedules is the very one that a `Selection` can say and `evaluate` judges. A group is
 named by its *leader*, the member that backward reads first, so the Booleans `member[w, v]` with w
-before v in the order of first reads enumerate every way to group values once. For each leader two
-copies of the forward ops say what a replay needs: one that stops at kept values only (what has to
-stay alive for it) and one that stops at what earlier replays left as well (what it executes). Both
-are bounded from below only, which suffices where more execution never saves memory or time. The
-memory constraints are those of Checkmate (Jain et al., 2020), written per row and per replayed op.
+before v in the order of first reads enumerate every way to group values once. For each leader a
+copy of the forward ops says what its replay executes; it is bounded from below only, which suffices
+as more execution never saves memory or time. The memory constraints are those of Checkmate (Jain et
+al., 2020), written per row and per replayed op.
 
 Variables grow with leaders x ops x values: meant for at most about 25 forward ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -76,7 +75,6 @@ def exact_peak(
 
 # A linear expression or an int; OR-tools' own alias admits NumPy scalars, which mypy cannot sum.
 Linear: TypeAlias = Any
-_There = Callable[[int, int], Linear]
 
 
 @dataclass
@@ -87,10 +85,8 @@ class _Program:
     hold: dict[int, cp_model.IntVar] = field(default_factory=dict)
     runs: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
     """(leader, forward row): executed by the leader's replay."""
-    reach: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
-    """(leader, forward row): what the replay would execute if only kept values were there."""
     late: dict[tuple[int, int], cp_model.IntVar] = field(default_factory=dict)
-    """(value, row): kept alive at a row at which the plain run has freed it."""
+    """(value, row): alive for a replay to come, at a row at which it would be gone."""
 
     def __post_init__(self) -> None:
         self._read_graph()
@@ -104,13 +100,12 @@ class _Program:
         self.hold = {
             v: self._bool()
             for v in range(self.count)
-            if self.again[v] and self.free[v] <= self.forward and not self.droppable[v]
+            if self.again[v] and v not in self.uses and not self.droppable[v]
         }
         for value in self.order:
             self.model.add(sum(self._members_of(value)) <= 1)
         for leader in self.order:
-            self._close(leader, self.reach, lambda v, _: self._kept(v))
-            self._close(leader, self.runs, self._there)
+            self._close(leader)
             self._sources(leader)
 
     def _read_graph(self) -> None:
@@ -175,45 +170,50 @@ class _Program:
         return 1 - self._dropped(value) if self.droppable[value] else 1
 
     def _there(self, value: int, leader: int) -> Linear:
-        """Kept, or left by an earlier replay and still read at this one's row or later."""
-        if value not in self.place or self.uses[value][-1] < self._row(leader):
-            return self._kept(value)
-        earlier = self.order[: min(self.place[leader], self.place[value] + 1)]
-        return self._kept(value) + sum(self.member[w, value] for w in earlier)
+        """Kept, or left by an earlier replay."""
+        return self._kept(value) + self._left(value, leader)
 
-    def _close(
-        self,
-        leader: int,
-        into: dict[tuple[int, int], cp_model.IntVar],
-        there: _There,
-    ) -> None:
+    def _left(self, value: int, leader: int) -> Linear:
+        if value not in self.place:
+            return 0
+        earlier = self.order[: min(self.place[leader], self.place[value] + 1)]
+        return sum(self.member[w, value] for w in earlier)
+
+    def _close(self, leader: int) -> None:
+        """What the replay executes: bounded from below only."""
         for row in range(self.forward):
-            into[leader, row] = self._bool()
+            self.runs[leader, row] = self._bool()
         for value in self.order[self.place[leader] :]:
             for row in self.makers[value]:
-                self.model.add(into[leader, row] >= self.member[leader, value])
+                self.model.add(self.runs[leader, row] >= self.member[leader, value])
         for reader in range(self.forward):
+            runs = self.runs[leader, reader]
             for value in self.needs[reader]:
-                if not self.again[value]:
-                    continue
-                for row in self.makers[value]:
+                there = self._there(value, leader)
+                for row in self.makers[value] if self.again[value] else ():
                     if row < reader:
-                        self.model.add(
-                            into[leader, row] >= into[leader, reader] - there(value, leader)
-                        )
+                        self.model.add(self.runs[leader, row] >= runs - there)
 
     def _sources(self, leader: int) -> None:
-        """A kept value that the replay begins at lives at its row."""
+        """What the replay begins with lives at its row."""
         for reader in range(self.forward):
+            runs = self.runs[leader, reader]
             for value in self.needs[reader]:
-                if self.free[value] <= self._row(leader):
-                    last = self._late(value, self._row(leader))
-                    self.model.add(last >= self.reach[leader, reader] + self._kept(value) - 1)
+                if self._end(value) <= self._row(leader):
+                    there = self._there(value, leader)
+                    self.model.add(self._late(value, self._row(leader)) >= runs + there - 1)
+
+    def _end(self, value: int) -> int:
+        """First row at which it is gone unless a replay needs it: of values that may be dropped,
+        whether they are or not, the earlier."""
+        if value in self.place:
+            return min(self.free[value], self.uses[value][-1] + 1)
+        return self.free[value]
 
     def _late(self, value: int, row: int) -> cp_model.IntVar:
         if (value, row) not in self.late:
             self.late[value, row] = self._bool()
-            if row > self.free[value]:
+            if row > self._end(value):
                 self.model.add(self._late(value, row - 1) >= self.late[value, row])
         return self.late[value, row]
 
@@ -225,17 +225,36 @@ class _Program:
             size = self.bytes[value]
             if not size or (before is not None and self.alloc[value] == row >= self.forward):
                 continue
-            if self.droppable[value] and row > self.last_forward[value]:
-                if self.alloc[value] <= row < self.free[value]:
-                    yield size * (1 - self._dropped(value))
-            elif self.alloc[value] <= row < self.free[value]:
-                yield size
-            if (value, row) in self.late:
-                yield size * self.late[value, row]
-            if value in self.place and self.forward <= row <= self.uses[value][-1]:
-                for w in leaders:
-                    if (w, value) in self.member and self._row(w) <= row:
-                        yield size * self.member[w, value]
+            yield from (size * x for x in self._alive_values(value, row, leaders))
+
+    def _alive_values(self, value: int, row: int, leaders: list[int]) -> Iterator[Linear]:
+        """Terms that say whether a value is alive at a row; at most one of them is 1."""
+        plain = self.alloc[value] <= row < self.free[value]
+        if not self.droppable[value]:
+            if plain:
+                yield 1
+            elif (value, row) in self.late:
+                yield self.late[value, row]
+            return
+        if row <= self.last_forward[value]:
+            if plain:
+                yield 1
+            return
+        back = [w for w in leaders if (w, value) in self.member and self._row(w) <= row]
+        recomputed = sum(self.member[w, value] for w in back)
+        if (value, row) not in self.late:
+            if plain:
+                yield 1 - self._dropped(value)
+            if value in self.place and row <= self.uses[value][-1]:
+                yield recomputed
+            return
+        alive = self._bool()
+        yield alive
+        used = value in self.place and row <= self.uses[value][-1]
+        late = 0 if used else self.late[value, row] - 1
+        self.model.add(alive >= recomputed + late)
+        late = 0 if plain else self.late[value, row] - 1
+        self.model.add(alive >= 1 - self._dropped(value) + late)
 
     def limit(self, budget: Linear) -> None:
         """All memory within `budget`, beside the base bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memplan.recompute.cut import least_peak_chain
 from memplan.recompute.planner import Candidate, Clock, Planner
 from memplan.recompute.selection import Selection
 from memplan.recompute.solve import effort_for
@@ -23,11 +24,13 @@ def least_peak_within(
     """The selection with the lowest peak found that adds at most `most_added_fraction` to the time
     of forward and backward. Cost and bound are bytes.
 
-    Budgets are bisected: the least time within one rises as the budget falls. Always Solved, for
+    Begins with the chain's least peak (`cut.least_peak_chain`), then bisects budgets: the least
+    time within one rises as the budget falls. Always Solved, for
     dropping nothing adds nothing. Raises ValueError for a graph that contradicts itself.
     """
     clock = Clock(deadline_seconds, cancel)
     planner = Planner(graph, clock)
+    planner.add([least_peak_chain(graph)])
     rounds = _ROUNDS + 1
     planner.improve(0, _share(clock, rounds), effort_for(planner))
     low = planner.lowest().peak

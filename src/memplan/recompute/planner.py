@@ -115,7 +115,7 @@ class Planner:
     def _holdable(self, boundary: list[int]) -> list[int]:
         """Values worth holding: all of a small graph, else those between blocks."""
         values, forward = self.graph.values, self.graph.forward_ops
-        dying = (values.alloc >= 0) & (values.alloc < forward) & (values.free <= forward)
+        dying = (values.alloc >= 0) & (values.alloc < forward) & (values.bytes > 0)
         every = np.flatnonzero(dying & ~values.droppable).tolist()
         return every if len(every) <= 2 * SMALL else boundary
 

@@ -55,7 +55,7 @@ class _Machine:
         again = 0 <= values.alloc[value] < forward and all(
             self.graph.ops.replayable[row] and self.graph.ops.call[row] >= 0 for row in makers
         )
-        return not again or values.free[value] > forward or value in selection.held
+        return not again or bool(self._uses(value)) or value in selection.held
 
     def _uses(self, value: int) -> list[int]:
         return [
@@ -65,17 +65,27 @@ class _Machine:
         ]
 
     def _needed_until(self, selection: Selection) -> dict[int, int]:
-        """Last row whose replay needs a kept value."""
+        """Last row whose replay begins with a value that is kept or was recomputed before."""
         result: dict[int, int] = {}
-        for group in selection.groups:
-            uses = [self._uses(v)[0] for v in group if self._uses(v)]
-            if not uses:
-                continue
-            rows = self._closure({v for v in group if self._uses(v)}, lambda v: v in self.kept)
-            for row in rows:
-                for source in self._wants(row) & self.kept:
-                    result[source] = max(result.get(source, -1), min(uses))
+        there = set(self.kept)
+        for row in range(self.graph.forward_ops, len(self.graph)):
+            for group in self._triggered(row):
+                members = {v for v in group if self._uses(v)}
+                for op in self._closure(members, lambda v: v in there):
+                    for source in self._wants(op) & there:
+                        result[source] = row
+                there |= members
         return result
+
+    def _triggered(self, row: int) -> list[frozenset[int]]:
+        """The groups that a backward op is the first to read from, in the order it reads."""
+        groups: list[frozenset[int]] = []
+        for value in (*self.graph.ops.reads_of(row), *self.graph.ops.writes_of(row)):
+            group = self.group_of.get(value, frozenset())
+            firsts = [self._uses(v)[0] for v in group if self._uses(v)]
+            if firsts and min(firsts) == row and group not in groups:
+                groups.append(group)
+        return groups
 
     def _wants(self, row: int) -> set[int]:
         """What must be there before a forward op runs."""
@@ -113,9 +123,9 @@ class _Machine:
         self.alive = {v for v in range(len(values)) if values.alloc[v] == -1}
         for row in range(len(self.graph)):
             self.alive = {v for v in self.alive if not self._gone(v, row)}
-            self.materialised = {v for v in self.materialised if max(self._uses(v)) >= row}
-            if row >= forward:
-                self._replays(row)
+            self.materialised = {v for v in self.materialised if self._needed_at(v, row)}
+            for group in self._triggered(row) if row >= forward else ():
+                self._replay(row, group)
             self.alive |= {
                 v for v in range(len(values)) if values.alloc[v] == row and not self._gone(v, row)
             }
@@ -128,6 +138,9 @@ class _Machine:
             replayed_ops=self.replayed,
         )
 
+    def _needed_at(self, value: int, row: int) -> bool:
+        return max(*self._uses(value), self.needed_until.get(value, -1)) >= row
+
     def _gone(self, value: int, row: int) -> bool:
         if value in self.group_of:
             touched = [r for r in range(self.graph.forward_ops) if value in self._touch(r)]
@@ -136,14 +149,6 @@ class _Machine:
 
     def _touch(self, row: int) -> set[int]:
         return self.reads[row] | self.writes[row]
-
-    def _replays(self, row: int) -> None:
-        ordered = [*self.graph.ops.reads_of(row), *self.graph.ops.writes_of(row)]
-        for value in ordered:
-            if value not in self.group_of or value in self.materialised:
-                continue
-            if min(self._uses(value)) == row:
-                self._replay(row, self.group_of[value])
 
     def _replay(self, row: int, group: frozenset[int]) -> None:
         members = {v for v in group if self._uses(v)}
