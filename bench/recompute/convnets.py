@@ -66,7 +66,7 @@ def densenet(name: str, batch: int, pixels: int) -> Training:
     module = models.get_model(name, weights=None)
     units: list[Unit] = []
     blocks = set()
-    for child in list(module.features)[:-1]:
+    for child in _fused(list(module.features)[:-1]):
         if isinstance(child, nn.ModuleDict):
             blocks |= set(range(len(units), len(units) + len(child)))
             units += [*map(_dense_layer, child.values()), _concatenate]
