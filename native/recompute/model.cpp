@@ -121,7 +121,7 @@ Model::Model(const Columns& columns) {
   }
   end_.resize(values);
   kept_.resize(values);
-  materialised_until_.resize(values);
+  materialised_at_row_.resize(values);
   members_.resize(values);
   row_stamp_.assign(rows, 0);
   last_touch_.assign(values, -1);
@@ -146,10 +146,10 @@ void Model::check(std::span<const std::int32_t> group, std::span<const std::uint
 void Model::place(std::span<const std::int32_t> group, std::span<const std::uint8_t> held) {
   for (std::size_t value = 0; value < values(); ++value) {
     const bool dropped = group[value] >= 0;
-    kept_[value] = !dropped && (recomputable_[value] == 0 || free_[value] > forward_ ||
+    kept_[value] = !dropped && (recomputable_[value] == 0 || last_backward_[value] >= 0 ||
                                 held[value] != 0);
-    end_[value] = dropped ? last_forward_[value] + 1 : free_[value];
-    materialised_until_[value] = -1;
+    end_[value] = dropped ? last_backward_[value] + 1 : free_[value];
+    materialised_at_row_[value] = -1;
   }
 }
 
@@ -182,10 +182,9 @@ void Model::push_writers(Value value, Row before) {
   }
 }
 
-bool Model::close(std::span<const Value> members, bool extend) {
+void Model::close(std::span<const Value> members) {
   ++stamp_;
   closure_.clear();
-  bool shortened = false;
   for (const Value value : members) push_writers(value, forward_);
   while (!heap_.empty()) {
     std::pop_heap(heap_.begin(), heap_.end());
@@ -193,15 +192,13 @@ bool Model::close(std::span<const Value> members, bool extend) {
     heap_.pop_back();
     closure_.push_back(row);
     for (const Value value : needs_.of(row)) {
-      if (extend ? kept_[at(value)] != 0 : available(value)) {
-        if (extend) end_[at(value)] = std::max(end_[at(value)], now_ + 1);
-        continue;
+      if (available(value)) {
+        end_[at(value)] = std::max(end_[at(value)], now_ + 1);
+      } else {
+        push_writers(value, row);
       }
-      shortened = shortened || materialised_until_[at(value)] > now_;
-      push_writers(value, row);
     }
   }
-  return shortened;
 }
 
 // The most that one replay holds beside what is alive already: closure_, earliest last.
@@ -233,6 +230,13 @@ std::int64_t Model::replay_peak(std::span<const std::int32_t> group, std::int32_
 Outcome Model::evaluate(std::span<const std::int32_t> group, std::span<const std::uint8_t> held,
                         std::span<std::int64_t> row_bytes, std::span<double> group_seconds) {
   check(group, held);
+  return evaluate_unchecked(group, held, row_bytes, group_seconds);
+}
+
+Outcome Model::evaluate_unchecked(std::span<const std::int32_t> group,
+                                  std::span<const std::uint8_t> held,
+                                  std::span<std::int64_t> row_bytes,
+                                  std::span<double> group_seconds) {
   place(group, held);
   order_replays(group);
   const auto rows = this->rows();
@@ -245,7 +249,7 @@ Outcome Model::evaluate(std::span<const std::int32_t> group, std::span<const std
   for (const Replay& replay : replays_) {
     now_ = replay.row;
     const auto& members = members_[at(replay.group)];
-    if (close(members, true)) close(members, false);
+    close(members);
     for (const Row row : closure_) group_seconds[at(replay.group)] += seconds_[at(row)];
     outcome.seconds += group_seconds[at(replay.group)];
     outcome.replayed_ops += static_cast<std::int64_t>(closure_.size());
@@ -253,17 +257,21 @@ Outcome Model::evaluate(std::span<const std::int32_t> group, std::span<const std
     replay_top_[at(now_)] =
         std::max(replay_top_[at(now_)], already + replay_peak(group, replay.group));
     for (const Value value : members) {
-      materialised_until_[at(value)] = last_backward_[at(value)] + 1;
+      materialised_at_row_[at(value)] = now_;
       already += bytes_[at(value)];
-      delta_[at(now_)] += bytes_[at(value)];
-      delta_[at(last_backward_[at(value)] + 1)] -= bytes_[at(value)];
     }
   }
   for (std::size_t value = 0; value < values(); ++value) {
     const Row begin = std::max(alloc_[value], 0);
-    if (end_[value] <= begin) continue;
+    const bool dropped = group[value] >= 0;
+    if (dropped && materialised_at_row_[value] >= 0) {
+      delta_[at(materialised_at_row_[value])] += bytes_[value];
+      delta_[at(end_[value])] -= bytes_[value];
+    }
+    const Row end = dropped ? last_forward_[value] + 1 : end_[value];
+    if (end <= begin) continue;
     delta_[at(begin)] += bytes_[value];
-    delta_[at(end_[value])] -= bytes_[value];
+    delta_[at(end)] -= bytes_[value];
     if (alloc_[value] >= forward_) allocated_at_[at(begin)] += bytes_[value];
   }
   std::int64_t sum = 0;

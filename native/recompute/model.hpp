@@ -60,6 +60,11 @@ class Model {
   Outcome evaluate(std::span<const std::int32_t> group, std::span<const std::uint8_t> held,
                    std::span<std::int64_t> row_bytes, std::span<double> group_seconds);
 
+  // The same without looking whether the selection can be.
+  Outcome evaluate_unchecked(std::span<const std::int32_t> group,
+                             std::span<const std::uint8_t> held,
+                             std::span<std::int64_t> row_bytes, std::span<double> group_seconds);
+
  private:
   struct Replay {
     Row row;
@@ -69,14 +74,14 @@ class Model {
 
   bool available(Value value) const {
     return kept_[static_cast<std::size_t>(value)] != 0 ||
-           materialised_until_[static_cast<std::size_t>(value)] > now_;
+           materialised_at_row_[static_cast<std::size_t>(value)] >= 0;
   }
   void check(std::span<const std::int32_t> group, std::span<const std::uint8_t> held) const;
   void place(std::span<const std::int32_t> group, std::span<const std::uint8_t> held);
   void order_replays(std::span<const std::int32_t> group);
-  // Fills closure_ with the forward rows that a group's members need, latest first. Returns whether
-  // a value of another group lies on the way, kept sources apart.
-  bool close(std::span<const Value> members, bool extend);
+  // Fills closure_ with the forward rows that make a group's members of what is available, latest
+  // first; what they begin with lives until now.
+  void close(std::span<const Value> members);
   void push_writers(Value value, Row before);
   std::int64_t replay_peak(std::span<const std::int32_t> group, std::int32_t number);
 
@@ -96,9 +101,9 @@ class Model {
   std::vector<Row> use_row_;             // Of such a place.
 
   // Scratch of one evaluation.
-  std::vector<Row> end_;
+  std::vector<Row> end_;  // Of a kept value and of a recomputed one's second life.
   std::vector<std::uint8_t> kept_;
-  std::vector<Row> materialised_until_;
+  std::vector<Row> materialised_at_row_;  // -1: not yet.
   Row now_ = 0;
   std::vector<Replay> replays_;
   std::vector<std::vector<Value>> members_;

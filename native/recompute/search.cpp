@@ -38,7 +38,7 @@ class Search {
     for (const std::int32_t number : group_) {
       if (number >= 0) ++sizes_[at(number)];
     }
-    now_ = judge();
+    now_ = model_.evaluate(group_, held_, row_bytes_, group_seconds_);
     keep_best();
   }
 
@@ -61,7 +61,9 @@ class Search {
     return cancelled_.load(std::memory_order_relaxed) || std::chrono::steady_clock::now() >= end_;
   }
 
-  Outcome judge() { return model_.evaluate(group_, held_, row_bytes_, group_seconds_); }
+  Outcome judge() {
+    return model_.evaluate_unchecked(group_, held_, row_bytes_, group_seconds_);
+  }
 
   std::int64_t excess(const Outcome& outcome) const {
     return std::max<std::int64_t>(0, outcome.peak_bytes - settings_.budget_bytes);

@@ -82,6 +82,15 @@ def alive_bytes(graph: StepGraph, which: Bools) -> I64:
     return np.cumsum(change)[:-1]
 
 
+def used_in_backward(graph: StepGraph) -> Bools:
+    """Values that some backward op reads or writes."""
+    ops, forward = graph.ops, graph.forward_ops
+    used = np.zeros(len(graph.values), dtype=np.bool_)
+    used[ops.reads[int(ops.reads_start[forward]) :]] = True
+    used[ops.writes[int(ops.writes_start[forward]) :]] = True
+    return used
+
+
 def _facts(graph: StepGraph) -> _Facts:
     values, forward = graph.values, graph.forward_ops
     last = np.full(len(values), -1, dtype=np.int64)

@@ -98,10 +98,10 @@ class _Program:
             v: self._bool() for v in range(self.count) if self.droppable[v] and v not in self.place
         }
         self.hold = {
-            v: self._bool()
-            for v in range(self.count)
-            if self.again[v] and v not in self.uses and not self.droppable[v]
+            v: self._bool() for v in range(self.count) if self.again[v] and v not in self.uses
         }
+        for value, dropped in self.unread.items():
+            self.model.add(self.hold[value] + dropped <= 1)
         for value in self.order:
             self.model.add(sum(self._members_of(value)) <= 1)
         for leader in self.order:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.recompute.baselines import by_bytes_per_second, equal_segments
-from memplan.recompute.blocks import Block, blocks_of
+from memplan.recompute.blocks import Block, blocks_of, used_in_backward
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.evaluate import Evaluation, Evaluator, SearchSettings
 from memplan.recompute.options import BlockOptions, judge, options_of
@@ -115,8 +115,8 @@ class Planner:
     def _holdable(self, boundary: list[int]) -> list[int]:
         """Values worth holding: all of a small graph, else those between blocks."""
         values, forward = self.graph.values, self.graph.forward_ops
-        dying = (values.alloc >= 0) & (values.alloc < forward) & (values.bytes > 0)
-        every = np.flatnonzero(dying & ~values.droppable).tolist()
+        made = (values.alloc >= 0) & (values.alloc < forward) & (values.bytes > 0)
+        every = np.flatnonzero(made & ~values.droppable & ~used_in_backward(self.graph)).tolist()
         return every if len(every) <= 2 * SMALL else boundary
 
     def add(self, selections: Iterable[Selection]) -> list[Candidate]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan._native import SegmentTable as NativeTable
-from memplan.recompute.blocks import Block
+from memplan.recompute.blocks import Block, used_in_backward
 from memplan.recompute.options import BlockOptions
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
@@ -151,13 +151,8 @@ class _PlanWriter:
 
 def boundary_holds(chain: Chain) -> frozenset[int]:
     """What crosses between blocks and autograd does not save."""
-    values, forward = chain.graph.values, chain.graph.forward_ops
-    return frozenset(
-        value
-        for block in chain.blocks
-        for value in block.outputs
-        if not values.droppable[value] and values.free[value] <= forward
-    )
+    used = used_in_backward(chain.graph)
+    return frozenset(value for block in chain.blocks for value in block.outputs if not used[value])
 
 
 def _last_reads(graph: StepGraph) -> I64:

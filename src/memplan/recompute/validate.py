@@ -71,7 +71,7 @@ class _Machine:
         for row in range(self.graph.forward_ops, len(self.graph)):
             for group in self._triggered(row):
                 members = {v for v in group if self._uses(v)}
-                for op in self._closure(members, lambda v: v in there):
+                for op in self._closure(members, frozenset(there).__contains__):
                     for source in self._wants(op) & there:
                         result[source] = row
                 there |= members
