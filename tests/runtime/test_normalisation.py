@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from memplan.runtime.tape import replayable
+from memplan.runtime.tape import recording
+from memplan.runtime.tape.replayable import traits_of
 from tests.runtime.harness import Job, check, everything, naive_way_fails, outcome
 
 
@@ -113,7 +115,8 @@ def test_statistics_that_advance_between_forward_and_backward() -> None:
 def test_without_scratch_statistics_would_advance_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(lambda: Between(nn.BatchNorm2d(6)), step)
     plain, decisions = outcome(job), everything(job)
-    monkeypatch.setattr(replayable, "running_statistics", lambda _func: None)
-    monkeypatch.setattr(replayable, "can_replay", lambda _func: True)
+    monkeypatch.setattr(
+        recording, "traits_of", lambda f: replace(traits_of(f), replayable=True, statistics=None)
+    )
     found = outcome(job, decisions).differences(plain)
     assert found == ["state norm.running_mean", "state norm.running_var"]

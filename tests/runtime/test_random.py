@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memplan.runtime.tape import replayable
+from memplan.runtime.tape import recording
+from memplan.runtime.tape.replayable import traits_of
 from memplan.types.errors import RecomputeError
 from tests.runtime.harness import Job, check, everything, naive_way_fails, outcome
 
@@ -108,7 +110,7 @@ def test_without_the_generators_state_the_checksum_stops_the_step(
 ) -> None:
     job = Job(lambda: Net(functional.dropout), step)
     decisions = everything(job)
-    monkeypatch.setattr(replayable, "is_random", lambda _func: False)
+    monkeypatch.setattr(recording, "traits_of", lambda f: replace(traits_of(f), random=False))
     with pytest.raises(RecomputeError, match="gave other values"):
         outcome(job, decisions)
 
@@ -118,6 +120,6 @@ def test_a_permutation_drawn_anew_does_not_pass_the_checksum(
 ) -> None:
     job = Job(lambda: Net(GLOBAL["randperm"]), step)
     decisions = everything(job)
-    monkeypatch.setattr(replayable, "is_random", lambda _func: False)
+    monkeypatch.setattr(recording, "traits_of", lambda f: replace(traits_of(f), random=False))
     with pytest.raises(RecomputeError, match="gave other values"):
         outcome(job, decisions)

@@ -60,7 +60,7 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
             assert not nothing_left()
             fail()  # type: ignore[no-untyped-call]
         assert nothing_left()
-        assert not recording._live and not recording._opaque
+        assert not recording._storages._live and not recording._opaque
 
 
 def test_an_error_that_forward_handles() -> None:

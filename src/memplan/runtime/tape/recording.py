@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from memplan.runtime.tape import replayable
 from memplan.runtime.tape.decisions import HOLD, Decisions
 from memplan.runtime.tape.functions import watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
 from memplan.runtime.tape.replay import copy_of_storage
-from memplan.runtime.tape.replayable import Scratch
+from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
+from memplan.runtime.tape.storages import Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
-
-_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Knows its storage's key when the storage is gone."""
-
-    __slots__ = ("key",)
-    key: int
 
 
 class Recording(TorchDispatchMode):
@@ -52,9 +38,8 @@ class Recording(TorchDispatchMode):
         self._decisions = decisions
         self._verify = verify
         self._on_cuda = on_cuda
-        self._live: dict[int, tuple[Value | weakref.ref[Value], _StorageRef]] = {}
-        """By storage: what it holds. Weakly where that is kept by a tensor on the same storage."""
-        self._counts: Counter[Any] = Counter()
+        self._storages = Storages()
+        self._counts: dict[Traits, int] = {}
         self._groups: dict[str, Group] = {}
         self._number = 0
         self._off = 0
@@ -109,10 +94,6 @@ class Recording(TorchDispatchMode):
         finally:
             self._off -= 1
 
-    def _died(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(storage, _StorageRef)
-        self._live.pop(storage.key, None)
-
     def _note_versions(self) -> None:
         """An op that writes in place advances the version of what it wrote after its dispatch."""
         for value in self._being_written:
@@ -122,7 +103,7 @@ class Recording(TorchDispatchMode):
 
     def _forget(self) -> None:
         self._note_versions()
-        self._live.clear()
+        self._storages.clear()
         self._groups.clear()
 
     # Ops
@@ -141,53 +122,55 @@ class Recording(TorchDispatchMode):
             return self.call_function(lambda: func(*args, **kwargs), args)
         if func.is_view:
             return func(*args, **kwargs)
-        self._note_versions()
-        nth = self._count(func, args, kwargs)
-        record = OpRecord(func, self._number, nth, args, kwargs)
+        if self._being_written:
+            self._note_versions()
+        traits = traits_of(func)
+        record = OpRecord(func, self._number, self._count(traits, args, kwargs), args, kwargs)
         self._number += 1
-        targets = [(self._written(t), t) for t in _written_tensors(func, args, kwargs)]
-        read_before = [value.read for value, _ in targets]
-        can = self._freeze_arguments(record, {id(tensor) for _, tensor in targets})
-        can = can and not self._opaque and replayable.can_replay(func)
-        for (value, tensor), was_read in zip(targets, read_before, strict=True):
+        written = _written_tensors(traits, args, kwargs) if traits.written else []
+        targets = [(tensor, self._storages.value_of(tensor)) for tensor in written]
+        read_before = [value.read for _, value in targets]
+        can = self._freeze_arguments(record, traits, written)
+        can = can and traits.replayable and not self._opaque
+        for (tensor, value), was_read in zip(targets, read_before, strict=True):
             can &= self._before_writing(value, tensor, was_read)
-        if can and not self._symbolic and replayable.is_random(func):
+        if can and traits.random and not self._symbolic:
             _note_generator(record, args, kwargs)
-        statistics = self._before_updating(func, args)
+        statistics = self._before_updating(traits, args) if traits.statistics else []
         result = func(*args, **kwargs)
         tensors = flat_tensors(result)
-        if can and replayable.races_on_cuda(func):
+        if can and traits.races_on_cuda:
             can = not any(tensor.is_cuda for tensor in tensors)
-        for value, tensor in targets:
+        for tensor, value in targets:
             self._after_writing(value, tensor, record, can)
         for tensor in statistics:
             self._overwritten(tensor)
-        self._note_results(record, tensors, can)
+        self._note_results(record, traits, tensors, can)
         return result
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
         if self._on_cuda and not _touches_cuda(args, kwargs):
             return -1
-        nth = self._counts[func]
-        self._counts[func] = nth + 1
+        nth = self._counts.get(traits, 0)
+        self._counts[traits] = nth + 1
         return nth
 
-    def _freeze_arguments(self, record: OpRecord, written: set[int]) -> bool:
+    def _freeze_arguments(
+        self, record: OpRecord, traits: Traits, written: list[torch.Tensor]
+    ) -> bool:
         """Put views in place of the tensors of a record's arguments; whether all can be had
         again."""
         before = self._lost
-        statistics = replayable.running_statistics(record.func)
-        instead = self._instead_of_statistics(statistics, record.args) if statistics else {}
-        freeze = self._freeze
-        record.args = tuple(
-            [
+        args, freeze = record.args, self._freeze
+        if traits.statistics:
+            instead = self._instead_of_statistics(traits.statistics, args)
+            record.args = tuple(
                 instead[position] if position in instead else freeze(item, written)
-                for position, item in enumerate(record.args)
-            ]
-            if instead
-            else [freeze(item, written) for item in record.args]
-        )
+                for position, item in enumerate(args)
+            )
+        else:
+            record.args = tuple([freeze(item, written) for item in args])
         if record.kwargs:
             record.kwargs = {name: freeze(item, written) for name, item in record.kwargs.items()}
         return self._lost == before
@@ -213,23 +196,24 @@ class Recording(TorchDispatchMode):
                 instead[position] = View.of(copy, value)
         return instead
 
-    def _before_updating(self, func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    def _before_updating(self, traits: Traits, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The running statistics that a batch norm is about to update and that are known here."""
-        positions = replayable.running_statistics(func)
+        positions = traits.statistics
         if positions is None or not args[positions[2]]:
             return []
         updated = []
         for position in positions[:2]:
             tensor = args[position]
-            value = None if tensor is None else self._current(tensor)
+            value = None if tensor is None else self._storages.find(tensor)
             if value is not None:
                 self._before_writing(value, tensor, value.read)
                 updated.append(tensor)
         return updated
 
-    def _freeze(self, item: Any, written: set[int]) -> Any:
+    def _freeze(self, item: Any, written: list[torch.Tensor]) -> Any:
         if isinstance(item, torch.Tensor):
-            value = self._written(item) if id(item) in written else self._read(item)
+            only_written = any(item is tensor for tensor in written)
+            value = self._storages.value_of(item) if only_written else self._read(item)
             value.read = True
             if value.recomputable:
                 return View.of(item, value)
@@ -239,35 +223,16 @@ class Recording(TorchDispatchMode):
             return type(item)([self._freeze(inner, written) for inner in item])
         return item
 
-    def _written(self, tensor: torch.Tensor) -> Value:
-        """The current version of a tensor's storage; one from outside where it is new here."""
-        if not _is_plain(tensor):
-            return Value(None, 0, recomputable=False)
-        value = self._current(tensor)
-        if value is None:
-            value = Value(None, 0, recomputable=True)
-            value.keep(self._alias(tensor))
-            self._track(tensor, value)
-        return value
-
-    def _current(self, tensor: torch.Tensor) -> Value | None:
-        """What a plain tensor's storage holds, where an op that was recorded read or wrote it."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return None
-        value = found[0]
-        return value() if isinstance(value, weakref.ref) else value
-
     def _read(self, tensor: torch.Tensor) -> Value:
         """The version that an op reads. Memory that no recorded op has filled is kept as it is."""
-        value = self._written(tensor)
+        value = self._storages.value_of(tensor)
         if value.uninitialised:
-            self._keep(value, tensor)
+            self._storages.keep(value, tensor)
         return value
 
     def _before_writing(self, old: Value, tensor: torch.Tensor, was_read: bool) -> bool:
         """Whether the new version can be recomputed. What others need of the old one is copied."""
-        if old.base is None or not _same_storage(old.base, tensor):
+        if old.base is None or not share_storage(old.base, tensor):
             return True
         if was_read and old.recomputable:
             with self.pause_recording(), torch.no_grad():
@@ -282,7 +247,7 @@ class Recording(TorchDispatchMode):
             record.written.append(old)
         new = Value(record if can else None, -len(record.written), recomputable=can)
         new.group = old.group
-        self._track(tensor, new)
+        self._storages.set(tensor, new)
         if not can:
             self._make_opaque(new, tensor)
             self._being_written.append(new)
@@ -290,67 +255,38 @@ class Recording(TorchDispatchMode):
     def _overwritten(self, tensor: torch.Tensor) -> None:
         """Something other than a recorded op wrote to a plain tensor."""
         value = Value(None, 0, recomputable=False)
-        self._track(tensor, value)
+        self._storages.set(tensor, value)
         self._make_opaque(value, tensor)
 
-    def _note_results(self, record: OpRecord, tensors: list[torch.Tensor], can: bool) -> None:
+    def _note_results(
+        self, record: OpRecord, traits: Traits, tensors: list[torch.Tensor], can: bool
+    ) -> None:
         decided = self._decisions.of(record.func, record.nth)
         allocated = 0
         for position, tensor in enumerate(tensors):
-            if not _is_plain(tensor):
+            if not is_plain(tensor):
                 continue
-            if tensor.untyped_storage()._cdata in self._live:
+            if tensor in self._storages:
                 continue
             value = Value(record if can else None, position, recomputable=can)
             choice = decided.get(allocated) if decided else None
             allocated += 1
             self.found += choice is not None
-            self._track(tensor, value)
+            self._storages.set(tensor, value)
             if not can:
                 self._make_opaque(value, tensor)
             elif choice is HOLD:
-                self._keep(value, tensor)
+                self._storages.keep(value, tensor)
             else:
-                value.uninitialised = replayable.makes_uninitialised(record.func)
+                value.uninitialised = traits.uninitialised
                 if choice is not None:
                     value.group = self._groups.setdefault(choice, Group(choice))
 
     def _make_opaque(self, value: Value, tensor: torch.Tensor) -> None:
         """Keep what cannot be recomputed. Inside a function with a backward of its own nothing is
         kept that does not leave it."""
-        if not self._opaque and _is_plain(tensor):
-            self._keep(value, tensor)
-
-    def _keep(self, value: Value, tensor: torch.Tensor) -> None:
-        """Keep the current content of a tensor's storage, for as long as something needs it."""
-        value.recomputable = True
-        value.uninitialised = False
-        value.keep(self._alias(tensor))
-        self._track(tensor, value)
-
-    def _track(self, tensor: torch.Tensor, value: Value) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        found = self._live.get(key)
-        if found is None:
-            reference = _StorageRef(storage, self._died)
-            reference.key = key
-        else:
-            reference = found[1]
-        self._live[key] = (weakref.ref(value) if value.base is not None else value, reference)
-
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory and version counter, outside autograd's graph: an op's result joins the
-        graph later, and the graph refers back to what is kept here."""
-        # Below autograd a view gets a version counter of its own, unless this key takes part.
-        excluded = _is_excluded(_VERSIONS)
-        _exclude(_VERSIONS, False)
-        self._off += 1
-        try:
-            return tensor.detach()
-        finally:
-            self._off -= 1
-            _exclude(_VERSIONS, excluded)
+        if not self._opaque and is_plain(tensor):
+            self._storages.keep(value, tensor)
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
 
@@ -360,9 +296,9 @@ class Recording(TorchDispatchMode):
         if self._opaque:
             return call()
         before = [
-            (tensor, version_of(tensor), self._current(tensor))
+            (tensor, version_of(tensor), self._storages.find(tensor))
             for tensor in tree_leaves(args)
-            if isinstance(tensor, torch.Tensor) and _is_plain(tensor)
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor)
         ]
         self._opaque += 1
         try:
@@ -370,10 +306,10 @@ class Recording(TorchDispatchMode):
         finally:
             self._opaque -= 1
         for tensor, version, value in before:
-            if version_of(tensor) != version and self._current(tensor) is value is not None:
+            if version_of(tensor) != version and self._storages.find(tensor) is value is not None:
                 self._overwritten(tensor)
-        for tensor in filter(_is_plain, flat_tensors(result)):
-            left = self._current(tensor)
+        for tensor in filter(is_plain, flat_tensors(result)):
+            left = self._storages.find(tensor)
             if left is not None and not left.recomputable:
                 self._make_opaque(left, tensor)
         return result
@@ -381,26 +317,24 @@ class Recording(TorchDispatchMode):
     # Autograd
 
     def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
-        self._note_versions()
-        value = self._current(tensor) if _is_plain(tensor) else None
-        version = version_of(tensor)
-        if value is None:
-            return SavedTensor(tensor if tensor.is_leaf else self._alias(tensor), version)
-        if value.group is not None and value.producer is not None and not value.uninitialised:
-            checksum = self._checksum(tensor, value.producer, value.output)
-            handle = Handle(View.of(tensor, value), value.group, checksum)
-            value.group.handles.add(handle)
-            return handle
-        if value.base is None:
-            self._keep(value, tensor)
-        return SavedTensor(self._alias(tensor), version)
+        if self._being_written:
+            self._note_versions()
+        value = self._storages.find(tensor) if is_plain(tensor) else None
+        if value is not None and value.base is None:
+            if value.group is not None and value.producer is not None and not value.uninitialised:
+                checksum = self._checksum(tensor, value.producer, value.output)
+                handle = Handle(View.of(tensor, value), value.group, checksum)
+                value.group.handles.add(handle)
+                return handle
+            self._storages.keep(value, tensor)
+        return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
 
     def _checksum(
         self, tensor: torch.Tensor, producer: OpRecord, output: int
     ) -> torch.Tensor | None:
         if not self._verify or self._symbolic:
             return None
-        if not replayable.is_comparable(producer.func, output, tensor.dtype):
+        if not is_comparable(producer.func, output, tensor.dtype):
             return None
         with self.pause_recording(), torch.no_grad():
             return checksum_of(tensor.detach())
@@ -431,26 +365,14 @@ def _touches_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a view of its storage."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _same_storage(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == two.untyped_storage()._cdata)
-
-
 def _written_tensors(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """The tensors that an op writes to by its schema, each storage once."""
-    written = replayable.written_arguments(func)
-    if not written:
-        return []
     found: dict[int, torch.Tensor] = {}
-    for position, name in written:
+    for position, name in traits.written:
         given = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in filter(_is_plain, flat_tensors(given)):
+        for tensor in filter(is_plain, flat_tensors(given)):
             found.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(found.values())
 

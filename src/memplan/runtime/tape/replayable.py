@@ -28,22 +28,47 @@ _UNINITIALISED = frozenset(
 )
 
 
-@cache
-def can_replay(func: Any) -> bool:
-    """Whether an op may be run again at all."""
-    if func.namespace not in _KNOWN or func._opname in _CHANGES_STORAGE | _HIDDEN_STATE:
-        return False
-    return running_statistics(func) is not None or "running_mean" not in _arguments(func)
+@dataclass(frozen=True, slots=True, eq=False)
+class Traits:
+    """What recording and replay need to know of an op; one object for each overload."""
+
+    replayable: bool
+    """Whether it may be run again at all."""
+    random: bool
+    races_on_cuda: bool
+    uninitialised: bool
+    """Its result is memory as it was found."""
+    written: tuple[tuple[int, str], ...]
+    """Position and name of the arguments that it writes to, by its schema."""
+    statistics: tuple[int, int, int] | None
+    """Of a batch norm: the positions of its running mean and variance and of its training flag."""
 
 
 @cache
-def races_on_cuda(func: Any) -> bool:
-    return func._opname in _RACES_ON_CUDA
+def traits_of(func: Any) -> Traits:
+    names = [argument.name for argument in func._schema.arguments]
+    statistics = _running_statistics(names)
+    return Traits(
+        replayable=func.namespace in _KNOWN
+        and func._opname not in _CHANGES_STORAGE | _HIDDEN_STATE
+        and (statistics is not None or "running_mean" not in names),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        races_on_cuda=func._opname in _RACES_ON_CUDA,
+        uninitialised=func._opname in _UNINITIALISED,
+        written=tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+        statistics=statistics,
+    )
 
 
-@cache
-def is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _running_statistics(names: list[str]) -> tuple[int, int, int] | None:
+    flag = next((name for name in ("training", "train") if name in names), None)
+    if flag is None or "running_mean" not in names or "running_var" not in names:
+        return None
+    return names.index("running_mean"), names.index("running_var"), names.index(flag)
 
 
 @cache
@@ -52,35 +77,6 @@ def is_comparable(func: Any, output: int, dtype: torch.dtype) -> bool:
     if dtype == torch.uint8:
         return False
     return output == 0 or "scaled_dot_product" not in func._opname
-
-
-@cache
-def makes_uninitialised(func: Any) -> bool:
-    return func._opname in _UNINITIALISED
-
-
-@cache
-def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an op writes to, by its schema."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _arguments(func: Any) -> list[str]:
-    return [argument.name for argument in func._schema.arguments]
-
-
-@cache
-def running_statistics(func: Any) -> tuple[int, int, int] | None:
-    """For a batch norm: the positions of its running mean, running variance and training flag."""
-    names = _arguments(func)
-    flag = next((name for name in ("training", "train") if name in names), None)
-    if flag is None or "running_mean" not in names or "running_var" not in names:
-        return None
-    return names.index("running_mean"), names.index("running_var"), names.index(flag)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def flat_tensors(result: Any) -> list[torch.Tensor]:
     return []
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class View:
     """A tensor as a value and a geometry, in elements of its dtype."""
 
@@ -91,8 +91,8 @@ class View:
         return cls(
             value,
             tensor.dtype,
-            tuple(tensor.size()),
-            tuple(tensor.stride()),
+            tensor.size(),
+            tensor.stride(),
             int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),

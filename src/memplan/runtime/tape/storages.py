@@ -1,0 +1,105 @@
+"""Which value each storage holds while a forward is being recorded."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.runtime.tape.values import Value
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Knows its storage's key when the storage is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Storages:
+    """From storages to the values that they hold.
+
+    A value that is not kept lives here as long as its storage does. One that is kept is only known
+    here for as long as something else needs it: it holds its storage, so that this would hold it
+    for good.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[Value | weakref.ref[Value], _StorageRef]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._live
+
+    def find(self, tensor: torch.Tensor) -> Value | None:
+        """What a plain tensor's storage holds, where a recorded op read or wrote it."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        value = found[0]
+        return value() if type(value) is weakref.ref else value  # type: ignore[return-value]
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """What a tensor's storage holds: where it is new here, a value from outside."""
+        if not is_plain(tensor):
+            return Value(None, 0, recomputable=False)
+        value = self.find(tensor)
+        if value is None:
+            value = Value(None, 0, recomputable=True)
+            self.keep(value, tensor)
+        return value
+
+    def set(self, tensor: torch.Tensor, value: Value) -> None:
+        """A plain tensor's storage holds `value` from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._live.get(key)
+        if found is None:
+            reference = _StorageRef(storage, self._died)
+            reference.key = key
+        else:
+            reference = found[1]
+        self._live[key] = (value if value.base is None else weakref.ref(value), reference)
+
+    def keep(self, value: Value, tensor: torch.Tensor) -> None:
+        """Keep the current content of a plain tensor's storage, for as long as it is needed."""
+        value.recomputable = True
+        value.uninitialised = False
+        value.keep(alias(tensor))
+        self.set(tensor, value)
+
+    def clear(self) -> None:
+        self._live.clear()
+
+    def _died(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(storage, _StorageRef)
+        self._live.pop(storage.key, None)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a view of its storage."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def share_storage(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == two.untyped_storage()._cdata)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, outside autograd's graph: an op's result joins the
+    graph later, and the graph refers back to what is kept here."""
+    # Below autograd a view gets a version counter of its own, unless this key takes part.
+    excluded = _is_excluded(_VERSIONS)
+    _exclude(_VERSIONS, False)
+    try:
+        if type(tensor) is FakeTensor:
+            return tensor.detach()
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+    finally:
+        _exclude(_VERSIONS, excluded)
