@@ -485,6 +485,20 @@ def test_micro_batches_are_passes_alike() -> None:
     assert graph.ops.name[: graph.forward_ops] == single.ops.name[: single.forward_ops]
 
 
+def test_what_runs_outside_the_calls_does_not_tell_passes_apart() -> None:
+    def job() -> None:
+        model = mlp().to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            scale = torch.ones((), device="cuda") * 2.0
+            for _ in range(2):
+                (model(torch.randn(32, 64, device="cuda")).sum() * scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert step_graph(record(job)).passes == 2
+
+
 def test_passes_that_differ_count_as_the_rest() -> None:
     def job() -> None:
         large, small = mlp().to("cuda"), nn.Sequential(nn.Linear(64, 256), nn.GELU()).to("cuda")

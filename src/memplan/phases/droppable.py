@@ -82,7 +82,8 @@ def droppable_values(values: PassValues, rows: RowFacts) -> Bools:
     """Values that a plan may drop after forward: see `GraphValues.droppable`.
 
     The trace does not say who holds a value. Autograd's saved tensors alone do when it is gone
-    within `SLACK_ROWS` of its last read in backward, and these do not hold:
+    within `SLACK_ROWS` of its last read in backward, or goes in backward and nothing there reads it
+    (a node may look at the shape alone of what it saved), and these do not hold:
 
     - it is an input of a checkpointed block, whose arguments Python holds until it has run again;
     - an operator outside its call reads it in forward, and may have saved it there;
@@ -103,4 +104,4 @@ def droppable_values(values: PassValues, rows: RowFacts) -> Bools:
     inside[reads.value[bad_read]] = False
     last = np.full(len(values), -1, np.int64)
     np.maximum.at(last, reads.value[~in_forward], reads.row[~in_forward])
-    return np.asarray(inside & (last >= 0) & (values.free <= last + 1 + SLACK_ROWS), bool)
+    return np.asarray(inside & ((last < 0) | (values.free <= last + 1 + SLACK_ROWS)), bool)

@@ -132,9 +132,13 @@ def _dearest(found: StepPasses, alive: I64) -> Pass:
 
 
 def _alike(trace: Trace, one: Pass, other: Pass) -> bool:
-    """Whether two forwards run the same operators, so that one plan serves both."""
-    name = trace.ops.name
-    return np.array_equal(name[one.start : one.backward], name[other.start : other.backward])
+    """Whether the calls of two passes run the same operators, so that one plan serves both."""
+    calls = (_calls(trace, one), _calls(trace, other))
+    names = (trace.ops.name[p.start : p.stop] for p in (one, other))
+    (a, one_names), (b, other_names) = zip(calls, names, strict=True)
+    return np.array_equal(a[a >= 0], b[b >= 0]) and np.array_equal(
+        one_names[a >= 0], other_names[b >= 0]
+    )
 
 
 def _rest_peak(found: StepPasses, alike: list[Pass], alive: I64) -> int:

@@ -72,8 +72,8 @@ class GraphValues:
     """First row at whose start it is gone in the plain run; `len(ops)` where it outlives the
     pass."""
     droppable: Bools
-    """Made by replayable forward ops, alive into backward, read there, and not held by anything but
-    the saved tensors of autograd as far as known."""
+    """Made by replayable forward ops, alive into backward, and not held by anything but the saved
+    tensors of autograd as far as known. Backward has a reader of each."""
     name: list[str]
     """Parameter or buffer name, where there is one."""
 
