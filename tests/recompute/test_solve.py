@@ -20,7 +20,7 @@ from memplan.recompute.evaluate import Evaluator, SearchSettings, evaluate, to_a
 from memplan.recompute.exact import exact_peak, exact_seconds
 from memplan.recompute.frontier import frontier
 from memplan.recompute.options import judge
-from memplan.recompute.segments import Chain, boundary_holds
+from memplan.recompute.segments import Chain, every_unsaved_input
 from memplan.recompute.selection import Selection
 from memplan.recompute.solve import least_peak, solve
 from memplan.types.solution import Infeasible, Solved, TimedOut
@@ -139,7 +139,7 @@ def test_a_block_alone_says_what_it_says_within_the_step(make: Callable[[], Step
     whole = evaluate_rows(graph, Selection())
     kept = 0
     blocks = blocks_of(graph, 1)
-    holds = boundary_holds(Chain(graph, blocks, []))
+    holds = every_unsaved_input(Chain(graph, blocks, []))
     for block in blocks:
         drops = frozenset(block.local[value] for value in block.drops)
         both = (Selection(), Selection((drops,)) if drops else Selection())

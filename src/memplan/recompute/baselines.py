@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memplan.recompute.segments import Chain, boundary_holds
+from memplan.recompute.segments import Chain, every_unsaved_input, unsaved_inputs
 from memplan.recompute.selection import Selection
 
 
@@ -32,12 +32,14 @@ def equal_segments(chain: Chain, segments: int) -> Selection:
     blocks, values = chain.blocks, chain.graph.values
     bounds = np.linspace(0, len(blocks), max(1, min(segments, len(blocks))) + 1).round().astype(int)
     groups = []
+    inputs = unsaved_inputs(chain)
+    held = {value for begin in bounds[:-1].tolist() for value in inputs[begin]}
     for begin, end in pairwise(bounds.tolist()):
         crossing = set(blocks[end - 1].outputs)
         later = {v for b in blocks[begin:end] for v in b.outputs if _crosses(chain, v, end)}
         made = {v for b in blocks[begin:end] for v in (*b.drops, *b.outputs)}
         groups.append(frozenset(v for v in made - crossing - later if values.droppable[v]))
-    return Selection(tuple(filter(None, groups)), boundary_holds(chain))
+    return Selection(tuple(filter(None, groups)), frozenset(held))
 
 
 def _crosses(chain: Chain, value: int, block: int) -> bool:
@@ -58,7 +60,7 @@ def by_bytes_per_second(chain: Chain, steps: int) -> list[Selection]:
     order = values[np.argsort(-graph.values.bytes[values] / seconds, kind="stable")]
     starts = np.array([block.start for block in chain.blocks])
     place = np.searchsorted(starts, graph.values.alloc[order], side="right")
-    holds = boundary_holds(chain)
+    holds = every_unsaved_input(chain)
     result = []
     for count in np.unique(np.linspace(1, len(order), steps).round().astype(int)).tolist():
         members: dict[int, set[int]] = {}

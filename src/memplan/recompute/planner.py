@@ -18,9 +18,10 @@ import numpy as np
 from memplan.recompute.baselines import by_bytes_per_second, equal_segments
 from memplan.recompute.blocks import Block, blocks_of, used_in_backward
 from memplan.recompute.bounds import Bounds
+from memplan.recompute.cut import least_peak_chain
 from memplan.recompute.evaluate import Evaluation, Evaluator, SearchSettings
 from memplan.recompute.options import BlockOptions, judge, options_of
-from memplan.recompute.segments import Chain, SegmentTable, boundary_holds
+from memplan.recompute.segments import Chain, SegmentTable, every_unsaved_input
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
 
@@ -98,6 +99,7 @@ class Planner:
             self._prepare(clock)
 
     def _prepare(self, clock: Clock) -> None:
+        self.add([least_peak_chain(self.graph)])
         cuts: list[list[int]] = []
         for least_values in BLOCK_VALUES:
             blocks = blocks_of(self.graph, least_values)
@@ -105,7 +107,7 @@ class Planner:
                 continue
             cuts.append([block.start for block in blocks])
             chain = Chain(self.graph, blocks, [])
-            self.holds = self.holds or self._holdable(sorted(boundary_holds(chain)))
+            self.holds = self.holds or self._holdable(sorted(every_unsaved_input(chain)))
             self.add(equal_segments(chain, n) for n in range(1, len(blocks) + 1))
             self.add(by_bytes_per_second(chain, 64))
             chain.options.extend(_options(blocks, clock))

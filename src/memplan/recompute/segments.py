@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan._native import SegmentTable as NativeTable
-from memplan.recompute.blocks import Block, used_in_backward
+from memplan.recompute.blocks import GLOBAL_SHARE, Block, used_in_backward
 from memplan.recompute.options import BlockOptions
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
@@ -49,6 +49,7 @@ class SegmentTable:
         self.unit = max(1.0, _plain_peak(options) / self.levels)
         self.between = self._level(np.concatenate([o.between for o in options]))
         self.starts = np.cumsum([0, *sizes], dtype=np.int64)
+        self.inputs = unsaved_inputs(chain)
         self.crossing = self._level(self._crossing_bytes())
         self.back = [list(block.local) for block in chain.blocks]
         self._table = NativeTable(
@@ -66,7 +67,8 @@ class SegmentTable:
         return np.rint(np.maximum(size, 0) / self.unit).astype(np.int64)
 
     def _crossing_bytes(self) -> I64:
-        """[s, u]: droppable bytes made in blocks [s, u) that live on in forward at u."""
+        """[s, u]: what skipping [s, u) keeps until its replay: droppable values made in it that
+        forward reads at u or later, and what crosses s unsaved and is held."""
         blocks, values = self.chain.blocks, self.chain.graph.values
         count = len(blocks)
         ends = np.array([block.stop for block in blocks])
@@ -77,6 +79,8 @@ class SegmentTable:
                 if values.droppable[value]:
                     until = int(np.searchsorted(ends, last[value], side="right"))
                     result[: place + 1, place + 1 : until + 1] += values.bytes[value]
+        for place, inputs in enumerate(self.inputs):
+            result[place, place + 1 :] += values.bytes[list(inputs)].sum()
         return result
 
     def best(self, start: int, stop: int, level: int) -> tuple[float, int, int]:
@@ -105,6 +109,7 @@ class _PlanWriter:
         self.group: dict[int, int | None] = {}
         """Value → number of the group it is dropped in; None: kept."""
         self.groups = 0
+        self.held: set[int] = set()
 
     def write(self, start: int, stop: int, level: int, into: int | None) -> None:
         """Decide [start, stop) in a run through forward whose stored values go into a group; None:
@@ -112,6 +117,8 @@ class _PlanWriter:
         table = self.table
         while start < stop:
             _, option, middle = table.best(start, stop, level)
+            if into is None:
+                self.held |= set(table.inputs[start])
             if option < 0:
                 self._keep_crossing(start, middle, into)
                 self.groups += 1
@@ -146,13 +153,28 @@ class _PlanWriter:
         for value, number in self.group.items():
             if number is not None:
                 members.setdefault(number, set()).add(value)
-        return Selection(tuple(map(frozenset, members.values())), boundary_holds(self.chain))
+        return Selection(tuple(map(frozenset, members.values())), frozenset(self.held))
 
 
-def boundary_holds(chain: Chain) -> frozenset[int]:
-    """What crosses between blocks and autograd does not save."""
-    used = used_in_backward(chain.graph)
-    return frozenset(value for block in chain.blocks for value in block.outputs if not used[value])
+def unsaved_inputs(chain: Chain) -> list[tuple[int, ...]]:
+    """Of each block: what is made before it, read by forward in it or later, and not saved by
+    autograd. A replay that begins at the block needs them held. Values that cross much of forward
+    count for the first block they enter only."""
+    graph = chain.graph
+    last, used = _last_reads(graph), used_in_backward(graph)
+    far = last - graph.values.alloc > GLOBAL_SHARE * graph.forward_ops
+    result: list[tuple[int, ...]] = []
+    crossing: set[int] = set()
+    for block in chain.blocks:
+        crossing = {v for v in crossing if last[v] >= block.start}
+        result.append(tuple(sorted(crossing)))
+        crossing = {v for v in crossing if not far[v]} | {v for v in block.outputs if not used[v]}
+    return result
+
+
+def every_unsaved_input(chain: Chain) -> frozenset[int]:
+    """Those of all blocks."""
+    return frozenset(value for inputs in unsaved_inputs(chain) for value in inputs)
 
 
 def _last_reads(graph: StepGraph) -> I64:
