@@ -100,7 +100,8 @@ def tensor_hooks(model: Any) -> list[Any]:
 def module_hooks(model: Any) -> list[Any]:
     seen: list[Any] = []
     model.second.register_forward_pre_hook(lambda _m, inputs: (inputs[0] * 1.5,))
-    model.second.register_forward_hook(lambda _m, _i, output: seen.append("forward") or output + 1)
+    model.second.register_forward_hook(lambda _m, _i, output: output + len(seen))
+    model.second.register_forward_hook(lambda *_: seen.append("forward"))
     model.second.register_full_backward_hook(lambda _m, into, out: seen.extend([*into, *out]))
     model.second.register_full_backward_pre_hook(lambda _m, out: (out[0] * 2,))
     loss, x = begin(model)

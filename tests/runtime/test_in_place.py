@@ -116,7 +116,7 @@ def metadata(_: Net, x: Tensor) -> Tensor:
 def data(net: Net, x: Tensor) -> Tensor:
     mean = torch.zeros(12)
     mean.data = x.detach().mean(0)
-    mean.set_(mean.exp())
+    mean.set_(mean.exp().untyped_storage(), 0, (12,), (1,))
     return torch.exp(x - mean)
 
 

@@ -57,6 +57,15 @@ def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_else_to_collect() -> Iterator[None]:
+    """What was there before is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @contextmanager
 def without_collector() -> Iterator[None]:
     """Whatever is freed inside was in no cycle."""
@@ -76,10 +85,15 @@ def drop_all(_func: Any, _nth: int) -> dict[int, str]:
     return dict.fromkeys(range(4), "all")
 
 
-def decisions(choose: Callable[[Any, int], Any] = drop_all) -> Decisions:
-    made = Decisions({})
-    made.of = choose  # type: ignore[method-assign]
-    return made
+class Chosen(Decisions):
+    """By a function."""
+
+    def __init__(self, choose: Callable[[Any, int], dict[int, str] | None] = drop_all) -> None:
+        super().__init__({})
+        self.choose = choose
+
+    def of(self, func: Any, nth: int) -> dict[int, str] | None:
+        return self.choose(func, nth)
 
 
 class Chain(nn.Module):
@@ -110,7 +124,7 @@ def test_what_is_dropped_is_freed(verify: bool) -> None:
         assert activations(census) == 6
         del y
         assert activations(census) == 0
-        with recorded(model, decisions(), verify=verify):
+        with recorded(model, Chosen(), verify=verify):
             y = model(x)
         assert activations(census) == 1  # the result, which we hold
         loss = y.sum()
@@ -132,11 +146,12 @@ def test_what_is_held_is_freed_when_the_last_group_has_used_it() -> None:
 
     during: list[int] = []
     with without_collector(), Census() as census:
-        with recorded(model, decisions(choose)):
+        with recorded(model, Chosen(choose)):
             y = model(x)
         assert activations(census) == 2
-        for layer in model.layers:
-            layer.bias.register_hook(lambda _: during.append(activations(census)))
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.register_hook(lambda _: during.append(activations(census)))
         y.sum().backward()
         model.zero_grad()
         del y
@@ -148,9 +163,9 @@ def test_what_is_held_is_freed_when_the_last_group_has_used_it() -> None:
 def test_gradients_of_a_part_leave_the_rest_dropped() -> None:
     model, x = Chain(), torch.randn(ROWS, WIDTH)
     with without_collector(), Census() as census:
-        with recorded(model, decisions(lambda f, n: {0: f"{f}{n // 2}"})):
+        with recorded(model, Chosen(lambda f, n: {0: f"{f}{n // 2}"})):
             y = model(x)
-        grads = torch.autograd.grad(y.sum(), model.layers[5].weight, retain_graph=True)
+        grads = torch.autograd.grad(y.sum(), list(model.layers[5].parameters()), retain_graph=True)
         assert activations(census) <= 4  # the result, its gradient, the last group's two
         del y, grads
         assert census.alive == {}
@@ -161,7 +176,7 @@ def test_nothing_is_left_of_a_forward_that_raises() -> None:
     model, x = Chain(), torch.randn(ROWS, WIDTH)
     model.layers.append(nn.Linear(3, 3))
     with without_collector(), Census() as census:
-        with recorded(model, decisions()):
+        with recorded(model, Chosen()):
             try:
                 model(x)
             except RuntimeError as error:
@@ -173,7 +188,7 @@ def test_nothing_is_left_of_a_forward_that_raises() -> None:
 def test_nothing_is_left_of_a_double_backward() -> None:
     model, x = Chain(2), torch.randn(ROWS, WIDTH, requires_grad=True)
     with without_collector(), Census() as census:
-        with recorded(model, decisions()):
+        with recorded(model, Chosen()):
             y = model(x)
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         grad.square().sum().backward()
@@ -262,5 +277,5 @@ def test_nothing_of_a_tape_outlives_the_step(job: Job) -> None:
 
 def test_segments_lower_the_peak() -> None:
     job = Job(lambda: Chain(16), square_step)
-    segments = timeline(job, decisions(lambda f, n: {0: f"segment {n // 4}"}))
+    segments = timeline(job, Chosen(lambda f, n: {0: f"segment {n // 4}"}))
     assert max(segments) < 0.6 * max(timeline(job, None))

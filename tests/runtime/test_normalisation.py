@@ -53,11 +53,7 @@ WITHOUT: dict[str, Callable[[], nn.Module]] = {
     "local response norm": lambda: nn.LocalResponseNorm(2),
     "weight norm": lambda: parametrizations.weight_norm(nn.Conv2d(6, 6, 1)),
     "weight norm, the old one": lambda: nn.utils.weight_norm(nn.Conv2d(6, 6, 1)),
-    "orthogonal": lambda: (
-        nn.Flatten(2).append(nn.Unflatten(2, (3, 3)))
-        if hasattr(nn.Flatten, "append")
-        else parametrizations.orthogonal(nn.Conv2d(6, 6, 1))
-    ),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Conv2d(6, 6, 1)),
 }
 
 

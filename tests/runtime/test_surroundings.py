@@ -52,13 +52,13 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
             raise ZeroDivisionError
 
     x = torch.randn(3, requires_grad=True)
-    for fail in (lambda: Double.apply(x), lambda: x @ torch.ones(4), lambda: {}["x"]):
+    for fail in (lambda: Double.apply(x), lambda: x @ torch.ones(4), lambda: [][1]):
         with (
-            pytest.raises((ZeroDivisionError, RuntimeError, KeyError)),
+            pytest.raises((ZeroDivisionError, RuntimeError, IndexError)),
             Recording(Decisions({})) as recording,
         ):
             assert not nothing_left()
-            fail()  # type: ignore[no-untyped-call]
+            fail()
         assert nothing_left()
         assert not recording._storages._live and not recording._opaque
 
@@ -138,7 +138,8 @@ def test_replicas_in_threads_inside_a_forward() -> None:
 
 def test_two_threads_record_at_once() -> None:
     """Neither takes the other's patches away, nor its functions for its own."""
-    both, results = threading.Barrier(2), {}
+    both = threading.Barrier(2)
+    results: dict[tuple[int, bool], list[Any]] = {}
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -150,6 +151,10 @@ def test_two_threads_record_at_once() -> None:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * 2
+
+    class All(Decisions):
+        def of(self, func: Any, nth: int) -> dict[int, str]:
+            return {0: "all", 1: "all"}
 
     class Spoken(Net):
         def __init__(self, number: int) -> None:
@@ -170,9 +175,7 @@ def test_two_threads_record_at_once() -> None:
             torch.manual_seed(number)
             model, x = Spoken(number), torch.randn(6, 8, requires_grad=True)
         if taped:
-            decisions = Decisions({})
-            decisions.of = lambda _func, _nth: {0: "all", 1: "all"}  # type: ignore[method-assign]
-            with recorded(model, decisions):
+            with recorded(model, All({})):
                 loss = model(x).mean()
         else:
             loss = model(x).mean()
@@ -248,8 +251,7 @@ def test_a_compiled_part() -> None:
     class Part(Net):
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
-            torch._dynamo.graph_break()
-            return torch.sin(self.first(x).exp())
+            return torch.sin(self.first(x).exp()) * x.sum().item()  # which Dynamo leaves to eager
 
     class Partly(Net):
         def __init__(self) -> None:
@@ -264,16 +266,16 @@ def test_a_compiled_part() -> None:
         counters = torch._dynamo.utils.counters
         counters.clear()
         seen = step(model)
-        return [*seen, str(counters["frames"]), str(counters["stats"]["unique_graphs"])]
+        return [*seen, counters["stats"]["unique_graphs"]]
 
     job = Job(Partly, frames)
     plain = outcome(job)
-    assert plain.seen[-1] == "2"
+    assert plain.seen[-1] == 2
     assert outcome(job, everything(Job(Partly, step))).differences(plain) == []
 
 
 def test_ops_of_higher_order() -> None:
-    from torch._higher_order_ops import cond  # type: ignore[attr-defined]
+    from torch._higher_order_ops import cond
     from torch.nn.attention.flex_attention import flex_attention
 
     class Flexible(Net):
