@@ -45,4 +45,4 @@ def summarize(data: dict[str, Any]) -> dict[str, Any]:
 def _reduction(row: dict[str, Any] | None) -> dict[str, float]:
     if row is None:
         return {"reduction": 0.0, "added_fraction": 1.0}
-    return {"reduction": row["reduction"], "added_fraction": row["added_fraction"]}
+    return {"reduction": row["reduction"], "added_fraction": row["accumulating_added_fraction"]}

@@ -80,7 +80,7 @@ def reductions_table(found: dict[str, Any]) -> list[str]:
         mine = found[name].get("memplan")
         ours = ["", "", ""]
         if mine is not None:
-            figures = (mine["reduction"], mine["added_fraction"])
+            figures = (mine["reduction"], mine["accumulating_added_fraction"])
             ours = [mib(mine["accumulating_bytes"]), *map(percent, figures)]
         cells = [name, mib(both["plain_bytes"]), mib(both["best_baseline_bytes"])]
         rows.append([*cells, *ours, percent(published)])

@@ -52,7 +52,7 @@ def model(peak: int, **changes: Any) -> dict[str, Any]:
         "prediction_error": 0.01,
         "prediction_error_beyond": 0.02,
         "reduction": 0.7,
-        "added_fraction": 0.3,
+        "accumulating_added_fraction": 0.3,
     }
     return {"lowest_baseline_bytes": 100, "memplan": {**mine, **changes}}
 
