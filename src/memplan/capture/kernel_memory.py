@@ -62,6 +62,8 @@ class KernelMemory:
             found[overload] = self.blas
         for overload in _overloads(_BATCH_NORMS):
             found[overload] = self.batch_norm
+        found[aten.cudnn_batch_norm.default] = self.batch_norm
+        found[aten.cudnn_batch_norm_backward.default] = self.batch_norm
         return {func: self._on_device(observer) for func, observer in found.items()}
 
     def _on_device(self, observer: Observer) -> Observer:
@@ -125,15 +127,16 @@ class KernelMemory:
         self.add(scratch_for(call))
 
     def batch_norm(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Batch normalisation; the backward's first tensor is the gradient."""
-        backward = "backward" in func._opname
-        x = args[1] if backward else args[0]
+        """Batch normalisation; a backward's first tensor is the gradient, cuDNN's the input."""
+        backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
+        x = args[1] if backward and not cudnn else args[0]
         weight = args[2] if backward else args[1]
+        training = True if backward and cudnn else bool(args[7] if backward else args[5])
         call = BatchNorm(
             shape=tuple(x.shape),
             dtype=_dtype(x),
             weight_dtype=None if weight is None else _dtype(weight),
-            training=bool(args[7] if backward else args[5]),
+            training=training,
             channels_last=_channels_last(x),
             cudnn_enabled=bool(torch.backends.cudnn.enabled),
         )

@@ -33,6 +33,7 @@ from memplan.capture.recorder import Recorder
 from memplan.capture.values import Values, small_enough
 from memplan.capture.work import Work, moved_bytes
 from memplan.types.errors import CaptureError
+from memplan.types.op_names import op_name
 from memplan.types.trace import Role
 
 aten = torch.ops.aten
@@ -103,7 +104,7 @@ class CaptureMode(TorchDispatchMode):
         self.observers = observers or {}
         self.recordings = {}
         self.everything = False
-        """Set while every tensor that is made counts as the job's, on the host too."""
+        """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.fake_mode = DeviceFakeMode()
         self.recorder = Recorder()
         self.context = Context(self.recorder.builder)
@@ -144,7 +145,8 @@ class CaptureMode(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         fakes, has_real = _tensors(args, kwargs)
-        if not fakes and not self.everything and not self._on_device(kwargs):
+        ours = fakes or self._on_device(kwargs) or (self.everything and self._counts(args, kwargs))
+        if not ours:
             if "pin_memory" in kwargs:  # pinning needs a driver
                 kwargs = {**kwargs, "pin_memory": None}
             return func(*args, **kwargs)
@@ -156,6 +158,16 @@ class CaptureMode(TorchDispatchMode):
         if device is None or self.device_type == "cpu":
             return False
         return torch.device(device).type == self.device_type
+
+    def _counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an op on real tensors is to be made fake while `everything` is."""
+        if self.device_type == "cpu":
+            return True
+        return any(
+            tensor.device.type == self.device_type
+            for item in (*args, *kwargs.values())
+            for tensor in ([item] if isinstance(item, torch.Tensor) else _flat(item, torch.Tensor))
+        )
 
     def _run(
         self,
@@ -211,7 +223,7 @@ class CaptureMode(TorchDispatchMode):
         builder = recorder.builder
         name = self._op_names.get(func)
         if name is None:
-            name = self._op_names[func] = str(func)
+            name = self._op_names[func] = op_name(func)
         builder.begin_op(name, reads=self._numbers(fakes), stream=recorder.stream)
         result = self._fake_kernel(func, args, kwargs)
         outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
@@ -310,12 +322,16 @@ class CaptureMode(TorchDispatchMode):
         return [storage.number for storage in found if storage is not None]
 
     def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
-        """A fake CPU tensor with a real one's geometry, and its values when they are few."""
+        """A fake tensor with a real one's geometry, and the host's values when they are few. On the
+        host, but for a real tensor on the job's own kind of device."""
+        device = torch.device("cpu")
+        if tensor.device.type == self.device_type != "cpu":
+            device = torch.device(self.device_type, 0)
         fake: FakeTensor = self.fake_mode.dispatch(
             aten.empty_strided.default,
             (),
             (tuple(tensor.size()), tuple(tensor.stride())),
-            {"dtype": tensor.dtype, "device": torch.device("cpu")},
+            {"dtype": tensor.dtype, "device": device},
         )
         if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
             self.values.learn(fake, tensor.detach())

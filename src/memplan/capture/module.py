@@ -13,6 +13,7 @@ import torch
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
+from memplan.capture.values import small_enough
 from memplan.types.errors import CaptureError, MemplanError
 from memplan.types.trace import Role, Trace
 
@@ -117,11 +118,12 @@ def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _fake(mode: CaptureMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same geometry on the fake device; with its values where they are few."""
-    if tensor.is_cuda:
-        return mode.empty(tensor, torch.device("cuda", 0))
-    fake = mode.fakify(tensor)
+    """A tensor of the same geometry on the fake device; with a copy of its values where they are
+    few: what the step writes there must not reach the module."""
+    fake = mode.fakify(tensor, keep_values=False)
     mode.record(fake)
+    if small_enough(tensor):
+        mode.values.learn(fake, tensor.detach().to("cpu", copy=True))
     return fake
 
 

@@ -56,8 +56,9 @@ class CaptureSession:
         CUDA); None takes fake CUDA where it works. `stop`:
         end the job by `EnoughSeen` once enough has been seen."""
         self.options = options
-        test = self_test()
-        self.method = method or ("fake-cuda" if test.ok else "fake-cpu")
+        # Not where CUDA may be real and at work: the test puts a stand-in in its place.
+        test = self_test() if method is None else None
+        self.method = method or ("fake-cuda" if test is not None and test.ok else "fake-cpu")
         self.mode = CaptureMode(
             device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
@@ -67,13 +68,13 @@ class CaptureSession:
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
         self.notes: list[str] = []
-        if test.too_late and method is None:
+        if test is not None and test.too_late:
             raise CaptureError(
                 "this process has already run a backward pass, and PyTorch looks for devices only "
                 "before the first one",
                 "estimate first, in a fresh process or notebook kernel, or use the command line",
             )
-        if not test.ok and method is None:
+        if test is not None and not test.ok:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
         self._alloc_conf = ""
         self._cuda: torch_cuda.FakeCuda | None = None
@@ -91,6 +92,8 @@ class CaptureSession:
                 stack.enter_context(fake_cuda_device())
                 self._cuda = torch_cuda.install(patches, self.mode, self.options.profile)
                 self._install_kernels(stack, patches)
+            elif self.method == "cuda":  # PyTorch itself chooses the kernels
+                self._watch_kernels()
             stack.enter_context(foreach.fake_tensors_supported())
             parameters.install(patches, self.mode)
             lazy_modules.install(patches, self.mode)
@@ -150,13 +153,17 @@ class CaptureSession:
         stack.callback(library._destroy)
         stack.callback(fused.install()._destroy)
         self.mode.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
-        memory = KernelMemory(self.mode, self.options.profile)
-        for func, observer in memory.observers().items():
-            self.mode.observe(func, observer)
+        memory = self._watch_kernels()
         recurrent = Recurrent(self.mode, self.options.profile, memory)
         stack.callback(recurrent.install(patches)._destroy)
         self.mode.handlers.update(recurrent.handlers())
+
+    def _watch_kernels(self) -> KernelMemory:
+        memory = KernelMemory(self.mode, self.options.profile)
+        for func, observer in memory.observers().items():
+            self.mode.observe(func, observer)
         self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
+        return memory
 
     def _name_parameters(self, root: torch.nn.Module) -> None:
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from memplan.types.op_names import op_name
 from memplan.types.plan import OpOutput, RecomputePart
 
 HOLD: Final = ""
@@ -23,7 +24,7 @@ class Decisions:
         """By output of the `nth` op of this kind: a group's name or HOLD; None: keep them all."""
         by_nth = self._by_op.get(func)
         if by_nth is None:
-            by_nth = self._by_op[func] = self._choices.get(str(func), {})
+            by_nth = self._by_op[func] = self._choices.get(op_name(func), {})
         return by_nth.get(nth)
 
 

@@ -39,7 +39,7 @@ class Recording(TorchDispatchMode):
         self._verify = verify
         self._on_cuda = on_cuda
         self._storages = Storages()
-        self._counts: dict[Traits, int] = {}
+        self._counts: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
         self._number = 0
         self._off = 0
@@ -152,8 +152,8 @@ class Recording(TorchDispatchMode):
         """Which one of its kind this op is; -1 for one that does not count."""
         if self._on_cuda and not _touches_cuda(args, kwargs):
             return -1
-        nth = self._counts.get(traits, 0)
-        self._counts[traits] = nth + 1
+        nth = self._counts.get(traits.name, 0)
+        self._counts[traits.name] = nth + 1
         return nth
 
     def _freeze_arguments(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memplan.types.op_names import op_name
+
 _KNOWN = frozenset({"aten", "prims", "torchvision"})
 """Ops of other libraries may be written in Python, draw at random or keep a state, unsaid."""
 _CHANGES_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "resize"})
@@ -32,6 +34,8 @@ _UNINITIALISED = frozenset(
 class Traits:
     """What recording and replay need to know of an op; one object for each overload."""
 
+    name: str
+    """As plans name it; ops of one name count together."""
     replayable: bool
     """Whether it may be run again at all."""
     random: bool
@@ -49,6 +53,7 @@ def traits_of(func: Any) -> Traits:
     names = [argument.name for argument in func._schema.arguments]
     statistics = _running_statistics(names)
     return Traits(
+        name=op_name(func),
         replayable=func.namespace in _KNOWN
         and func._opname not in _CHANGES_STORAGE | _HIDDEN_STATE
         and (statistics is not None or "running_mean" not in names),
