@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memplan.runtime.tape import Decisions, Recording, decisions_by_call, groups, replay
+from memplan.types.op_names import op_name
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 
 OUTPUTS = 4
@@ -134,7 +135,7 @@ class Spy(Decisions):
         self.ops: list[tuple[str, int]] = []
 
     def of(self, func: Any, nth: int) -> None:
-        self.ops.append((str(func), nth))
+        self.ops.append((op_name(func), nth))
 
 
 @dataclass
@@ -168,7 +169,7 @@ def choices(ops: list[tuple[str, int]], *, large: bool = False) -> dict[str, Cho
         made["interleaved"].add(op, number % 3)
         if not large:
             made["each alone"].add(op, number)
-    for draw in range(1 if large else 4):
+    for draw in range(1 if large else 2):
         chance = random.Random(draw)
         name = f"random {draw}"
         made[name] = Choice()

@@ -205,7 +205,6 @@ def images(model: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "name, arguments",
     [
-        ("resnet10t", {"num_classes": 4}),
         ("mobilenetv3_small_050", {"num_classes": 4, "drop_rate": 0.2}),
         (
             "vit_tiny_patch16_224",

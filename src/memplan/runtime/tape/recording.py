@@ -162,17 +162,19 @@ class Recording(TorchDispatchMode):
         """Put views in place of the tensors of a record's arguments; whether all can be had
         again."""
         before = self._lost
-        args, freeze = record.args, self._freeze
+        args = record.args
         if traits.statistics:
             instead = self._instead_of_statistics(traits.statistics, args)
             record.args = tuple(
-                instead[position] if position in instead else freeze(item, written)
+                instead[position] if position in instead else self._freeze(item, record, written)
                 for position, item in enumerate(args)
             )
         else:
-            record.args = tuple([freeze(item, written) for item in args])
+            record.args = tuple([self._freeze(item, record, written) for item in args])
         if record.kwargs:
-            record.kwargs = {name: freeze(item, written) for name, item in record.kwargs.items()}
+            record.kwargs = {
+                name: self._freeze(item, record, written) for name, item in record.kwargs.items()
+            }
         return self._lost == before
 
     def _instead_of_statistics(
@@ -210,17 +212,18 @@ class Recording(TorchDispatchMode):
                 updated.append(tensor)
         return updated
 
-    def _freeze(self, item: Any, written: list[torch.Tensor]) -> Any:
+    def _freeze(self, item: Any, record: OpRecord, written: list[torch.Tensor]) -> Any:
         if isinstance(item, torch.Tensor):
-            only_written = any(item is tensor for tensor in written)
+            only_written = written and any(item is tensor for tensor in written)
             value = self._storages.value_of(item) if only_written else self._read(item)
             value.read = True
             if value.recomputable:
+                record.inputs.append(value)
                 return View.of(item, value)
             self._lost += 1
             return None
         if isinstance(item, (list, tuple)):
-            return type(item)([self._freeze(inner, written) for inner in item])
+            return type(item)([self._freeze(inner, record, written) for inner in item])
         return item
 
     def _read(self, tensor: torch.Tensor) -> Value:

@@ -69,36 +69,20 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
         if record is None:
             raise InternalError(f"cannot recompute {group}: the way to an input is lost")
         made.setdefault(record, []).append(value)
-        for item in _inputs(record):
+        for item in record.inputs:
             if item not in seen:
                 seen.add(item)
                 stack.append(item)
     return made
 
 
-def _inputs(record: OpRecord) -> Iterator[Value]:
-    for view in _views((record.args, record.kwargs)):
-        yield view.value
-
-
-def _views(item: Any) -> Iterator[View]:
-    if isinstance(item, View):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for inner in item:
-            yield from _views(inner)
-    elif isinstance(item, dict):
-        for inner in item.values():
-            yield from _views(inner)
-
-
 def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
     """By op number: the values that no later op of the replay reads."""
-    remaining = Counter(value for record in records for value in set(_inputs(record)))
+    remaining = Counter(value for record in records for value in set(record.inputs))
     last: dict[int, list[Value]] = {}
     for record in records:
         done = last[record.number] = []
-        for value in set(_inputs(record)):
+        for value in set(record.inputs):
             remaining[value] -= 1
             if not remaining[value]:
                 done.append(value)

@@ -116,7 +116,18 @@ class View:
 class OpRecord:
     """A recorded op: enough to run it again."""
 
-    __slots__ = ("args", "func", "generator", "grad", "kwargs", "nth", "number", "state", "written")
+    __slots__ = (
+        "args",
+        "func",
+        "generator",
+        "grad",
+        "inputs",
+        "kwargs",
+        "nth",
+        "number",
+        "state",
+        "written",
+    )
 
     def __init__(
         self, func: Any, number: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,6 +141,8 @@ class OpRecord:
         self.kwargs = kwargs
         self.grad = torch.is_grad_enabled()
         """Some kernels choose by it what they compute."""
+        self.inputs: list[Value] = []
+        """What the views in its arguments are of."""
         self.written: list[Value] = []
         """The versions that the op overwrites, in the order of its arguments."""
         self.generator: torch.Generator | None = None
