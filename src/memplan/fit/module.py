@@ -16,6 +16,7 @@ from memplan.recompute.evaluate import evaluate
 from memplan.recompute.limited_time import least_peak_within
 from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.solve import least_peak, solve
+from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
@@ -40,6 +41,12 @@ class AutoCheckpoint:
     added_fraction: float
     """Expected time added, as a fraction of forward and backward: a roofline, no measurement."""
     _applied: AppliedToModule | None
+
+    def __str__(self) -> str:
+        plain, peak = format_bytes(self.plain_peak_bytes), format_bytes(self.peak_bytes)
+        if not self.part.groups:
+            return f"peak {plain} as it is: nothing is dropped"
+        return f"peak {plain} -> {peak}, about +{self.added_fraction:.0%} time"
 
     def remove(self) -> None:
         """Take it off the module again."""

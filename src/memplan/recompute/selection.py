@@ -61,13 +61,18 @@ def to_part(
     inside a call makes."""
     check_selection(graph, selection)
     groups = [sorted(group) for group in selection.groups if group]
+
+    def inside(value: int) -> bool:
+        """No recomputation needs a value from outside the calls: its way there is not recorded."""
+        return bool(graph.ops.call[graph.values.alloc[value]] >= 0)
+
     names = _unique([_common_module(graph, group) for group in groups])
     return RecomputePart(
         groups=[
             RecomputeGroup(name=name, drop=[op_output(graph, value) for value in group])
             for name, group in zip(names, groups, strict=True)
         ],
-        hold=[op_output(graph, value) for value in sorted(selection.held)],
+        hold=[op_output(graph, value) for value in sorted(selection.held) if inside(value)],
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
         added_seconds=added_seconds,

@@ -45,10 +45,11 @@ class _Calls:
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
             self._on_cuda = parameter.is_cuda
-        if any(recording.backward_began for recording in self._pass):
-            self.new_pass()
         recording = None
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpointed block runs again
+        if torch.is_grad_enabled() and not in_backward and not torch.compiler.is_compiling():
+            if any(earlier.backward_began for earlier in self._pass):
+                self.new_pass()
             call = 0 if self._every_call else len(self._pass)
             decisions = self._decisions.get(call)
             first = call not in self._verified

@@ -1,0 +1,200 @@
+"""`memplan.auto_checkpoint` on small modules: the same bits, less memory, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memplan import auto_checkpoint
+from memplan.types.errors import CaptureError, InfeasibleError, UsageError
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.BatchNorm1d(4 * width),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def network(width: int = 16, depth: int = 3) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 5))
+
+
+SAMPLE = (torch.randn(256, 16),)
+
+
+def train(module: nn.Module, steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+    torch.manual_seed(11)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = module(torch.randn(256, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, [t.detach().clone() for t in (*module.parameters(), *module.buffers())]
+
+
+def same(left: tuple[list[float], list[torch.Tensor]], right: Any) -> bool:
+    return left[0] == right[0] and all(map(torch.equal, left[1], right[1]))
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.7])
+def test_training_is_the_same_bits_under_every_budget(share: float | None) -> None:
+    plain = train(network())
+    module = network()
+    budget = None
+    if share is not None:
+        least = auto_checkpoint(module, *SAMPLE, most_added=1.0)
+        least.remove()
+        assert least.peak_bytes < 0.8 * least.plain_peak_bytes
+        spread = least.plain_peak_bytes - least.peak_bytes
+        budget = least.peak_bytes + round(share * spread)
+    applied = auto_checkpoint(module, *SAMPLE, budget=budget)
+    assert applied.part.groups
+    if budget is not None:
+        assert applied.peak_bytes <= budget < applied.plain_peak_bytes
+    assert same(plain, train(module))
+
+
+def test_planning_changes_nothing() -> None:
+    module = network()
+    before = pickle.dumps(module.state_dict())
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    expected = torch.rand(1), np.random.rand(), random.random()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    applied = auto_checkpoint(module, *SAMPLE)
+    assert (torch.rand(1), np.random.rand(), random.random()) == expected
+    assert pickle.dumps(module.state_dict()) == before
+    assert all(parameter.grad is None for parameter in module.parameters())
+    applied.remove()
+    assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_a_budget_above_the_plain_peak_drops_nothing_and_says_so() -> None:
+    module = network()
+    applied = auto_checkpoint(module, *SAMPLE, budget="1GiB")
+    assert not applied.part.groups and not module._forward_pre_hooks
+    assert "nothing is dropped" in str(applied)
+
+
+def test_a_budget_below_the_least_says_what_is_possible() -> None:
+    module = network()
+    with pytest.raises(InfeasibleError) as raised:
+        auto_checkpoint(module, *SAMPLE, budget=10_000)
+    possible = int(raised.value.hint.removeprefix("budget=").split(",")[0])
+    assert not module._forward_pre_hooks
+    assert auto_checkpoint(module, *SAMPLE, budget=possible).peak_bytes <= possible
+
+
+@pytest.mark.parametrize("budget", ["much", "-3GiB", 0, -5])
+def test_no_size(budget: Any) -> None:
+    with pytest.raises(UsageError):
+        auto_checkpoint(network(), *SAMPLE, budget=budget)
+
+
+def test_a_mapping_is_keywords_and_a_loss_of_the_output_is_used() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, *, x: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+            logits = self.body(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    module = WithLoss()
+    applied = auto_checkpoint(module, {"x": SAMPLE[0], "labels": torch.zeros(256).long()})
+    assert applied.peak_bytes < applied.plain_peak_bytes
+
+
+def test_frozen_parts_and_tied_weights() -> None:
+    def build() -> nn.Module:
+        module = network()
+        module[0].requires_grad_(False)  # type: ignore[union-attr]
+        module[2].inner[0].weight = module[1].inner[0].weight  # type: ignore[union-attr,index]
+        return module
+
+    plain, module = train(build()), build()
+    auto_checkpoint(module, *SAMPLE)
+    assert same(plain, train(module))
+
+
+def test_a_module_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(CaptureError, match="requires a gradient"):
+        auto_checkpoint(network().requires_grad_(False), *SAMPLE)
+
+
+def test_a_wrong_sample_is_refused_and_leaves_the_module_alone() -> None:
+    module = network()
+    with pytest.raises(CaptureError, match="reduction dim"):
+        auto_checkpoint(module, torch.randn(4, 3))
+    assert not module._forward_pre_hooks
+    with pytest.raises(CaptureError, match="require grad"):
+        auto_checkpoint(module, *SAMPLE, loss=lambda output: output.detach().sum())
+
+
+def test_other_shapes_than_the_samples_train_the_same() -> None:
+    module = network()
+    auto_checkpoint(module, torch.randn(64, 16))
+    assert same(train(network()), train(module))
+
+
+def test_copies_and_pickles_carry_no_plan() -> None:
+    module = network()
+    auto_checkpoint(module, *SAMPLE)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert same(train(network()), train(other))
+
+
+def test_evaluation_runs_without_a_tape() -> None:
+    module = network()
+    auto_checkpoint(module, *SAMPLE)
+    module.eval()
+    plain = network().eval()
+    with torch.no_grad():
+        assert torch.equal(module(*SAMPLE), plain(*SAMPLE))
+
+
+def test_an_error_in_forward_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+            self.fail = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.body(x)
+            if self.fail:
+                raise ValueError("on purpose")
+            return x
+
+    trained = []
+    for planned in (False, True):
+        module = Fails()
+        if planned:
+            auto_checkpoint(module, *SAMPLE)
+        torch.manual_seed(2)
+        module.fail = True
+        with pytest.raises(ValueError, match="on purpose"):
+            module(*SAMPLE)
+        module.fail = False
+        trained.append(train(module))
+    assert same(*trained)
