@@ -12,7 +12,7 @@ from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.selection import Selection
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import DeviceProfile
-from memplan.types.plan import Plan
+from memplan.types.plan import Plan, RecomputeGroup
 from memplan.types.solution import Infeasible, Solution, Solved
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
@@ -147,7 +147,7 @@ class ChainProgram:
         return Captured(trace, estimate(trace, self.profile))
 
 
-def _groups(plan: Plan | None) -> Iterator[list]:  # type: ignore[type-arg]
+def _groups(plan: Plan | None) -> Iterator[RecomputeGroup]:
     yield from plan.recompute.groups if plan is not None and plan.recompute is not None else []
 
 

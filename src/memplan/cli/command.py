@@ -14,6 +14,9 @@ EXIT_YES = 0
 EXIT_NO = 3
 """It does not fit."""
 
+CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where the environment sets PyTorch's allocator; the first that is set wins."""
+
 
 class Command(Protocol):
     """A module of this package: its docstring is the help text, its first line the summary."""

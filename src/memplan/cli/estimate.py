@@ -16,7 +16,7 @@ import msgspec
 
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.cli.advice import next_command
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import CONF_VARIABLES, EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path, output_path
 from memplan.cli.machine import machine_profile
 from memplan.cli.program import check_program
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memplan.types.trace import Trace
 
 TAKES_PROGRAM = True
-_CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _USAGE = "memplan estimate --gpu 24GiB train.py"
 
 
@@ -69,7 +68,8 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
-    trace = _with_settings(_capture(args, program, named, path, plan), args.alloc_conf)
+    captured = _capture(args, program, named, path, plan)
+    trace = _with_settings(captured, args.alloc_conf, plan.alloc_conf if plan else "")
     if path is not None:
         from memplan.types.trace_file import save_trace
 
@@ -122,10 +122,11 @@ def _results(path: Path | None) -> tuple[Path, ...]:
     return () if path is None else (path.parent,)
 
 
-def _with_settings(trace: Trace, alloc_conf: str | None) -> Trace:
-    """The option wins over what the script set, that over the environment, in PyTorch's order."""
-    inherited = [os.environ.get(name, "") for name in _CONF_VARIABLES]
-    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, *inherited)), "")
+def _with_settings(trace: Trace, alloc_conf: str | None, planned: str) -> Trace:
+    """The option wins over what the script set, that over the environment, in PyTorch's order, and
+    that over the plan."""
+    inherited = [os.environ.get(name, "") for name in CONF_VARIABLES]
+    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, *inherited, planned)), "")
     return replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=conf))
 
 

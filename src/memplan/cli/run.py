@@ -8,11 +8,13 @@ failed before the script began.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
 
 import memplan
+from memplan.cli.command import CONF_VARIABLES
 from memplan.cli.files import input_path
 from memplan.cli.program import check_program
 from memplan.types.errors import MemplanError
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         program = check_program(args.program, _USAGE)
         plan = load_plan(input_path(args.plan)) if args.plan else Plan()
+        _set_allocator(plan.alloc_conf)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
     try:
@@ -54,6 +57,16 @@ def run(args: argparse.Namespace) -> int:
         _print_as_python_would(error)
         return 1
     return 0
+
+
+def _set_allocator(conf: str) -> None:
+    """Settings that the plan counts on, where the environment has none. PyTorch reads them when it
+    is imported. Raises UsageError for what PyTorch would refuse."""
+    if conf and not any(os.environ.get(name) for name in CONF_VARIABLES):
+        from memplan.simulate import AllocatorSettings
+
+        AllocatorSettings.parse(conf)
+        os.environ[CONF_VARIABLES[-1]] = conf
 
 
 def _note(text: str) -> None:

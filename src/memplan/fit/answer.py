@@ -12,18 +12,20 @@ SCHEMA_VERSION = 1
 
 
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the plan does, folded over modules whose paths differ in numbers only."""
+    """Something that the plan does."""
 
-    kind: Literal["recompute"] = "recompute"
+    kind: Literal["recompute", "allocator"]
     name: str
-    """`blocks.*.mlp`: where the values are made."""
-    groups: int
-    values: int
-    dropped_bytes: int
-    """Of one pass: what is not kept from forward to backward."""
-    added_seconds: float
+    """Recompute: where the values are made, with modules whose paths differ in numbers only folded
+    into one (`blocks.*.mlp`). Allocator: the settings, as in `PYTORCH_ALLOC_CONF`."""
+    groups: int = 0
+    values: int = 0
+    saved_bytes: int
+    """Recompute: of one pass, what is not kept from forward to backward. Allocator: reserved bytes
+    at the peak."""
+    added_seconds: float = 0.0
     """Per step."""
-    added_fraction: float
+    added_fraction: float = 0.0
     """Of the step's time without a plan."""
 
 
@@ -43,6 +45,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     high_bytes: int
     recompute: bool
     """Whether the least-peak plan is in effect in that figure."""
+    alloc_conf: str
+    """Allocator settings that the figure counts on; empty for those in force anyway."""
     verified: str
     """How, in words."""
     command: list[str] = []
@@ -60,6 +64,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The run's peak as captured with the plan in effect."""
     peak_bytes: int
     high_bytes: int
+    least_card_bytes: int
+    """The least card that it fits, within 0.4 %."""
+    alloc_conf: str
+    """Allocator settings that these count on; empty for those in force anyway."""
     fits: bool
     added_fraction: float
 
@@ -75,8 +83,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """With the levers below; without any when there are none."""
     before: Estimate
     after: Estimate | None
-    """With the plan in effect, captured anew; when `fits` is false, the least peak that was found.
-    None where no plan was needed or none could be made."""
+    """With the plan in effect, recomputation captured anew; when `fits` is false, the least peak
+    that was found. None where no plan was needed or none could be made."""
     step_seconds: float | None
     """Forward and backward of a step without a plan, by the card's data sheet; None where no plan
     was looked for."""

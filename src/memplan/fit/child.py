@@ -51,7 +51,10 @@ class CaptureFailedError(Exception):
 
 
 class CaptureProgram(Protocol):
-    """Captures a program, with a plan in effect or without. Raises CaptureFailedError."""
+    """Captures a program, with a plan in effect or without. Raises CaptureFailedError.
+
+    `quiet`: what it writes to stderr is kept back, for it has been seen before.
+    """
 
     def __call__(
         self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
@@ -61,9 +64,7 @@ class CaptureProgram(Protocol):
 class ChildCapture:
     """Runs `memplan estimate` on a program, each time in a fresh process.
 
-    A context manager: traces and plans live in a folder of its own, which goes with it. What a
-    child writes to stderr passes through; `quiet` keeps it back unless the child fails outright
-    (repeats would only print the same again).
+    A context manager: traces and plans live in a folder of its own, which goes with it.
     """
 
     def __init__(self, options: list[str]) -> None:
@@ -91,7 +92,7 @@ class ChildCapture:
             save_plan(plan, planned, overwrite=True)
             words += ["--plan", str(planned)]
         command = [sys.executable, "-m", "memplan", "estimate", *words, *program_words(program)]
-        code, out, said = _run(command, quiet)
+        code, out, said = _run(command, quiet=quiet)
         if code not in _ANSWERED:
             raise CaptureFailedError(code, said)
         try:
@@ -105,7 +106,7 @@ def program_words(program: ScriptTarget) -> list[str]:
     return [*(["-m"] if program.kind == "module" else []), program.name, *program.argv]
 
 
-def _run(command: list[str], quiet: bool) -> tuple[int, bytes, str]:
+def _run(command: list[str], *, quiet: bool) -> tuple[int, bytes, str]:
     """Exit code, stdout, and stderr where it was kept back."""
     with tempfile.TemporaryFile() as kept:
         child = subprocess.Popen(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
-from memplan.fit.answer import Change, Fit
+from memplan.fit.answer import Change, Fit, Lever
 from memplan.fit.child import Captured, CaptureProgram
+from memplan.fit.judge import Verdict, judge
 from memplan.fit.levers import recompute_levers
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.plans import Planned, Planner, Solver, envelope
@@ -46,32 +47,47 @@ def fit(
     plain = capture(program)
     if plain.estimate.fits is None:
         raise UsageError("there is no card to fit", "--gpu rtx4090, or a size such as --gpu 24GiB")
-    if plain.estimate.fits:
-        answer = _answer(plain, None, None, seconds=time.monotonic() - began)
-        return Fitted(answer, envelope(program, plain, profile))
+    verdict = judge(plain.trace, profile, plain.estimate)
+    if verdict.fits:
+        plan = envelope(program, plain, profile, alloc_conf=verdict.alloc_conf)
+        return Fitted(_answer(plain, verdict, None, seconds=time.monotonic() - began), plan)
     notes: list[str] = []
     planner: Planner | None = None
     try:
-        planner = Planner(program, plain, profile, capture, solver)
+        planner = Planner(program, plain, verdict, profile, capture, solver)
     except NoAnswerError as error:
         notes.append(f"Nothing can be recomputed: {error.message}.")
+    planned = planner.planned if planner is not None else []
     chosen = _search(planner, progress) if planner is not None else None
     if planner is not None and chosen is not None:
         plan = envelope(
-            program, plain, profile, part=chosen.part, forward_ops=planner.graph.forward_ops
+            program,
+            plain,
+            profile,
+            alloc_conf=chosen.verdict.alloc_conf,
+            part=chosen.part,
+            forward_ops=planner.graph.forward_ops,
         )
-        return Fitted(_answer(plain, planner, chosen, seconds=time.monotonic() - began), plan)
+        seconds = time.monotonic() - began
+        answer = _answer(plain, chosen.verdict, chosen, planned=planned, seconds=seconds)
+        return Fitted(answer, plan)
     lowest = planner.lowest() if planner is not None else None
     changes, tried = nearest_changes(program, plain, lowest, profile, capture, progress)
-    seconds = time.monotonic() - began
     answer = _answer(
-        plain, planner, lowest, changes=changes, tried=tried, notes=notes, seconds=seconds
+        plain,
+        lowest.verdict if lowest else verdict,
+        lowest,
+        planned=planned,
+        changes=changes,
+        tried=tried,
+        notes=notes,
+        seconds=time.monotonic() - began,
     )
     return Fitted(answer, None)
 
 
 def _search(planner: Planner, progress: Progress) -> Planned | None:
-    """The plan to use; None when none fits, the one of the least peak among them."""
+    """The cheapest plan that fits, the one of the least peak among them; None when none does."""
     progress("looking for a plan")
     if not planner.graph.values.droppable.any():
         return None
@@ -80,36 +96,45 @@ def _search(planner: Planner, progress: Progress) -> Planned | None:
 
 def _answer(
     plain: Captured,
-    planner: Planner | None,
-    planned: Planned | None,
+    verdict: Verdict,
+    chosen: Planned | None,
     *,
+    planned: Sequence[Planned] = (),
     changes: list[Change] | None = None,
     tried: list[str] | None = None,
     notes: list[str] | None = None,
     seconds: float,
 ) -> Fit:
+    """`verdict`: with what was chosen in effect."""
     estimate = plain.estimate
     assert estimate.gpu is not None
-    evaluation = planned.evaluation if planned else None
+    evaluation = chosen.evaluation if chosen else None
     return Fit(
         memplan_version=__version__,
         torch_version=estimate.torch_version,
         gpu=estimate.gpu,
-        fits=bool(estimate.fits) or (planned is not None and planned.outcome.fits),
+        fits=verdict.fits,
         before=estimate,
-        after=planned.captured.estimate if planned else None,
-        step_seconds=planner.evaluator.plain_seconds if planner else None,
+        after=verdict.estimate if chosen or verdict.alloc_conf else None,
+        step_seconds=evaluation.plain_seconds if evaluation else None,
         added_seconds=evaluation.added_seconds if evaluation else 0.0,
         added_fraction=evaluation.added_fraction if evaluation else 0.0,
-        levers=(
-            recompute_levers(planner.evaluator, planned.selection, planned.part)
-            if planner and planned
-            else []
-        ),
+        levers=_levers(verdict, chosen),
         changes=changes or [],
         tried=tried or [],
-        attempts=[p.attempt() for p in planner.planned] if planner else [],
+        attempts=[p.attempt() for p in planned],
         plan=None,
         seconds=seconds,
         notes=notes or [],
     )
+
+
+def _levers(verdict: Verdict, chosen: Planned | None) -> list[Lever]:
+    levers = []
+    if verdict.alloc_conf:
+        levers.append(
+            Lever(kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes)
+        )
+    if chosen is not None:
+        levers += recompute_levers(chosen.evaluator, chosen.selection, chosen.part)
+    return levers

@@ -28,15 +28,16 @@ def recompute_levers(
         seconds = float(profile.group_seconds[numbers].sum()) * graph.passes
         levers.append(
             Lever(
+                kind="recompute",
                 name=name,
                 groups=len(numbers),
                 values=len(values),
-                dropped_bytes=int(graph.values.bytes[values].sum()),
+                saved_bytes=int(graph.values.bytes[values].sum()),
                 added_seconds=seconds,
                 added_fraction=seconds / evaluator.plain_seconds if evaluator.plain_seconds else 0,
             )
         )
-    return sorted(levers, key=lambda lever: -lever.dropped_bytes)
+    return sorted(levers, key=lambda lever: -lever.saved_bytes)
 
 
 def _like(name: str) -> str:

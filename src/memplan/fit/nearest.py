@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
-from memplan.estimate import estimate
 from memplan.fit.answer import Change
 from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
+from memplan.fit.judge import Verdict, judge
 from memplan.fit.knobs import Kind, Knob, find_knobs, with_value
 from memplan.fit.plans import Planned
 from memplan.fit.what_if import shard_optimizer
@@ -42,7 +42,7 @@ def nearest_changes(
     changes: list[Change] = []
     tried: list[str] = []
     knobs = {knob.kind: knob for knob in find_knobs(program)}
-    reference = lowest.captured.estimate if lowest else plain.estimate
+    reference = lowest.verdict.estimate if lowest else plain.estimate
     for kind, words in _WORDS.items():
         if kind not in knobs:
             tried.append(f"no option for the {words} was found in {program.name} or after it")
@@ -111,7 +111,7 @@ class _KnobSearch:
     profile: DeviceProfile
     capture: CaptureProgram
     progress: Callable[[str], None]
-    seen: dict[int, Estimate] = field(default_factory=dict)
+    seen: dict[int, Verdict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
     def run(self, share: float) -> tuple[Change | None, str]:
@@ -124,7 +124,7 @@ class _KnobSearch:
             return self._change(value), ""
         if self.seen:
             smallest = min(self.seen)
-            needs = format_bytes(self.seen[smallest].high_bytes)
+            needs = format_bytes(self.seen[smallest].estimate.high_bytes)
             return None, f"{option} {smallest} does not fit either: it needs {needs}"
         if self.failed:
             smallest, said = min(self.failed.items())
@@ -135,16 +135,16 @@ class _KnobSearch:
         self.progress(f"trying {self.knob.option} {value}")
         program = with_value(self.program, self.knob, value)
         try:
-            found = self.capture(program, self.plan, quiet=True).estimate
+            captured = self.capture(program, self.plan, quiet=True)
         except CaptureFailedError as error:
             self.failed[value] = _last_line(error.said) or f"exit code {error.code}"
             return False
-        self.seen[value] = found
-        return bool(found.fits)
+        found = self.seen[value] = judge(captured.trace, self.profile, captured.estimate)
+        return found.fits
 
     def _change(self, value: int) -> Change:
         program = with_value(self.program, self.knob, value)
-        found = self.seen[value]
+        found = self.seen[value].estimate
         how = "captured with this value"
         return Change(
             kind=self.knob.kind,
@@ -156,6 +156,7 @@ class _KnobSearch:
             low_bytes=found.low_bytes,
             high_bytes=found.high_bytes,
             recompute=self.plan is not None,
+            alloc_conf=self.seen[value].alloc_conf,
             verified=f"{how} and the least-peak plan" if self.plan else how,
             command=[program.name, *program.argv],
         )
@@ -178,14 +179,15 @@ def _sharded(
     captured = [plain, lowest.captured] if lowest else [plain]
     for gpus in _GPUS:
         for job in captured:
-            found = estimate(shard_optimizer(job.trace, gpus), profile)
+            found = judge(shard_optimizer(job.trace, gpus), profile)
             if found.fits:
                 return _shards(found, gpus, recompute=job is not plain), ""
-    needs = format_bytes(found.high_bytes)
+    needs = format_bytes(found.estimate.high_bytes)
     return None, f"the optimizer's state over {_GPUS[-1]} GPUs is not enough: {needs} on each"
 
 
-def _shards(found: Estimate, gpus: int, *, recompute: bool) -> Change:
+def _shards(verdict: Verdict, gpus: int, *, recompute: bool) -> Change:
+    found = verdict.estimate
     trace = "the trace captured with the least-peak plan" if recompute else "the captured trace"
     return Change(
         kind="sharded_optimizer",
@@ -197,5 +199,6 @@ def _shards(found: Estimate, gpus: int, *, recompute: bool) -> Change:
         low_bytes=found.low_bytes,
         high_bytes=found.high_bytes,
         recompute=recompute,
+        alloc_conf=verdict.alloc_conf,
         verified=f"{trace}, its optimizer state divided by {gpus}; no collectives' buffers counted",
     )

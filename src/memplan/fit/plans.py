@@ -8,10 +8,11 @@ from typing import Protocol
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Attempt
-from memplan.fit.budgets import Outcome, first_budget, next_budget, outcome
+from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
 from memplan.fit.child import Captured, CaptureProgram
-from memplan.phases import find_steps, request_signature
-from memplan.phases.step_graph import step_graph
+from memplan.fit.judge import Verdict, judge, least_card
+from memplan.fit.lifetimes import with_observed_lifetimes
+from memplan.phases import find_steps, plain_peak, request_signature, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.device import DeviceProfile
@@ -21,7 +22,9 @@ from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 
 _MOST_ATTEMPTS = 6
+_FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 6.0
+"""For a plan; the first one, from which lifetimes are learnt, need not be the best."""
 
 
 class Solver(Protocol):
@@ -41,18 +44,23 @@ class Planned:
     selection: Selection
     part: RecomputePart
     """With the promise of `captured`."""
+    evaluator: Evaluator
+    """Of the graph that it was planned on."""
     evaluation: Evaluation
     captured: Captured
+    verdict: Verdict
     outcome: Outcome
 
     def attempt(self) -> Attempt:
-        estimate = self.captured.estimate
+        estimate = self.verdict.estimate
         return Attempt(
             budget_bytes=self.part.budget_bytes,
-            planned_bytes=self.outcome.planned,
-            requested_bytes=self.outcome.requested,
+            planned_bytes=self.evaluation.peak_bytes,
+            requested_bytes=estimate.requested_peak_bytes,
             peak_bytes=estimate.peak_bytes,
             high_bytes=estimate.high_bytes,
+            least_card_bytes=self.outcome.needed,
+            alloc_conf=self.verdict.alloc_conf,
             fits=self.outcome.fits,
             added_fraction=self.evaluation.added_fraction,
         )
@@ -61,6 +69,8 @@ class Planned:
 class Planner:
     """Looks for the plan with the least added time whose captured estimate fits the card.
 
+    Each capture corrects the graph that the next plan is made on.
+
     Raises NoAnswerError for a trace without a backward pass.
     """
 
@@ -68,30 +78,33 @@ class Planner:
         self,
         program: ScriptTarget,
         plain: Captured,
+        verdict: Verdict,
         profile: DeviceProfile,
         capture: CaptureProgram,
         solver: Solver,
     ) -> None:
         self._program = program
-        self._plain = plain
+        self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._capture = capture
         self._solver = solver
-        self._gpu = profile.name
+        self._profile = profile
         self.graph = step_graph(plain.trace, profile)
-        self.evaluator = Evaluator(self.graph)
+        """With the lifetimes that the captures with a plan have shown."""
+        needed = least_card(plain.trace, profile, verdict)
+        self._first_budget = first_budget(plain_peak(self.graph), needed, self._card)
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
         self._least: Selection | None = None
 
     def search(self) -> Planned | None:
         """The cheapest plan that fits; None when not even the one of the least peak does."""
-        budget: int | None = first_budget(self._plain.estimate)
+        budget: int | None = self._first_budget
         while budget is not None and len(self.planned) < _MOST_ATTEMPTS:
             found = self._selection(budget)
             if any(found[0] == done.selection for done in self.planned):
                 break
             self._try(*found)
-            budget = next_budget([planned.outcome for planned in self.planned])
+            budget = next_budget([planned.outcome for planned in self.planned], self._card)
         return self.best()
 
     def best(self) -> Planned | None:
@@ -100,13 +113,14 @@ class Planner:
         return min(fitting, key=lambda p: p.evaluation.added_seconds, default=None)
 
     def lowest(self) -> Planned | None:
-        """Of the plans captured so far, the one with the least high bound."""
-        return min(self.planned, key=lambda p: p.outcome.high, default=None)
+        """Of the plans captured so far, the one that fits the smallest card."""
+        return min(self.planned, key=lambda p: p.outcome.needed, default=None)
 
     def _selection(self, budget: int) -> tuple[Selection, int]:
         """What to drop, and the budget that this keeps to: 0 where there is none for `budget`."""
         if budget > 0:
-            solution = self._solver.solve(self.graph, budget, deadline_seconds=_SOLVE_SECONDS)
+            seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
+            solution = self._solver.solve(self.graph, budget, deadline_seconds=seconds)
             selection = _best_of(solution)
             if selection is not None:
                 return selection, budget
@@ -116,11 +130,13 @@ class Planner:
         return self._least, 0
 
     def _try(self, selection: Selection, budget: int) -> None:
-        evaluation = self.evaluator.evaluate(selection)
+        graph = self.graph
+        evaluator = Evaluator(graph)
+        evaluation = evaluator.evaluate(selection)
 
         def part(peak_bytes: int) -> RecomputePart:
             return to_part(
-                self.graph,
+                graph,
                 selection,
                 budget_bytes=budget,
                 peak_bytes=peak_bytes,
@@ -129,17 +145,26 @@ class Planner:
 
         first = Plan(memplan_version=__version__, recompute=part(evaluation.peak_bytes))
         captured = self._capture(self._program, first, quiet=True)
+        verdict = judge(captured.trace, self._profile, captured.estimate)
+        observed = step_graph(captured.trace, self._profile)
+        self.graph = with_observed_lifetimes(graph, observed, selection.dropped)
+        learnt = self.graph is not graph
+        self._least = None if learnt else self._least
         self.planned.append(
             Planned(
                 selection=selection,
-                part=part(captured.estimate.allocated_peak_bytes),
+                part=part(verdict.estimate.allocated_peak_bytes),
+                evaluator=evaluator,
                 evaluation=evaluation,
                 captured=captured,
-                outcome=outcome(
-                    captured.estimate,
-                    planned=evaluation.peak_bytes,
+                verdict=verdict,
+                outcome=Outcome(
+                    budget=budget,
+                    planned=plain_peak(observed) if learnt else evaluation.peak_bytes,
+                    needed=least_card(captured.trace, self._profile, verdict),
+                    fits=verdict.fits,
                     added_fraction=evaluation.added_fraction,
-                    least=budget == 0,
+                    least=budget == 0 and not learnt,
                 ),
             )
         )
@@ -156,6 +181,7 @@ def envelope(
     plain: Captured,
     profile: DeviceProfile,
     *,
+    alloc_conf: str = "",
     part: RecomputePart | None = None,
     forward_ops: int = 0,
 ) -> Plan:
@@ -170,6 +196,7 @@ def envelope(
             forward_ops=forward_ops,
             requests=_requests(plain.trace),
         ),
+        alloc_conf=alloc_conf,
         recompute=part,
     )
 

@@ -58,7 +58,7 @@ def _levers(answer: Fit) -> Iterator[Text]:
     for lever in shown:
         yield _lever(lever)
     if rest:
-        dropped = sum(lever.dropped_bytes for lever in rest)
+        dropped = sum(lever.saved_bytes for lever in rest)
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
@@ -72,9 +72,9 @@ def _levers(answer: Fit) -> Iterator[Text]:
 
 def _lever(lever: Lever) -> Text:
     name = shorten(clean(lever.name), _NAME - 1)
-    values = f"{lever.values} values"
+    values = f"{lever.values} values" if lever.values else ""
     return Text(
-        f"  recompute  {name:<{_NAME}}{values:>14}{format_bytes(lever.dropped_bytes):>12}  "
+        f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{format_bytes(lever.saved_bytes):>12}  "
         f"{_percent(lever.added_fraction)}"
     )
 
@@ -88,7 +88,8 @@ def _changes(answer: Fit) -> Iterator[Text]:
     for change in answer.changes:
         peak = interval_text(change.low_bytes, change.peak_bytes, change.high_bytes)
         yield Text(f"  {clean(_change(change)):<40}{peak}")
-        yield Text(f"    {change.verified}", style="dim")
+        conf = f", PYTORCH_ALLOC_CONF={change.alloc_conf}" if change.alloc_conf else ""
+        yield Text(f"    {change.verified}{conf}", style="dim")
     if answer.tried:
         yield Text("tried in vain", style="bold")
     for text in answer.tried:
@@ -96,6 +97,7 @@ def _changes(answer: Fit) -> Iterator[Text]:
 
 
 def _change(change: Change) -> str:
+    """What to change, in words."""
     if change.kind == "sharded_optimizer":
         return f"optimizer state over {change.after} GPUs"
     return f"{change.option} {change.after} (now {change.before})"

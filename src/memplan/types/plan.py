@@ -64,4 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schema_version: int = 1
     memplan_version: str = ""
     made_from: Fingerprint = Fingerprint()
+    alloc_conf: str = ""
+    """Allocator settings that it counts on, in the syntax of `PYTORCH_ALLOC_CONF`; in force unless
+    the environment or the script sets its own."""
     recompute: RecomputePart | None = None

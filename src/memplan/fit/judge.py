@@ -1,0 +1,68 @@
+"""What a capture needs of the card at its best: with the allocator as it is set, or, where nobody
+has set it, with expandable segments, which leave few gaps and cost no time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from memplan.estimate import estimate
+from memplan.types.device import DeviceProfile
+from memplan.types.estimate import Estimate
+from memplan.types.trace import Trace
+
+EXPANDABLE = "expandable_segments:True"
+_EXACT_TO = 0.004
+"""Of the card, in `least_card`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An estimate, and the allocator settings that it takes; empty for those in force anyway."""
+
+    estimate: Estimate
+    alloc_conf: str = ""
+    saved_bytes: int = 0
+    """Reserved bytes that these settings save at the peak."""
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.estimate.fits)
+
+
+def judge(trace: Trace, profile: DeviceProfile, known: Estimate | None = None) -> Verdict:
+    """The estimate of a trace, for the settings in force where it fits or they were chosen by
+    somebody, else for expandable segments where these need less. `known`: the estimate for the
+    settings in force, if there is one already."""
+    plain = known or estimate(trace, profile)
+    if plain.fits or plain.alloc_conf:
+        return Verdict(plain)
+    meta = msgspec.structs.replace(trace.meta, alloc_conf=EXPANDABLE)
+    other = estimate(replace(trace, meta=meta, _cache={}), profile)
+    if not other.fits and other.high_bytes >= plain.high_bytes:
+        return Verdict(plain)
+    saved = max(plain.reserved_peak_bytes - other.reserved_peak_bytes, 0)
+    return Verdict(other, EXPANDABLE, saved)
+
+
+def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:
+    """Bytes of the least card, like `profile` but for its size, that the job fits, within 0.4 %.
+
+    A full card makes the allocator give cached segments back, so it is often much less than the
+    high bound on a card with room.
+    """
+    meta = msgspec.structs.replace(trace.meta, alloc_conf=verdict.estimate.alloc_conf)
+    job = replace(trace, meta=meta, _cache={})
+    total = profile.total_memory_bytes
+    low, high = verdict.estimate.requested_peak_bytes, total
+    if not verdict.fits:
+        low, high = max(low, total), max(verdict.estimate.high_bytes, total)
+    while high - low > _EXACT_TO * total:
+        middle = (low + high) // 2
+        card = msgspec.structs.replace(profile, total_memory_bytes=middle)
+        if estimate(job, card).fits:
+            high = middle
+        else:
+            low = middle
+    return high
