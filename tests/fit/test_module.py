@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from memplan import auto_checkpoint
+import memplan
+from memplan.fit.module import AutoCheckpoint
 from memplan.types.errors import CaptureError, InfeasibleError, UsageError
 
 
@@ -34,6 +35,10 @@ class Block(nn.Module):
 def network(width: int = 16, depth: int = 3) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 5))
+
+
+def auto_checkpoint(module: nn.Module, *sample: Any, **options: Any) -> AutoCheckpoint:
+    return memplan.auto_checkpoint(module, *sample, **{"search_seconds": 0.3, **options})
 
 
 SAMPLE = (torch.randn(256, 16),)
@@ -98,10 +103,11 @@ def test_a_budget_above_the_plain_peak_drops_nothing_and_says_so() -> None:
 def test_a_budget_below_the_least_says_what_is_possible() -> None:
     module = network()
     with pytest.raises(InfeasibleError) as raised:
-        auto_checkpoint(module, *SAMPLE, budget=10_000)
+        auto_checkpoint(module, *SAMPLE, budget=10_000, search_seconds=5)
     possible = int(raised.value.hint.removeprefix("budget=").split(",")[0])
     assert not module._forward_pre_hooks
-    assert auto_checkpoint(module, *SAMPLE, budget=possible).peak_bytes <= possible
+    applied = auto_checkpoint(module, *SAMPLE, budget=possible, search_seconds=5)
+    assert applied.peak_bytes <= possible
 
 
 @pytest.mark.parametrize("budget", ["much", "-3GiB", 0, -5])
@@ -127,10 +133,10 @@ def test_a_mapping_is_keywords_and_a_loss_of_the_output_is_used() -> None:
 
 def test_frozen_parts_and_tied_weights() -> None:
     def build() -> nn.Module:
-        module = network()
-        module[0].requires_grad_(False)  # type: ignore[union-attr]
-        module[2].inner[0].weight = module[1].inner[0].weight  # type: ignore[union-attr,index]
-        return module
+        module: Any = network()
+        module[0].requires_grad_(False)
+        module[2].inner[0].weight = module[1].inner[0].weight
+        return cast(nn.Module, module)
 
     plain, module = train(build()), build()
     auto_checkpoint(module, *SAMPLE)

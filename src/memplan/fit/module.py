@@ -26,7 +26,6 @@ from memplan.types.trace import Trace
 
 MOST_ADDED = 1 / 3
 """One more forward pass, where backward takes twice a forward's time."""
-_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,16 @@ def auto_checkpoint(
     budget: int | str | None = None,
     most_added: float = MOST_ADDED,
     gpu: str | None = None,
+    search_seconds: float = 20.0,
 ) -> AutoCheckpoint:
     """Drop activations of an unmodified module in training and recompute them, eagerly.
 
     `sample`: inputs of the shapes to plan for, as `module(*sample)` takes them (a single mapping:
     `module(**sample)`). `loss` makes a scalar of the output; None: the output's `.loss`, else the
     sum of its floats. `budget`: bytes, or a size such as "8GiB", that the peak of forward and
-    backward must not exceed, at the least added time; None: the least peak. `gpu` names the card
-    whose speed prices the operators.
+    backward must not exceed, at the least added time; None: the least peak that adds no more than
+    `most_added` of the time of forward and backward. `gpu` names the card whose speed prices the
+    operators; `search_seconds` is the longest that a search takes.
 
     Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
     other input shapes work too; the promise is for the sample's.
@@ -88,7 +89,7 @@ def auto_checkpoint(
         if len(sample) == 1 and isinstance(sample[0], Mapping)
         else (sample, {})
     )
-    planner = _Planner(module, args, kwargs, loss, profile)
+    planner = _Planner(module, args, kwargs, loss, profile, search_seconds)
     part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
@@ -104,6 +105,7 @@ class _Planner:
         kwargs: dict[str, Any],
         loss: Callable[[Any], torch.Tensor] | None,
         profile: DeviceProfile,
+        seconds: float,
     ) -> None:
         def capture(within: Callable[[torch.nn.Module], AppliedToModule] | None = None) -> Trace:
             options = CaptureOptions(profile=profile)
@@ -111,6 +113,7 @@ class _Planner:
 
         self._capture = capture
         self._profile = profile
+        self._seconds = seconds
         self._graph = step_graph(self._capture(), profile)
         self.plain_bytes = plain_peak(self._graph)
 
@@ -119,11 +122,11 @@ class _Planner:
         if limit is not None and limit >= self.plain_bytes:
             return RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes), 0.0
         if limit is None:
-            found = least_peak_within(self._graph, most_added, deadline_seconds=_SECONDS)
+            found = least_peak_within(self._graph, most_added, deadline_seconds=self._seconds)
             return self._verified(found.solution, 0)
         target, began = limit, time.monotonic()
-        while target > 0 and time.monotonic() - began < _SECONDS:
-            selection = _selection(solve(self._graph, target, deadline_seconds=_SECONDS))
+        while target > 0 and time.monotonic() - began < self._seconds:
+            selection = _selection(solve(self._graph, target, deadline_seconds=self._seconds))
             if selection is None:
                 break
             part, added = self._verified(selection, limit)
@@ -140,7 +143,7 @@ class _Planner:
         )
 
     def _least_peak(self) -> Selection:
-        return _selection(least_peak(self._graph, deadline_seconds=_SECONDS)) or Selection()
+        return _selection(least_peak(self._graph, deadline_seconds=self._seconds)) or Selection()
 
     def _verified(self, selection: Selection, budget: int) -> tuple[RecomputePart, float]:
         figures = evaluate(self._graph, selection)
