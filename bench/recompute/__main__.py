@@ -10,22 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-import torch
-
 from bench.recompute import budgets, contest, models, summary, table
+from bench.recompute.worker import quiet
 from bench.results import write_result
-
-
-def quiet() -> None:
-    """One thread per process, and the profiler's greetings left unsaid."""
-    torch.set_num_threads(1)
-    sys.stderr = os.fdopen(os.dup(2), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def measure_all(processes: int, only: str = "") -> dict[str, Any]:
