@@ -80,6 +80,7 @@ def _check_recompute(part: RecomputePart, path: Path) -> None:
         )
     if len(part.groups) > _MAX_GROUPS:
         raise FormatError(f"{path}: {len(part.groups)} groups are more than any model has")
-    for place in (place for group in part.groups for place in group.drop):
+    dropped = [place for group in part.groups for place in group.drop]
+    for place in (*dropped, *part.hold):
         if min(place.nth, place.output, place.call) < 0:
             raise FormatError(f"{path}: {place.op} has a negative position")
