@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.recompute.baselines import by_bytes_per_second, chen, every_block
+from memplan.recompute.baselines import BytesPerSecond, chen, every_block
 from memplan.recompute.blocks import blocks_of
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.evaluate import Evaluator, SearchSettings, evaluate, to_arrays
@@ -116,7 +116,9 @@ def test_never_worse_than_the_simple_ways_and_monotone() -> None:
         assert judged.added_seconds == point.added_seconds
         assert judged.added_fraction == point.added_fraction
     blocks = Chain(graph, blocks_of(graph, 1), [])
-    simple = [every_block(blocks), chen(blocks), *by_bytes_per_second(blocks, 12)]
+    greedy = BytesPerSecond(blocks)
+    simple = [every_block(blocks), chen(blocks)]
+    simple += [greedy.first(count) for count in range(1, len(greedy), 5)]
     peaks = sorted({evaluate(graph, selection).peak_bytes for selection in simple})
     ours = {point.budget_bytes: point for point in frontier(graph, peaks, deadline_seconds=30)}
     for selection in simple:

@@ -51,20 +51,25 @@ def _crosses(chain: Chain, value: int, block: int) -> bool:
     return bool((ops.reads[first : int(ops.reads_start[forward])] == value).any())
 
 
-def by_bytes_per_second(chain: Chain, steps: int) -> list[Selection]:
-    """Values in the order of bytes per second of the op that makes them, ever more of them dropped,
-    each block's in one group."""
-    graph = chain.graph
-    values = np.flatnonzero(graph.values.droppable)
-    seconds = graph.ops.seconds[graph.values.alloc[values]] + 1e-9
-    order = values[np.argsort(-graph.values.bytes[values] / seconds, kind="stable")]
-    starts = np.array([block.start for block in chain.blocks])
-    place = np.searchsorted(starts, graph.values.alloc[order], side="right")
-    holds = every_unsaved_input(chain)
-    result = []
-    for count in np.unique(np.linspace(1, len(order), steps).round().astype(int)).tolist():
+class BytesPerSecond:
+    """Values in the order of bytes per second of the op that makes them, the first so many of them
+    dropped, each block's in one group."""
+
+    def __init__(self, chain: Chain) -> None:
+        graph = chain.graph
+        values = np.flatnonzero(graph.values.droppable)
+        seconds = graph.ops.seconds[graph.values.alloc[values]] + 1e-9
+        order = values[np.argsort(-graph.values.bytes[values] / seconds, kind="stable")]
+        starts = np.array([block.start for block in chain.blocks])
+        self._order = order.tolist()
+        self._block = np.searchsorted(starts, graph.values.alloc[order], side="right").tolist()
+        self._held = every_unsaved_input(chain)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def first(self, count: int) -> Selection:
         members: dict[int, set[int]] = {}
-        for value, block in zip(order[:count].tolist(), place[:count].tolist(), strict=True):
+        for value, block in zip(self._order[:count], self._block[:count], strict=True):
             members.setdefault(block, set()).add(value)
-        result.append(Selection(tuple(map(frozenset, members.values())), holds))
-    return result
+        return Selection(tuple(map(frozenset, members.values())), self._held)

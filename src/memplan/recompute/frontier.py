@@ -14,7 +14,7 @@ from memplan.types.step_graph import StepGraph
 POINTS = 11
 EFFORT = 4
 """Annealing steps a droppable value and start."""
-SMALL_EFFORT = 400
+SMALL_EFFORT = 1500
 POINT_SECONDS = 1.2
 """Of search for one budget at most: the chain's plans are good, and there are many budgets."""
 
@@ -49,18 +49,13 @@ def frontier(
     planner = Planner(graph, clock)
     effort = SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
     if budgets is None:
-        planner.improve(0, _part(clock, POINTS), effort)
+        planner.improve(0, clock.part(POINTS, POINT_SECONDS), effort)
         least, plain = planner.lowest().peak, planner.plain.peak
         budgets = np.linspace(least, plain, POINTS).round().astype(int).tolist()
     wanted = sorted(set(budgets))
     for place, budget in enumerate(wanted):
-        planner.improve(budget, _part(clock, len(wanted) - place), effort)
+        planner.improve(budget, clock.part(len(wanted) - place, POINT_SECONDS), effort)
     return _envelope(planner, wanted)
-
-
-def _part(clock: Clock, parts: int) -> Clock:
-    """An equal share of what is left, and no more than POINT_SECONDS."""
-    return Clock(min(clock.left / parts, POINT_SECONDS), lambda: clock.left == 0)
 
 
 def _envelope(planner: Planner, budgets: Sequence[int]) -> list[Point]:

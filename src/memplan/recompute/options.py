@@ -111,7 +111,7 @@ def _search(
     background[block.between] = top - keep
     forward = max(float(block.graph.ops.seconds[: block.between].sum()), 1e-12)
     size = max(1, int(block.graph.values.bytes[drops].sum()))
-    price = 8 * forward / size if top else 1e3 * forward / size
+    price = (64 if top else 1e3) * forward / size
     heat = forward * 0.1 if top else 50 * forward
     settings = SearchSettings(
         budget_bytes=top,

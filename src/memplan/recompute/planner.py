@@ -7,15 +7,17 @@ values from the best of them.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from memplan.recompute.baselines import by_bytes_per_second, equal_segments
+from memplan.recompute.baselines import BytesPerSecond, equal_segments
 from memplan.recompute.blocks import Block, blocks_of, used_in_backward
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.cut import least_peak_chain
@@ -29,9 +31,15 @@ SMALL = 48
 """Droppable values up to which a graph is annealed thoroughly, from several starts."""
 BLOCK_VALUES = (1, 6)
 """Large values that a block makes at least: a chain of many blocks and one of fewer."""
-FIRST_PLANS = 120
-"""Plans of the chain that are judged before any budget is known."""
+FIRST_STEPS = 100
+"""Of every ladder, judged before any budget is known."""
 LOOK_AROUND = 6
+PRICE = 64.0
+"""What all droppable bytes above the budget cost while annealing, in forwards."""
+LEAST_PRICE = 1000.0
+"""How many times as much when the least peak is searched for."""
+HEAT, SMALL_HEAT = 0.3, (0.1, 0.5, 2.0)
+"""Temperature at the start in forwards: per droppable value, and of small graphs by restart."""
 POLL_SECONDS = 0.05
 """Between two looks at whether a search was cancelled."""
 
@@ -64,6 +72,10 @@ class Clock:
             return 0.0
         return max(0.0, self._end - time.monotonic())
 
+    def part(self, parts: int, most_seconds: float = math.inf) -> Clock:
+        """An equal share of what is left, and no more than so much."""
+        return Clock(min(self.left / parts, most_seconds), lambda: self.left == 0)
+
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """Call `stop` from another thread, again and again, once this one should stop."""
@@ -93,7 +105,7 @@ class Planner:
         self.drops = np.flatnonzero(graph.values.droppable).tolist()
         self.holds: list[int] = []
         self.candidates: list[Candidate] = []
-        self.chains: list[_ChainPlans] = []
+        self.ladders: list[_Ladder] = []
         [self.plain] = self.add([Selection()])
         if self.drops and clock.left:
             self._prepare(clock)
@@ -109,10 +121,16 @@ class Planner:
             chain = Chain(self.graph, blocks, [])
             self.holds = self.holds or self._holdable(sorted(every_unsaved_input(chain)))
             self.add(equal_segments(chain, n) for n in range(1, len(blocks) + 1))
-            self.add(by_bytes_per_second(chain, 64))
+            greedy = BytesPerSecond(chain)
+            self._climb(len(greedy), partial(_all_but, greedy), clock)
             chain.options.extend(_options(blocks, clock))
             if clock.left:
-                self.chains.append(_ChainPlans(self, SegmentTable(chain), clock))
+                table = SegmentTable(chain)
+                levels = table.steps()
+                self._climb(len(levels), partial(_plan, table, levels), clock)
+
+    def _climb(self, steps: int, make: Callable[[int], Selection], clock: Clock) -> None:
+        self.ladders.append(_Ladder(self, steps, make, clock))
 
     def _holdable(self, boundary: list[int]) -> list[int]:
         """Values worth holding: all of a small graph, else those between blocks."""
@@ -144,8 +162,8 @@ class Planner:
             return
         if budget_bytes < least == self.lowest().peak:
             return
-        for chain in self.chains:
-            chain.look(budget_bytes, clock)
+        for ladder in self.ladders:
+            ladder.look(budget_bytes, clock)
         for seed, start in enumerate(self._starts(budget_bytes, restarts)):
             if not clock.left:
                 return
@@ -168,58 +186,64 @@ class Planner:
     ) -> None:
         forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
         size = int(self.graph.values.bytes[self.drops].sum()) or 1
-        least = budget_bytes < self.bounds.least_peak
+        bound = self.bounds.least_peak
         small = len(self.drops) <= SMALL
-        warm = 0.1 if small else 0.3 / len(self.drops)
-        selection, rounds = start.selection, 2 if small else 1
-        for again in range(rounds):
-            heat = forward * warm * (1e3 if least else 1.0) * 0.1**again
-            settings = SearchSettings(
-                budget_bytes=0 if least else budget_bytes,
-                drops=self.drops,
-                holds=self.holds,
-                byte_price=forward / size * (1e4 if least else 8.0),
-                start_temperature=heat,
-                end_temperature=heat * 1e-3,
-                iterations=effort * len(self.drops),
-                deadline_seconds=clock.left,
-                seed=seed,
-            )
-            with clock.stopping(self.evaluator.cancel):
-                selection = self.evaluator.search(selection, settings)
-            self.add([selection])
+        heat = forward * (SMALL_HEAT[seed % len(SMALL_HEAT)] if small else HEAT / len(self.drops))
+        dearer = LEAST_PRICE if budget_bytes < bound else 1.0
+        settings = SearchSettings(
+            budget_bytes=max(budget_bytes, bound),
+            drops=self.drops,
+            holds=self.holds,
+            byte_price=PRICE * dearer * forward / size,
+            start_temperature=heat * dearer,
+            end_temperature=heat * dearer * 1e-3,
+            iterations=effort * len(self.drops),
+            deadline_seconds=clock.left,
+            seed=seed,
+        )
+        with clock.stopping(self.evaluator.cancel):
+            selection = self.evaluator.search(start.selection, settings)
+        self.add([selection])
 
 
-class _ChainPlans:
-    """The plans of one chain of blocks, by the steps at which more memory saves time."""
+def _all_but(greedy: BytesPerSecond, step: int) -> Selection:
+    return greedy.first(len(greedy) - step)
 
-    def __init__(self, planner: Planner, table: SegmentTable, clock: Clock) -> None:
+
+def _plan(table: SegmentTable, levels: list[int], step: int) -> Selection:
+    return table.plan(levels[step])
+
+
+class _Ladder:
+    """Selections by steps of rising peak and falling time, but for exceptions; judged on demand."""
+
+    def __init__(
+        self, planner: Planner, steps: int, make: Callable[[int], Selection], clock: Clock
+    ) -> None:
         self.planner = planner
-        self.table = table
-        self.levels = table.steps()
-        self.planned: dict[int, Candidate] = {}
-        for step in range(0, len(self.levels), max(1, len(self.levels) // FIRST_PLANS)):
+        self.steps = steps
+        self.make = make
+        self.judged: dict[int, Candidate] = {}
+        for step in range(0, steps, max(1, steps // FIRST_STEPS)):
             if clock.left:
-                self._plan(step)
+                self._judge(step)
 
-    def _plan(self, step: int) -> Candidate:
-        if step not in self.planned:
-            [self.planned[step]] = self.planner.add([self.table.plan(self.levels[step])])
-        return self.planned[step]
+    def _judge(self, step: int) -> Candidate:
+        if step not in self.judged:
+            [self.judged[step]] = self.planner.add([self.make(step)])
+        return self.judged[step]
 
     def look(self, budget_bytes: int, clock: Clock) -> None:
-        """Bisect for the largest plan within a budget, then look around it: peaks rise with the
-        level but for rounding."""
-        fitting = [s for s, plan in self.planned.items() if plan.peak <= budget_bytes]
-        low = max(fitting, default=-1)
-        high = min((s for s in self.planned if s > low), default=len(self.levels))
+        """Bisect for the highest step within a budget, then look at those above it."""
+        low = max((s for s, c in self.judged.items() if c.peak <= budget_bytes), default=-1)
+        high = min((s for s in self.judged if s > low), default=self.steps)
         while high - low > 1 and clock.left:
             middle = (low + high) // 2
-            fits = self._plan(middle).peak <= budget_bytes
+            fits = self._judge(middle).peak <= budget_bytes
             low, high = (middle, high) if fits else (low, middle)
-        for step in range(low + 1, min(low + 1 + LOOK_AROUND, len(self.levels))):
+        for step in range(low + 1, min(low + 1 + LOOK_AROUND, self.steps)):
             if clock.left:
-                self._plan(step)
+                self._judge(step)
 
 
 def _options(blocks: list[Block], clock: Clock) -> list[BlockOptions]:

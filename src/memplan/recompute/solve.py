@@ -14,7 +14,7 @@ from memplan.types.step_graph import StepGraph
 
 EFFORT = 20
 """Annealing steps a droppable value and start."""
-SMALL_EFFORT = 1500
+SMALL_EFFORT = 6000
 RESTARTS = 12
 """Of annealing, on small graphs."""
 
@@ -68,7 +68,8 @@ def least_peak(
     and bound are bytes. Always Solved: dropping nothing is a selection."""
     clock = Clock(deadline_seconds, cancel)
     planner = Planner(graph, clock)
-    planner.improve(0, clock, effort_for(planner), RESTARTS)
+    planner.improve(0, clock.part(2), effort_for(planner), RESTARTS)
+    planner.improve(planner.lowest().peak, clock, effort_for(planner), RESTARTS)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
