@@ -1,0 +1,107 @@
+"""`memplan run`: a script with a plan in effect behaves as Python would run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
+from memplan.types.plan_file import save_plan
+
+JOB = """
+import sys
+import torch
+torch.manual_seed(0)
+body = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(),
+                           torch.nn.Dropout(0.3), torch.nn.Linear(32, 2))
+optimizer = torch.optim.AdamW(body.parameters())
+criterion = torch.nn.CrossEntropyLoss()
+for step in range(4):
+    for micro in range(2):
+        loss = criterion(body(torch.randn(16, 8)), torch.arange(16) % 2)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item().hex(), body[1].num_batches_tracked.item())
+print(sys.argv[1:], __name__)
+if "fail" in sys.argv:
+    raise ValueError("on purpose")
+if "leave" in sys.argv:
+    sys.exit(7)
+if "say" in sys.argv:
+    sys.exit("a last word")
+"""
+
+
+def plan(*drop: OpOutput) -> Plan:
+    part = RecomputePart(groups=[RecomputeGroup("body", list(drop))])
+    return Plan(memplan_version="0.1.0", recompute=part)
+
+
+DROPS = (OpOutput("aten.addmm.default", 0), OpOutput("aten.relu.default", 0))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(JOB)
+    save_plan(plan(*DROPS), tmp_path / "job.plan")
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=dict(os.environ), check=False
+    )
+
+
+def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "memplan", "run", *words)
+
+
+def test_the_same_output_and_arguments(job: Path) -> None:
+    plain = run(job, "train.py", "--lr", "--plan")
+    planned = memplan(job, "--plan", "job.plan", "train.py", "--lr", "--plan")
+    assert plain.returncode == planned.returncode == 0
+    assert planned.stdout == plain.stdout and "__main__" in plain.stdout
+    assert planned.stderr == ""
+    as_module = memplan(job, "--plan", "job.plan", "-m", "train", "--lr", "--plan")
+    assert as_module.stdout == plain.stdout
+
+
+def test_the_scripts_own_end(job: Path) -> None:
+    assert memplan(job, "--plan", "job.plan", "train.py", "leave").returncode == 7
+    said = memplan(job, "--plan", "job.plan", "train.py", "say")
+    assert said.returncode == 1 and said.stderr.endswith("a last word\n")
+    failed = memplan(job, "--plan", "job.plan", "train.py", "fail")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("Traceback") and "ValueError: on purpose" in failed.stderr
+    assert "memplan" not in failed.stderr
+
+
+def test_a_plan_for_another_job_is_said_and_harmless(job: Path) -> None:
+    save_plan(plan(*DROPS, OpOutput("aten.gelu.default", 0)), job / "other.plan")
+    planned = memplan(job, "--plan", "other.plan", "train.py")
+    assert planned.returncode == 0
+    assert planned.stdout == run(job, "train.py").stdout
+    assert "names 3 values" in planned.stderr and "made 2 of them" in planned.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--plan", "none.plan", "train.py"), "none.plan"),
+        (("--plan", "train.py", "train.py"), "not a plan"),
+        (("--plan", "job.plan", "trian.py"), "train.py"),
+        (("--plan", "job.plan"), "no script"),
+    ],
+)
+def test_not_started(job: Path, words: tuple[str, ...], says: str) -> None:
+    result = memplan(job, *words)
+    assert result.returncode == 125
+    assert says in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
