@@ -1,0 +1,298 @@
+"""One task of one job, measured: `python -m bench.gpu_recompute_jobs.measure OUT.json …`.
+
+Tasks: `reference` (the plain step, per-block checkpointing, and the least peak that can be had),
+`budget` (a plan for `--bytes`, beside the plain step and, with `--per-block`, beside per-block
+checkpointing) and `pytorch` (its own memory budget, a fraction of its plain activations).
+
+Many such processes may plan at the same time; what is timed holds the lock file. The result is
+written even when the task fails (`error` says how).
+
+Peaks count what `auto_checkpoint` promises: all that PyTorch's allocator hands out in a step, less
+what lay on the device beside weights, buffers and inputs before the first one (the targets).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build, checkpointed
+
+WARM_UP = 3
+"""Steps before any is measured; the first also checks what is recomputed."""
+STEPS = 7
+TRAINED = 3
+"""Steps of the comparison to the bit."""
+LEARNING_RATE = 1e-3
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Meter(Protocol):
+    """Measures steps on one device."""
+
+    def outside(self, training: Training) -> int:
+        """Bytes that lie there beside what a promise counts; asked before the first step."""
+
+    def peak(self, step: Callable[[], object]) -> int:
+        """Most bytes allocated during a step."""
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        """Time of one step."""
+
+
+class CudaMeter:
+    """PyTorch's allocator and CUDA events."""
+
+    def outside(self, training: Training) -> int:
+        return int(torch.cuda.memory_allocated()) - training.resident_bytes()
+
+    def peak(self, step: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+class HostMeter:
+    """For a try without a GPU: storages as a dispatch mode sees them."""
+
+    def __init__(self, training: Training) -> None:
+        module = training.module
+        self._resident = [*module.parameters(), *module.buffers(), *training.inputs]
+
+    def outside(self, training: Training) -> int:
+        return 0
+
+    def peak(self, step: Callable[[], object]) -> int:
+        from bench.recompute.tracker import dispatched_peak, storage_bytes
+
+        return storage_bytes(self._resident) + dispatched_peak(step, self._resident)
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+
+class Task:
+    """A job on its device, and what is asked of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.training = build(options.job, self.device, small=options.small)
+        on_cuda = self.device.type == "cuda"
+        self.meter: Meter = CudaMeter() if on_cuda else HostMeter(self.training)
+        self.outside = self.meter.outside(self.training)
+
+    def measured(self, step: Callable[[], object] | None = None) -> dict[str, Any]:
+        """Peak and median time of a step, warm."""
+        step = step or self.training.step
+        for _ in range(WARM_UP):
+            step()
+        times = [self.meter.seconds(step) for _ in range(STEPS)]
+        self.training.module.zero_grad(set_to_none=True)
+        allocated = self.meter.peak(step)
+        return {
+            "peak_bytes": allocated - self.outside,
+            "allocated_peak_bytes": allocated,
+            "seconds": statistics.median(times),
+            "fastest_seconds": min(times),
+        }
+
+    def per_block(self) -> dict[str, Any]:
+        with checkpointed(self.training.blocks):
+            return self.measured()
+
+    def plan(self, budget: int | None) -> tuple[Any, dict[str, Any]]:
+        """What `auto_checkpoint` put into effect, and what it promises."""
+        import memplan
+
+        began = time.perf_counter()
+        applied = memplan.auto_checkpoint(
+            self.training.module,
+            *self.training.inputs,
+            loss=self.training.loss,
+            budget=budget,
+            gpu=_card(self.device),
+        )
+        return applied, {
+            "plan_seconds": time.perf_counter() - began,
+            "plain_peak_bytes": applied.plain_peak_bytes,
+            "peak_bytes": applied.peak_bytes,
+            "added_fraction": applied.added_fraction,
+        }
+
+    def trajectory(self, state: dict[str, torch.Tensor]) -> list[Any]:
+        """Losses and the weights' sums of bits over steps of SGD from `state`, on kernels that give
+        the same bits each time."""
+        module = self.training.module
+        module.load_state_dict(state)
+        torch.manual_seed(SEED)
+        losses = []
+        with _deterministic():
+            for _ in range(TRAINED):
+                losses.append(self.training.step().item())
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+        return [*losses, *(_bits(tensor) for tensor in module.state_dict().values())]
+
+
+def reference(task: Task) -> dict[str, Any]:
+    applied, promised = task.plan(None)
+    with alone(task.options.lock):
+        least = task.measured()
+        applied.remove()
+        return {
+            "plain": task.measured(),
+            "per_block": task.per_block(),
+            "least": {**least, "promised": promised},
+        }
+
+
+def under_budget(task: Task) -> dict[str, Any]:
+    budget = task.options.bytes
+    state = {name: t.to("cpu", copy=True) for name, t in task.training.module.state_dict().items()}
+    applied, promised = task.plan(budget)
+    found: dict[str, Any] = {"budget_bytes": budget, "promised": promised}
+    with alone(task.options.lock):
+        found["planned"] = task.measured()
+        with_plan = task.trajectory(state)
+        applied.remove()
+        found["plain"] = task.measured()
+        without = task.trajectory(state)
+        found["identical"] = with_plan == without
+        found["repeatable"] = without == task.trajectory(state)
+        if task.options.per_block:
+            found["per_block"] = task.per_block()
+    found["added_fraction"] = found["planned"]["seconds"] / found["plain"]["seconds"] - 1
+    return found
+
+
+def pytorch(task: Task) -> dict[str, Any]:
+    """Compiled with `activation_memory_budget`; the plain compiled step has the fraction 1."""
+    from torch._functorch import config
+
+    training = task.training
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        return training.loss(training.module(*inputs))
+
+    with config.patch(activation_memory_budget=task.options.fraction):
+        compiled = torch.compile(forward)
+
+        def step() -> None:
+            training.module.zero_grad(set_to_none=True)
+            compiled(*training.inputs).backward()
+
+        began = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+        with alone(task.options.lock):
+            measured = task.measured(step)
+    return {"fraction": task.options.fraction, "compile_seconds": seconds, **measured}
+
+
+TASKS: dict[str, Callable[[Task], dict[str, Any]]] = {
+    "reference": reference,
+    "budget": under_budget,
+    "pytorch": pytorch,
+}
+
+
+@contextlib.contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Inside, no other process that names the same file is inside."""
+    with Path(lock).open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """A warning where PyTorch has no such kernel; `repeatable` then tells whether it mattered."""
+    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    return int(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]).sum())
+
+
+def _card(device: torch.device) -> str | None:
+    """The profile of the card, None for one without."""
+    from memplan.types.device import find_profile
+    from memplan.types.errors import UsageError
+
+    try:
+        return find_profile(torch.cuda.get_device_name()).name if device.type == "cuda" else None
+    except UsageError:
+        return None
+
+
+def _circumstances(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"device_name": device.type, "torch": torch.__version__}
+    return {
+        "device_name": torch.cuda.get_device_name(),
+        "device_total_bytes": torch.cuda.mem_get_info()[1],
+        "torch": torch.__version__,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("--job", choices=sorted(JOBS), required=True)
+    parser.add_argument("--bytes", type=int)
+    parser.add_argument("--fraction", type=float, default=1.0)
+    parser.add_argument("--per-block", action="store_true")
+    parser.add_argument("--lock", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        found = TASKS[options.task](Task(options))
+        found |= _circumstances(torch.device(options.device))
+    except Exception:
+        found = {"error": traceback.format_exc()[-2000:]}
+    options.out.write_text(json.dumps(found), encoding="utf-8")
+    return 1 if "error" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
