@@ -50,6 +50,7 @@ class EnoughSeen(BaseException):
 
 Handler = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any], Any], None]
+OnOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
 Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
 
 
@@ -103,6 +104,8 @@ class CaptureMode(TorchDispatchMode):
         self.handlers = handlers or {}
         self.observers = observers or {}
         self.recordings = {}
+        self.on_op: OnOp | None = None
+        """Told of each operator that is recorded, by its row."""
         self.everything = False
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.fake_mode = DeviceFakeMode()
@@ -225,6 +228,8 @@ class CaptureMode(TorchDispatchMode):
         if name is None:
             name = self._op_names[func] = op_name(func)
         builder.begin_op(name, reads=self._numbers(fakes), stream=recorder.stream)
+        if self.on_op is not None:
+            self.on_op(builder.op, func, args, kwargs)
         result = self._fake_kernel(func, args, kwargs)
         outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
         recording = self.recordings.get(func)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.mode import CaptureMode
+from memplan.capture.mode import CaptureMode, OnOp
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.capture.values import small_enough
@@ -28,13 +28,14 @@ def capture_module(
     *,
     loss: Loss | None = None,
     within: Callable[[torch.nn.Module], AbstractContextManager[Any]] | None = None,
+    on_op: OnOp | None = None,
 ) -> Trace:
     """The trace of forward, backward and a plain SGD update, on a fake copy of `module`.
 
     The copy lives on a fake device of the module's own kind: CUDA where that is real, else the CPU.
-    `loss` makes a scalar of the
-    module's output (None: `default_loss`); `within(copy)` is entered around the step. Neither the
-    module nor any generator of random numbers is changed.
+    Gradients that the module has are there and added to. `loss` makes a scalar of the module's
+    output (None: `default_loss`); `within(copy)` is entered around the step; `on_op` is told of its
+    operators. Neither the module nor any generator of random numbers is changed.
 
     Raises CaptureError when the step cannot be captured.
     """
@@ -51,13 +52,13 @@ def capture_module(
                 "recomputation saves memory in training only",
             )
         optimizer = torch.optim.SGD(trained, lr=0.0)
-        session.mode.everything = True
+        session.mode.everything, session.mode.on_op = True, on_op
         try:
             with torch.enable_grad(), within(fake) if within is not None else nullcontext():
                 output = fake(*inputs[0], **inputs[1])
                 (loss or default_loss)(output).backward()
             optimizer.step()
-            session.mode.everything = False
+            session.mode.everything, session.mode.on_op = False, None
         except MemplanError:
             raise
         except Exception as error:
@@ -107,7 +108,8 @@ def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
         mode.role_of(fake, Role.PARAMETER, name)
         memo[id(tensor)] = fake
         if tensor.grad is not None:
-            memo[id(tensor.grad)] = None
+            fake.grad = memo[id(tensor.grad)] = _fake(mode, tensor.grad)
+            mode.role_of(fake.grad, Role.GRADIENT)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

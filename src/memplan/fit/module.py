@@ -11,6 +11,7 @@ import torch
 
 from memplan.capture.module import capture_module
 from memplan.capture.options import CaptureOptions
+from memplan.phases.op_cost import op_seconds
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.limited_time import least_peak_within
@@ -18,6 +19,7 @@ from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.solve import least_peak, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
+from memplan.runtime.op_timing import CalledOps
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
@@ -26,6 +28,7 @@ from memplan.types.trace import Trace
 
 MOST_ADDED = 1 / 3
 """One more forward pass, where backward takes twice a forward's time."""
+_TIMING_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class AutoCheckpoint:
     peak_bytes: int
     """Promised: captured again with the selection in effect."""
     added_fraction: float
-    """Expected time added, as a fraction of forward and backward: a roofline, no measurement."""
+    """Expected time added, as a fraction of forward and backward."""
     _applied: AppliedToModule | None
 
     def __str__(self) -> str:
@@ -60,7 +63,7 @@ def auto_checkpoint(
     budget: int | str | None = None,
     most_added: float = MOST_ADDED,
     gpu: str | None = None,
-    search_seconds: float = 20.0,
+    search_seconds: float = 10.0,
 ) -> AutoCheckpoint:
     """Drop activations of an unmodified module in training and recompute them, eagerly.
 
@@ -68,8 +71,9 @@ def auto_checkpoint(
     `module(**sample)`). `loss` makes a scalar of the output; None: the output's `.loss`, else the
     sum of its floats. `budget`: bytes, or a size such as "8GiB", that the peak of forward and
     backward must not exceed, at the least added time; None: the least peak that adds no more than
-    `most_added` of the time of forward and backward. `gpu` names the card whose speed prices the
-    operators; `search_seconds` is the longest that a search takes.
+    `most_added` of the time of forward and backward. `gpu` names a card whose
+    data sheet prices the operators; None: they are timed, one by one, on the module's own device.
+    `search_seconds` is the longest that a search takes.
 
     Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
     other input shapes work too; the promise is for the sample's.
@@ -89,7 +93,7 @@ def auto_checkpoint(
         if len(sample) == 1 and isinstance(sample[0], Mapping)
         else (sample, {})
     )
-    planner = _Planner(module, args, kwargs, loss, profile, search_seconds)
+    planner = _Planner(module, args, kwargs, loss, profile, search_seconds, gpu is None)
     part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
@@ -105,16 +109,28 @@ class _Planner:
         kwargs: dict[str, Any],
         loss: Callable[[Any], torch.Tensor] | None,
         profile: DeviceProfile,
-        seconds: float,
+        search_seconds: float,
+        measured: bool,
     ) -> None:
-        def capture(within: Callable[[torch.nn.Module], AppliedToModule] | None = None) -> Trace:
+        def capture(
+            within: Callable[[torch.nn.Module], AppliedToModule] | None = None,
+            on_op: CalledOps | None = None,
+        ) -> Trace:
             options = CaptureOptions(profile=profile)
-            return capture_module(module, args, kwargs, options, loss=loss, within=within)
+            return capture_module(
+                module, args, kwargs, options, loss=loss, within=within, on_op=on_op
+            )
 
         self._capture = capture
         self._profile = profile
-        self._seconds = seconds
-        self._graph = step_graph(self._capture(), profile)
+        self._seconds = search_seconds
+        called = CalledOps()
+        trace = self._capture(on_op=called)
+        seconds = op_seconds(trace, profile)
+        if measured:
+            device = next(module.parameters()).device
+            seconds = called.seconds(seconds, device, _TIMING_SECONDS)
+        self._graph = step_graph(trace, profile, seconds=seconds)
         self.plain_bytes = plain_peak(self._graph)
 
     def plan(self, limit: int | None, most_added: float) -> tuple[RecomputePart, float]:

@@ -12,17 +12,22 @@ from memplan.phases.pass_values import PassValues, pass_values
 from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, step_passes
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
-from memplan.types.step_graph import GraphOps, GraphValues, StepGraph
+from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
 
 def step_graph(
-    trace: Trace, profile: DeviceProfile | None = None, *, step: int | None = None
+    trace: Trace,
+    profile: DeviceProfile | None = None,
+    *,
+    step: int | None = None,
+    seconds: F64 | None = None,
 ) -> StepGraph:
     """The graph of a step's pass with the highest peak, the first of several.
 
     By default of the steady step, else of the last complete one. `profile` prices the operators;
-    None: the card that the trace was captured for, else the default one.
+    None: the card that the trace was captured for, else the default one. `seconds` are measured
+    ones, by operator of the trace, in place of the profile's.
 
     Memory that a kernel takes for itself is one value a row, the last that the row writes: what
     the row's peak holds beyond the other values that are alive during it. A node of autograd lets
@@ -59,7 +64,11 @@ def step_graph(
         nth=_nth(names, call),
         module=[trace.strings[number] for number in trace.ops.module[rows].tolist()],
         source=[trace.strings[number] for number in trace.ops.source[rows].tolist()],
-        seconds=op_seconds(trace, profile or _captured_for(trace), chosen.start, chosen.stop),
+        seconds=(
+            op_seconds(trace, profile or _captured_for(trace), chosen.start, chosen.stop)
+            if seconds is None
+            else seconds[rows]
+        ),
         flops=trace.ops.flops[rows],
         replayable=replayable,
         reads_start=values.reads.starts(len(names)),

@@ -1,0 +1,123 @@
+"""Measured seconds of operators: each distinct call is run alone, on tensors made for it.
+
+Nothing of the job runs: a call is known by its operator, the geometry of its tensors and its other
+arguments, and is timed on random numbers (zeros where numbers are indices). What cannot be timed
+that way keeps its expected time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from memplan.types.step_graph import F64
+
+_ROUNDS = 3
+_LARGEST_BYTES = 2 << 30
+
+
+class CalledOps:
+    """The operators of a capture, by the row of the trace that records them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Any, list[int]] = {}
+        self._example: dict[Any, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __call__(self, row: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that `row` of the trace is this call; its tensors are described, not kept."""
+        if func.is_view:
+            return
+        described = tuple(_describe(item) for item in args)
+        named = {name: _describe(item) for name, item in kwargs.items()}
+        key = (func, repr(described), repr(named))
+        self._calls.setdefault(key, []).append(row)
+        self._example.setdefault(key, (func, described, named))
+
+    def seconds(self, expected: F64, device: torch.device, limit_seconds: float) -> F64:
+        """`expected` (seconds by row) with what can be measured on `device` measured.
+
+        The calls that are expected to matter most come first; those that the limit leaves out are
+        expected to take as much longer or shorter as the measured ones did in sum.
+        """
+        result = expected.copy()
+        known = np.zeros(len(expected), bool)
+        end = time.monotonic() + limit_seconds
+        by_weight = sorted(self._calls.items(), key=lambda item: -float(expected[item[1]].sum()))
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+            for key, rows in by_weight:
+                if time.monotonic() > end:
+                    break
+                measured = _measure(*self._example[key], device)
+                if measured is not None:
+                    result[rows] = measured
+                    known[rows] = True
+        if known.any() and expected[known].sum() > 0:
+            result[~known] *= result[known].sum() / expected[known].sum()
+        return result
+
+
+class _Tensor:
+    """Geometry of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.stride = tuple(tensor.size()), tuple(tensor.stride())
+        self.dtype = tensor.dtype
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.size}{self.stride}"
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        if tensor.untyped_storage().nbytes() > _LARGEST_BYTES:
+            raise MemoryError
+        flat = torch.empty(0, dtype=self.dtype, device=device).set_(tensor.untyped_storage())
+        if flat.is_floating_point():
+            flat.uniform_()
+        else:
+            flat.zero_()
+        return tensor
+
+
+def _describe(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return _Tensor(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)([_describe(inner) for inner in item])
+    return item
+
+
+def _make(item: Any, device: torch.device) -> Any:
+    if isinstance(item, _Tensor):
+        return item.make(device)
+    if isinstance(item, torch.device):
+        return device
+    if isinstance(item, (list, tuple)):
+        return type(item)([_make(inner, device) for inner in item])
+    return item
+
+
+def _measure(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> float | None:
+    """Seconds of one call, the least of a few; None where it cannot be run alone."""
+    try:
+        arguments = [_make(item, device) for item in args]
+        keywords = {name: _make(item, device) for name, item in kwargs.items()}
+        best = float("inf")
+        with torch.no_grad():
+            for _ in range(_ROUNDS):
+                begin = _now(device)
+                func(*arguments, **keywords)
+                best = min(best, _now(device) - begin)
+    except Exception:  # whatever an operator raises on numbers that are not the job's
+        return None
+    return best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
