@@ -85,7 +85,7 @@ def recorded(module: nn.Module, decisions: Decisions, *, verify: bool = True) ->
     try:
         yield
     finally:
-        module.forward = forward
+        del module.forward
 
 
 @contextmanager

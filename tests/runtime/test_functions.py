@@ -147,6 +147,12 @@ def numpy_into_empty(x: Tensor) -> Tensor:
     return torch.exp(x * made)
 
 
+def numpy_into_empty_unsaved(x: Tensor) -> Tensor:
+    made = torch.empty(x.shape)
+    made.numpy()[...] = x.detach().numpy() * 2
+    return torch.exp(x + made)
+
+
 def returned_empty(x: Tensor) -> Tensor:
     """Saved by autograd before any op has read it."""
     made = torch.empty(x.shape)
@@ -196,6 +202,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "result filled unseen": lambda x: torch.exp(Raw.apply(torch.sin(x))),
     "identity": lambda x: torch.exp(Identity.apply(torch.sin(x))),
     "NumPy into empty": numpy_into_empty,
+    "NumPy into empty, not saved": numpy_into_empty_unsaved,
     "NumPy into empty, saved at once": returned_empty,
 }
 

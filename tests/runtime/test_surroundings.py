@@ -199,6 +199,22 @@ def test_two_threads_record_at_once() -> None:
     assert nothing_left()
 
 
+def test_functions_of_other_threads_are_not_ours() -> None:
+    depths: list[int] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            depths.append(recording._opaque)
+            return x.clone()
+
+    x = torch.randn(3, requires_grad=True)
+    with Recording(Decisions({})) as recording:
+        Looks.apply(x)
+        in_thread(lambda: Looks.apply(x))
+    assert depths == [1, 0]
+
+
 class Transformed(nn.Module):
     """`torch.func` in forward, which refuses saved-tensor hooks."""
 

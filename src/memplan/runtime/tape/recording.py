@@ -49,7 +49,6 @@ class Recording(TorchDispatchMode):
         """Depth of functions with a backward of their own."""
         self._symbolic = False
         self._stack = ExitStack()
-        self._being_written: list[Value] = []
         self.backward_began = False
         """Whether something of this call has been asked for by backward."""
         self.found = 0
@@ -94,15 +93,7 @@ class Recording(TorchDispatchMode):
         finally:
             self._off -= 1
 
-    def _note_versions(self) -> None:
-        """An op that writes in place advances the version of what it wrote after its dispatch."""
-        for value in self._being_written:
-            if value.base is not None:
-                value.version = version_of(value.base)
-        self._being_written.clear()
-
     def _forget(self) -> None:
-        self._note_versions()
         self._storages.clear()
         self._groups.clear()
 
@@ -122,29 +113,27 @@ class Recording(TorchDispatchMode):
             return self.call_function(lambda: func(*args, **kwargs), args)
         if func.is_view:
             return func(*args, **kwargs)
-        if self._being_written:
-            self._note_versions()
         traits = traits_of(func)
         record = OpRecord(func, self._number, self._count(traits, args, kwargs), args, kwargs)
         self._number += 1
+        can = traits.replayable and not self._opaque
         written = _written_tensors(traits, args, kwargs) if traits.written else []
-        targets = [(tensor, self._storages.value_of(tensor)) for tensor in written]
-        read_before = [value.read for _, value in targets]
-        can = self._freeze_arguments(record, traits, written)
-        can = can and traits.replayable and not self._opaque
-        for (tensor, value), was_read in zip(targets, read_before, strict=True):
-            can &= self._before_writing(value, tensor, was_read)
+        for tensor in written:
+            can &= self._before_writing(tensor)
+        can = can and self._freeze_arguments(record, traits, written)
         if can and traits.random and not self._symbolic:
             _note_generator(record, args, kwargs)
-        statistics = self._before_updating(traits, args) if traits.statistics else []
+        statistics = _updated_statistics(traits, args) if traits.statistics else []
+        for tensor in statistics:
+            self._before_writing(tensor)
         result = func(*args, **kwargs)
         tensors = flat_tensors(result)
         if can and traits.races_on_cuda:
             can = not any(tensor.is_cuda for tensor in tensors)
-        for tensor, value in targets:
-            self._after_writing(value, tensor, record, can)
+        for tensor in written:
+            self._after_writing(tensor, record if can else None)
         for tensor in statistics:
-            self._overwritten(tensor)
+            self._after_writing(tensor, None)
         self._note_results(record, traits, tensors, can)
         return result
 
@@ -193,73 +182,47 @@ class Recording(TorchDispatchMode):
             else:
                 with self.pause_recording(), torch.no_grad():
                     copy = tensor.clone()
-                value = Value(None, 0, recomputable=True)
+                value = Value(None, 0)
                 value.keep(copy)
                 instead[position] = View.of(copy, value)
         return instead
 
-    def _before_updating(self, traits: Traits, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The running statistics that a batch norm is about to update and that are known here."""
-        positions = traits.statistics
-        if positions is None or not args[positions[2]]:
-            return []
-        updated = []
-        for position in positions[:2]:
-            tensor = args[position]
-            value = None if tensor is None else self._storages.find(tensor)
-            if value is not None:
-                self._before_writing(value, tensor, value.read)
-                updated.append(tensor)
-        return updated
-
     def _freeze(self, item: Any, record: OpRecord, written: list[torch.Tensor]) -> Any:
         if isinstance(item, torch.Tensor):
-            only_written = written and any(item is tensor for tensor in written)
-            value = self._storages.value_of(item) if only_written else self._read(item)
-            value.read = True
-            if value.recomputable:
-                record.inputs.append(value)
-                return View.of(item, value)
-            self._lost += 1
-            return None
+            if not is_plain(item):
+                self._lost += 1
+                return None
+            value = self._storages.value_of(item)
+            if value.uninitialised and not any(item is tensor for tensor in written):
+                self._storages.keep(value, item)  # no recorded op has filled it
+            record.inputs.append(value)
+            return View.of(item, value)
         if isinstance(item, (list, tuple)):
             return type(item)([self._freeze(inner, record, written) for inner in item])
         return item
 
-    def _read(self, tensor: torch.Tensor) -> Value:
-        """The version that an op reads. Memory that no recorded op has filled is kept as it is."""
-        value = self._storages.value_of(tensor)
-        if value.uninitialised:
-            self._storages.keep(value, tensor)
-        return value
-
-    def _before_writing(self, old: Value, tensor: torch.Tensor, was_read: bool) -> bool:
-        """Whether the new version can be recomputed. What others need of the old one is copied."""
-        if old.base is None or not share_storage(old.base, tensor):
+    def _before_writing(self, tensor: torch.Tensor) -> bool:
+        """Whether the version that a write makes can be recomputed. If the one before is kept, what
+        others need of it is copied."""
+        value = self._storages.find(tensor)
+        if value is None:
+            return False
+        if value.base is None or not share_storage(value.base, tensor):
             return True
-        if was_read and old.recomputable:
-            with self.pause_recording(), torch.no_grad():
-                old.keep(copy_of_storage(tensor))
-        else:
-            old.base = None
-            old.recomputable = False
+        with self.pause_recording(), torch.no_grad():
+            value.keep(copy_of_storage(tensor))
         return False
 
-    def _after_writing(self, old: Value, tensor: torch.Tensor, record: OpRecord, can: bool) -> None:
-        if can:
-            record.written.append(old)
-        new = Value(record if can else None, -len(record.written), recomputable=can)
+    def _after_writing(self, tensor: torch.Tensor, record: OpRecord | None) -> None:
+        """`record` made a new version; None: something that cannot be replayed did."""
+        old = self._storages.find(tensor)
+        if record is None or old is None:
+            self._storages.set(tensor, None)
+            return
+        record.written.append(old)
+        new = Value(record, -len(record.written))
         new.group = old.group
         self._storages.set(tensor, new)
-        if not can:
-            self._make_opaque(new, tensor)
-            self._being_written.append(new)
-
-    def _overwritten(self, tensor: torch.Tensor) -> None:
-        """Something other than a recorded op wrote to a plain tensor."""
-        value = Value(None, 0, recomputable=False)
-        self._storages.set(tensor, value)
-        self._make_opaque(value, tensor)
 
     def _note_results(
         self, record: OpRecord, traits: Traits, tensors: list[torch.Tensor], can: bool
@@ -271,25 +234,19 @@ class Recording(TorchDispatchMode):
                 continue
             if tensor in self._storages:
                 continue
-            value = Value(record if can else None, position, recomputable=can)
             choice = decided.get(allocated) if decided else None
             allocated += 1
             self.found += choice is not None
-            self._storages.set(tensor, value)
             if not can:
-                self._make_opaque(value, tensor)
-            elif choice is HOLD:
+                self._storages.set(tensor, None)
+                continue
+            value = Value(record, position)
+            value.uninitialised = traits.uninitialised
+            self._storages.set(tensor, value)
+            if choice is HOLD:
                 self._storages.keep(value, tensor)
-            else:
-                value.uninitialised = traits.uninitialised
-                if choice is not None:
-                    value.group = self._groups.setdefault(choice, Group(choice))
-
-    def _make_opaque(self, value: Value, tensor: torch.Tensor) -> None:
-        """Keep what cannot be recomputed. Inside a function with a backward of its own nothing is
-        kept that does not leave it."""
-        if not self._opaque and is_plain(tensor):
-            self._storages.keep(value, tensor)
+            elif choice is not None:
+                value.group = self._groups.setdefault(choice, Group(choice))
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
 
@@ -310,18 +267,12 @@ class Recording(TorchDispatchMode):
             self._opaque -= 1
         for tensor, version, value in before:
             if version_of(tensor) != version and self._storages.find(tensor) is value is not None:
-                self._overwritten(tensor)
-        for tensor in filter(is_plain, flat_tensors(result)):
-            left = self._storages.find(tensor)
-            if left is not None and not left.recomputable:
-                self._make_opaque(left, tensor)
+                self._storages.set(tensor, None)
         return result
 
     # Autograd
 
     def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
-        if self._being_written:
-            self._note_versions()
         value = self._storages.find(tensor) if is_plain(tensor) else None
         if value is not None and value.base is None:
             if value.group is not None and value.producer is not None and not value.uninitialised:
@@ -330,6 +281,8 @@ class Recording(TorchDispatchMode):
                 value.group.handles.add(handle)
                 return handle
             self._storages.keep(value, tensor)
+            assert value.base is not None
+            return SavedTensor(value.base, value.version)
         return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
 
     def _checksum(
@@ -378,6 +331,13 @@ def _written_tensors(
         for tensor in filter(is_plain, flat_tensors(given)):
             found.setdefault(tensor.untyped_storage()._cdata, tensor)
     return list(found.values())
+
+
+def _updated_statistics(traits: Traits, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The running statistics that a batch norm is about to update."""
+    if traits.statistics is None or not args[traits.statistics[2]]:
+        return []
+    return [args[position] for position in traits.statistics[:2] if args[position] is not None]
 
 
 def _note_generator(record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

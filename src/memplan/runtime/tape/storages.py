@@ -27,17 +27,18 @@ class Storages:
 
     A value that is not kept lives here as long as its storage does. One that is kept is only known
     here for as long as something else needs it: it holds its storage, so that this would hold it
-    for good.
+    for good. A storage that is known without a value holds what no replay can make again; whoever
+    reads it keeps it.
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, tuple[Value | weakref.ref[Value], _StorageRef]] = {}
+        self._live: dict[int, tuple[Value | weakref.ref[Value] | None, _StorageRef]] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._live
 
     def find(self, tensor: torch.Tensor) -> Value | None:
-        """What a plain tensor's storage holds, where a recorded op read or wrote it."""
+        """What a plain tensor's storage holds, where that is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         if found is None:
             return None
@@ -45,16 +46,14 @@ class Storages:
         return value() if type(value) is weakref.ref else value  # type: ignore[return-value]
 
     def value_of(self, tensor: torch.Tensor) -> Value:
-        """What a tensor's storage holds: where it is new here, a value from outside."""
-        if not is_plain(tensor):
-            return Value(None, 0, recomputable=False)
+        """What a plain tensor's storage holds. It is kept where that was not known."""
         value = self.find(tensor)
         if value is None:
-            value = Value(None, 0, recomputable=True)
+            value = Value(None, 0)
             self.keep(value, tensor)
         return value
 
-    def set(self, tensor: torch.Tensor, value: Value) -> None:
+    def set(self, tensor: torch.Tensor, value: Value | None) -> None:
         """A plain tensor's storage holds `value` from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -64,11 +63,13 @@ class Storages:
             reference.key = key
         else:
             reference = found[1]
-        self._live[key] = (value if value.base is None else weakref.ref(value), reference)
+        if value is not None and value.base is not None:
+            self._live[key] = weakref.ref(value), reference
+        else:
+            self._live[key] = value, reference
 
     def keep(self, value: Value, tensor: torch.Tensor) -> None:
         """Keep the current content of a plain tensor's storage, for as long as it is needed."""
-        value.recomputable = True
         value.uninitialised = False
         value.keep(alias(tensor))
         self.set(tensor, value)

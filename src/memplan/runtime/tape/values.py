@@ -20,8 +20,7 @@ class Value:
     """One version of the content of a storage.
 
     It is *available* while `base` holds a tensor on that storage. Otherwise `producer` makes it
-    again. `recomputable` says that it can: every op on the way back to available values can be
-    replayed.
+    again: every op on the way back to available values can be replayed.
     """
 
     __slots__ = (
@@ -30,25 +29,20 @@ class Value:
         "group",
         "output",
         "producer",
-        "read",
-        "recomputable",
         "uninitialised",
         "version",
     )
 
-    def __init__(self, producer: OpRecord | None, output: int, recomputable: bool) -> None:
+    def __init__(self, producer: OpRecord | None, output: int) -> None:
         self.base: torch.Tensor | None = None
         self.version = 0
         """`base._version` when `base` was taken; it must not change."""
         self.producer = producer
         self.output = output
         """Which tensor of the producer's result, or of the arguments that it writes, negative."""
-        self.recomputable = recomputable
         self.group: Group | None = None
         """The group to drop it with; None: keep it when autograd saves it."""
         self.uninitialised = False
-        self.read = False
-        """Some recorded op has it as an input."""
 
     def keep(self, base: torch.Tensor) -> None:
         """Make it available from now on; what would have recomputed it is no longer needed."""
