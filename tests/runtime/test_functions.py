@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.runtime.tape import Recording, functions
 from memplan.runtime.tape.groups import checksum_of
@@ -235,6 +236,34 @@ def test_the_checksum_notices_an_exchange_and_a_bit(dtype: torch.dtype, dimensio
     assert not first.equal(checksum_of(tensor.roll(1, dimension)))  # type: ignore[arg-type]
     tensor[2, 1, 3] += 1
     assert not first.equal(checksum_of(tensor))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.mT, lambda t: t[:, ::3, 1:]])
+def test_the_checksum_of_a_large_tensor_is_taken_in_small_pieces(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    tensor = view(torch.randn(3, 300, 700).bfloat16())
+    first = checksum_of(tensor)
+    for dimension in range(3):
+        tensor.copy_(tensor.flip(dimension))
+        assert not torch.equal(first, checksum_of(tensor))  # type: ignore[arg-type]
+        tensor.copy_(tensor.flip(dimension))
+        assert torch.equal(first, checksum_of(tensor))  # type: ignore[arg-type]
+    largest = 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if not func.is_view and isinstance(result, Tensor):
+                largest = max(largest, result.untyped_storage().nbytes())
+            return result
+
+    with Largest():
+        checksum_of(tensor)
+    assert 0 < largest <= tensor.numel()
 
 
 def test_without_watching_functions_their_unseen_writes_are_lost(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from weakref import WeakSet
 
 import torch
@@ -9,6 +11,9 @@ import torch
 from memplan.runtime.tape.replay import recompute
 from memplan.runtime.tape.values import View
 from memplan.types.errors import RecomputeError
+
+_one_at_a_time = threading.RLock()
+"""Backward runs in a thread for each device: two replays would draw from one generator by turns."""
 
 
 class Handle:
@@ -41,11 +46,12 @@ class Group:
         the recomputation was modified in between.
         """
         value = handle.view.value
-        if value.base is None:
-            waiting = {other.view.value for other in self.handles}
-            recompute(self.name, [v for v in waiting if v.base is None])
-            for other in list(self.handles):
-                self._check(other)
+        with _one_at_a_time:
+            if value.base is None:
+                waiting = {other.view.value for other in self.handles}
+                recompute(self.name, [v for v in waiting if v.base is None])
+                for other in list(self.handles):
+                    self._check(other)
         base = value.base
         assert base is not None
         return handle.view.on(base)
@@ -85,13 +91,16 @@ class SavedTensor:
         return self.tensor
 
 
-_SHORT = 2**20
+_PIECES, _SHORTEST, _LONGEST = 16, 2**10, 2**18
+"""A tensor is summed in so many pieces, of so many elements each: the check runs while memory is
+scarce, and takes 16 bytes for an element of a piece."""
+_ODD = 1_000_003
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A sum of the tensor's elements read as integers, weighted by place along each dimension, so
-    that rows in another order are noticed. Exact, and the same in every order of summation."""
+    """A sum of the tensor's elements read as integers, weighted by place, so that rows in another
+    order are noticed. Exact, modulo 2^64, and the same in every order of summation."""
     if tensor.numel() == 0 or tensor.is_quantized:
         return None
     if tensor.is_conj() or tensor.is_neg():
@@ -101,15 +110,26 @@ def checksum_of(tensor: torch.Tensor) -> torch.Tensor | None:
     integer = _INTEGERS.get(tensor.element_size())
     if integer is None:
         return None
-    integers = tensor.view(integer)
-    total = integers.sum(dtype=torch.int64)
-    for dimension, size in enumerate(integers.shape):
-        others = [other for other in range(integers.dim()) if other != dimension]
-        if others:
-            along = integers.sum(others, dtype=torch.int64)
-        elif size <= _SHORT:
-            along = integers.to(torch.int64)
-        else:
-            break
-        total += (along * torch.arange(size, device=along.device)).sum()
+    most = min(max(tensor.numel() // _PIECES, _SHORTEST), _LONGEST)
+    places = torch.arange(1, min(tensor.numel(), most) + 1, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in _pieces(_as_stored(tensor.view(integer)), most):
+        flat = piece.reshape(-1)
+        total = total * _ODD + (places[: len(flat)] * flat).sum()
     return total
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The dimensions in the order of their strides, in one where there are no gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    tensor = tensor.permute(order)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
+
+
+def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    rows = max(1, len(tensor) * most // tensor.numel())
+    for part in tensor.split(rows) if len(tensor) > 1 else (tensor[0],):
+        yield from _pieces(part, most)
