@@ -1,0 +1,215 @@
+"""`memplan fit`: what it captures, what it prints and writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from memplan.capture.options import ScriptTarget
+from memplan.cli import fit as command
+from memplan.cli import main
+from memplan.fit import child, plans
+from memplan.fit.child import Captured
+from memplan.types.device import find_profile
+from memplan.types.plan import Plan
+from memplan.types.plan_file import load_plan
+from tests.fit.chain_job import MIB, ChainProgram
+
+SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
+
+
+class FakeCapture:
+    """Stands for the child processes; the job is the one of `chain_job`."""
+
+    options: list[str]
+    asked: list[ScriptTarget]
+    weight = 8 * MIB
+
+    def __init__(self, options: list[str]) -> None:
+        type(self).options, type(self).asked = options, []
+        card = options[options.index("--gpu") + 1] if "--gpu" in options else "l4"
+        self._job = ChainProgram(find_profile(card), weight=self.weight)
+
+    def __enter__(self) -> FakeCapture:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def __call__(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+    ) -> Captured:
+        assert quiet is bool(self.asked), "only the first capture is heard"
+        self.asked.append(program)
+        return self._job(program, plan)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(child, "ChildCapture", FakeCapture)
+    monkeypatch.setattr(command, "machine_profile", lambda: None)
+    monkeypatch.setattr(FakeCapture, "weight", 8 * MIB)
+    monkeypatch.setattr(plans, "_FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(plans, "_SOLVE_SECONDS", 0.5)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SOURCE)
+
+
+def fit(*words: str) -> int:
+    return main(["fit", *words])
+
+
+def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "2600MiB", "-o", "job.plan", "train.py", "--lr", "0.1"]
+    assert fit(*words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
+    assert any(line.startswith("  recompute  blocks") for line in lines)
+    assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"
+    plan = load_plan("job.plan")
+    assert plan.recompute is not None and plan.recompute.groups
+    assert plan.made_from.gpu == find_profile("2600MiB").name
+    before = Path("job.plan").read_bytes()
+    assert fit(*words) == 2
+    assert "exists" in capsys.readouterr().err
+    assert Path("job.plan").read_bytes() == before
+    assert fit("-f", *words) == 0
+
+
+def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--json", "--gpu", "2600MiB", "-o", "job.plan", "train.py") == 0
+    out = capsys.readouterr().out
+    answer = json.loads(out)
+    assert answer["schema_version"] == 1 and answer["memplan_version"] and answer["torch_version"]
+    assert answer["gpu"]["total_bytes"] == 2600 * MIB
+    assert answer["fits"] is True and answer["before"]["fits"] is False
+    assert answer["after"]["fits"] is True and answer["plan"] == "job.plan"
+    assert answer["added_fraction"] > 0 and answer["attempts"] and answer["changes"] == []
+    plan = load_plan("job.plan")
+    settings = [lever["name"] for lever in answer["levers"] if lever["kind"] == "allocator"]
+    assert settings == ([plan.alloc_conf] if plan.alloc_conf else [])
+
+
+def test_what_fits_gets_an_empty_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--gpu", "24GiB", "-o", "job.plan", "train.py") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fits without a plan: peak ")
+    plan = load_plan("job.plan")
+    assert plan.recompute is None and plan.alloc_conf == ""
+
+
+def test_the_allocator_alone_may_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--gpu", "3180MiB", "-o", "job.plan", "train.py") == 0
+    assert "expandable_segments:True" in capsys.readouterr().out
+    assert len(FakeCapture.asked) == 1
+    plan = load_plan("job.plan")
+    assert plan.recompute is None and plan.alloc_conf == "expandable_segments:True"
+
+
+def test_no_plan_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCapture, "weight", 2 * MIB)
+    assert fit("--gpu", "1100MiB", "-o", "job.plan", "train.py") == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("does not fit: least possible peak ")
+    assert "nearest changes that fit" in lines
+    change = next(line for line in lines if line.startswith("  --batch-size "))
+    assert "(now 8)" in change
+    value = change.split()[1]
+    assert lines[-1] == (
+        f"next: memplan fit --gpu 1100MiB -o job.plan train.py --batch-size {value}"
+    )
+    assert not Path("job.plan").exists()
+
+
+def test_without_o_the_next_command_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--gpu", "2600MiB", "train.py") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "next: memplan fit --gpu 2600MiB -o job.plan train.py"
+
+
+def test_options_reach_the_captures() -> None:
+    words = ["--gpu", "24GiB", "--steps", "5", "--routing", "worst", "--allow-network"]
+    assert fit(*words, "--alloc-conf", "max_split_size_mb:64", "-m", "json.tool", "x") == 0
+    assert FakeCapture.asked == [ScriptTarget("module", "json.tool", ("x",))]
+    assert FakeCapture.options == [
+        "--routing", "worst", "--gpu", "24GiB", "--steps", "5",
+        "--alloc-conf", "max_split_size_mb:64", "--allow-network",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.py"], "no card to fit"),
+        (["--gpu", "24GiB"], "no script given"),
+        (["--gpu", "many", "train.py"], "unknown GPU 'many'"),
+        (["--gpu", "24GiB", "tain.py"], "no script tain.py"),
+        (["--gpu", "24GiB", "--steps", "0", "train.py"], "a plan needs a training step"),
+        (["--gpu", "24GiB", "--alloc-conf", "x:1", "train.py"], "x"),
+        (["--gpu", "24GiB", "-o", "no/job.plan", "train.py"], "does not exist"),
+        (["--gpu", "24GiB", "-f", "-o", "train.py", "train.py"], "is what this command reads"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakeCapture.asked = []
+    assert fit(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and "  try: " in err
+    assert not FakeCapture.asked
+    assert Path("train.py").read_text() == SOURCE
+
+
+# The real children
+
+
+def memplan(folder: Path, *words: str) -> subprocess.Popen[str]:
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "memplan", *words],
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_failing_capture_says_why_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise ValueError('no data here')\n")
+    with memplan(tmp_path, "fit", "--gpu", "l4", "-o", "job.plan", "train.py") as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 4
+    assert out == "" and err.count("no data here") == 1 and "Traceback" not in err
+    assert not list((tmp_path / "scratch").iterdir())
+    assert not (tmp_path / "job.plan").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\ntorch.ones(1).cuda()\nprint(os.getpid(), flush=True)\n"
+        "while True:\n    time.sleep(0.1)\n"
+    )
+    with memplan(tmp_path, "fit", "--gpu", "l4", "train.py") as process:
+        assert process.stderr is not None
+        script = int(process.stderr.readline())
+        process.send_signal(number)
+        assert process.wait(60) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert not list((tmp_path / "scratch").iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(script, 0)
