@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from memplan.runtime.tape import Decisions
 from memplan.types.errors import RecomputeError
 from tests.runtime.harness import Job, check, everything, outcome
 
@@ -161,7 +162,7 @@ def test_a_weight_changed_before_backward_is_an_error_with_and_without_a_tape() 
         loss.backward()
         return [loss]
 
-    for decisions in (None, everything(Job(Mlp, step))):
+    for decisions in (None, Decisions({}), everything(Job(Mlp, step))):
         with pytest.raises(
             (RuntimeError, RecomputeError), match=r"modified (by an inplace|in place)"
         ):

@@ -95,12 +95,14 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, outside autograd's graph: an op's result joins the
     graph later, and the graph refers back to what is kept here."""
     # Below autograd a view gets a version counter of its own, unless this key takes part.
-    excluded = _is_excluded(_VERSIONS)
-    _exclude(_VERSIONS, False)
+    below = _is_excluded(_VERSIONS)
+    if below:
+        _exclude(_VERSIONS, False)
     try:
         if type(tensor) is FakeTensor:
             return tensor.detach()
         with torch._C._DisableTorchDispatch():
             return tensor.detach()
     finally:
-        _exclude(_VERSIONS, excluded)
+        if below:
+            _exclude(_VERSIONS, True)
