@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import memplan
 from bench.recompute.case import Training
 
-
-class MissingError(Exception):
-    """This memplan has no `auto_checkpoint`."""
+SEARCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,23 @@ class Applied:
         self.handle.remove()
 
 
-def apply(training: Training, budget_bytes: int | None = None) -> Applied:
+def apply(
+    training: Training,
+    budget_bytes: int | None = None,
+    cost: Literal["time", "flops"] = "time",
+) -> Applied:
     """Plan for the training's module and put the plan into effect; None: the least peak.
 
-    Raises MissingError, and what `auto_checkpoint` raises: for a budget that cannot be met, say.
+    `cost` is what the plan adds as little of as it can. Raises what `auto_checkpoint` raises: for a
+    budget that cannot be met, say.
     """
-    plan = getattr(memplan, "auto_checkpoint", None)
-    if plan is None:
-        raise MissingError("memplan.auto_checkpoint")
     began = time.perf_counter()
-    handle = plan(training.module, *training.inputs, loss=training.loss, budget=budget_bytes)
+    handle = memplan.auto_checkpoint(
+        training.module,
+        *training.inputs,
+        loss=training.loss,
+        budget=budget_bytes,
+        cost=cost,
+        search_seconds=SEARCH_SECONDS,
+    )
     return Applied(handle, time.perf_counter() - began)

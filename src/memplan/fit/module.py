@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,8 @@ from memplan.types.trace import Trace
 MOST_ADDED = 1 / 3
 """One more forward pass, where backward takes twice a forward's time."""
 _TIMING_SECONDS = 3.0
+_AMONG_EQUAL_FLOPS = 1e-4
+"""Weight of time where only arithmetic counts: most operators have none."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def auto_checkpoint(
     loss: Callable[[Any], torch.Tensor] | None = None,
     budget: int | str | None = None,
     most_added: float = MOST_ADDED,
+    cost: Literal["time", "flops"] = "time",
     gpu: str | None = None,
     search_seconds: float = 10.0,
 ) -> AutoCheckpoint:
@@ -73,6 +76,7 @@ def auto_checkpoint(
     backward must not exceed, at the least added time; None: the least peak that adds no more than
     `most_added` of the time of forward and backward. `gpu` names a card whose
     data sheet prices the operators; None: they are timed, one by one, on the module's own device.
+    `cost="flops"` counts their arithmetic alone, as PyTorch's activation memory budget does.
     `search_seconds` is the longest that a search takes.
 
     Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
@@ -93,7 +97,8 @@ def auto_checkpoint(
         if len(sample) == 1 and isinstance(sample[0], Mapping)
         else (sample, {})
     )
-    planner = _Planner(module, args, kwargs, loss, profile, search_seconds, gpu is None)
+    planner = _Planner(module, args, kwargs, loss, profile, search_seconds)
+    planner.prepare("device" if cost == "time" and gpu is None else cost)
     part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
@@ -110,7 +115,6 @@ class _Planner:
         loss: Callable[[Any], torch.Tensor] | None,
         profile: DeviceProfile,
         search_seconds: float,
-        measured: bool,
     ) -> None:
         def capture(
             within: Callable[[torch.nn.Module], AppliedToModule] | None = None,
@@ -124,13 +128,20 @@ class _Planner:
         self._capture = capture
         self._profile = profile
         self._seconds = search_seconds
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def prepare(self, cost: Literal["device", "time", "flops"]) -> None:
+        """Capture the step as it is. Its operators cost what they take on the module's own
+        `device`, the `time` that the profile expects, or their `flops`."""
         called = CalledOps()
         trace = self._capture(on_op=called)
-        seconds = op_seconds(trace, profile)
-        if measured:
-            device = next(module.parameters()).device
-            seconds = called.seconds(seconds, device, _TIMING_SECONDS)
-        self._graph = step_graph(trace, profile, seconds=seconds)
+        seconds = op_seconds(trace, self._profile)
+        if cost == "device":
+            seconds = called.seconds(seconds, self._device, _TIMING_SECONDS)
+        elif cost == "flops":
+            rate = self._profile.peak_flops["fp32"]
+            seconds = trace.ops.flops / rate + _AMONG_EQUAL_FLOPS * seconds
+        self._graph = step_graph(trace, self._profile, seconds=seconds)
         self.plain_bytes = plain_peak(self._graph)
 
     def plan(self, limit: int | None, most_added: float) -> tuple[RecomputePart, float]:
