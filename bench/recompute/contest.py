@@ -151,10 +151,7 @@ def run(name: str) -> dict[str, Any]:
     named = [one for one in rivals if "segments" not in one.notes]
     timed = [plain, *named, least(counted)]
     mine = enter_ours(name)
-    if mine is not None:
-        timed.append(mine)
-        contestants.append(mine)
-    time_together(timed)
+    time_together([*timed, mine])
     data: dict[str, Any] = {
         "says": models.CASES[name].says,
         "units": len(training.units),
@@ -166,10 +163,9 @@ def run(name: str) -> dict[str, Any]:
         "segment_peaks": {str(one.notes["segments"]): one.peak.peak_bytes for one in counted},
         "accumulating": _accumulating(plain, [least(counted), *named]),
     }
-    if mine is not None:
-        data["memplan"] = _judged(plain, mine)
-        if name in REDUCTIONS:
-            data["memplan"] |= _reduction(name, plain)
+    data["memplan"] = _judged(plain, mine)
+    if name in REDUCTIONS:
+        data["memplan"] |= _reduction(name, plain)
     return data
 
 
