@@ -62,6 +62,7 @@ def a_card() -> Iterator[None]:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_: True,
         "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
     }

@@ -52,6 +52,8 @@ class _Calls:
                 self.new_pass()
             call = 0 if self._every_call else len(self._pass)
             decisions = self._decisions.get(call)
+            if self._on_cuda and torch.cuda.is_current_stream_capturing():
+                decisions = None  # a CUDA graph takes no generator's state, and no check
             first = call not in self._verified
             self._verified.add(call)
             recording = Recording(decisions or Decisions({}), verify=first, on_cuda=self._on_cuda)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from memplan.runtime.tape.decisions import HOLD, Decisions
 from memplan.runtime.tape.functions import watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
+from memplan.runtime.tape.real_cuda import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
 from memplan.runtime.tape.storages import Storages, alias, is_plain, share_storage
@@ -48,6 +49,8 @@ class Recording(TorchDispatchMode):
         self._opaque = 0
         """Depth of functions with a backward of their own."""
         self._symbolic = False
+        self._stream: int | None = None
+        """The CUDA stream that the call began on; None where there is none to heed."""
         self._stack = ExitStack()
         self.backward_began = False
         """Whether something of this call has been asked for by backward."""
@@ -68,6 +71,9 @@ class Recording(TorchDispatchMode):
             for mode in _get_current_dispatch_mode_stack()
         )
         with ExitStack() as stack:
+            if self._on_cuda and not self._symbolic:
+                stack.enter_context(tensors_made_as_in_captures())
+                self._stream = current_stream()
             stack.enter_context(saved_tensors_hooks(*self.hooks))
             stack.enter_context(watched_by(self))
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -116,7 +122,7 @@ class Recording(TorchDispatchMode):
         traits = traits_of(func)
         record = OpRecord(func, self._number, self._count(traits, args, kwargs), args, kwargs)
         self._number += 1
-        can = traits.replayable and not self._opaque
+        can = traits.replayable and not self._opaque and not self._on_another_stream()
         written = _written_tensors(traits, args, kwargs) if traits.written else []
         for tensor in written:
             can &= self._before_writing(tensor)
@@ -136,6 +142,11 @@ class Recording(TorchDispatchMode):
             self._after_writing(tensor, None)
         self._note_results(record, traits, tensors, can)
         return result
+
+    def _on_another_stream(self) -> bool:
+        """A replay runs on one stream, that of the node of autograd which asks for it first, and
+        nothing makes others wait for it: what others make is kept, and what they save."""
+        return self._stream is not None and current_stream() != self._stream
 
     def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
@@ -275,7 +286,9 @@ class Recording(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
         value = self._storages.find(tensor) if is_plain(tensor) else None
         if value is not None and value.base is None:
-            if value.group is not None and value.producer is not None and not value.uninitialised:
+            known = value.producer is not None and not value.uninitialised
+            if value.group is not None and known and not self._on_another_stream():
+                assert value.producer is not None
                 checksum = self._checksum(tensor, value.producer, value.output)
                 handle = Handle(View.of(tensor, value), value.group, checksum)
                 value.group.handles.add(handle)
