@@ -1,0 +1,42 @@
+"""The whole flow on a job of a CPU's size: fit, then run with the plan, measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from memplan.types.plan_file import load_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "bench/fit_jobs/mlp.py"
+
+
+def memplan(*words: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MEASURE": "1" if words[0] == "run" else ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_fit_then_run(tmp_path: Path) -> None:
+    """Losses are the same bits, and the measured peak is within what the plan promises."""
+    path = str(tmp_path / "job.plan")
+    answer = memplan("fit", "--gpu", "940MiB", "-o", path, SCRIPT)
+    assert answer[0].startswith("fits with a plan: ")
+    assert answer[-1] == f"next: memplan run --plan {path} {SCRIPT}"
+    plan = load_plan(path)
+    assert plan.recompute is not None and plan.recompute.groups
+    plain = memplan("run", SCRIPT, "--device", "cpu")
+    planned = memplan("run", "--plan", path, SCRIPT, "--device", "cpu")
+    losses = [[line for line in lines if line.startswith("loss")] for lines in (plain, planned)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    before, after = (int(lines[-1].removeprefix("peak ")) for lines in (plain, planned))
+    assert after <= plan.recompute.peak_bytes < before
