@@ -22,12 +22,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 
 from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build, checkpointed
+from memplan.runtime.op_timing import CalledOps
 
 WARM_UP = 3
 """Steps before any is measured; the first also checks what is recomputed."""
@@ -130,13 +133,13 @@ class Task:
         import memplan
 
         began = time.perf_counter()
-        applied = memplan.auto_checkpoint(
-            self.training.module,
-            *self.training.inputs,
-            loss=self.training.loss,
-            budget=budget,
-            gpu=_card(self.device),
-        )
+        with operators_timed(alone(self.options.lock)):
+            applied = memplan.auto_checkpoint(
+                self.training.module,
+                *self.training.inputs,
+                loss=self.training.loss,
+                budget=budget,
+            )
         return applied, {
             "plan_seconds": time.perf_counter() - began,
             "plain_peak_bytes": applied.plain_peak_bytes,
@@ -232,6 +235,22 @@ def alone(lock: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def operators_timed(within: AbstractContextManager[None]) -> Iterator[None]:
+    """Inside, planning times its operators within `within`, and the rest of it outside."""
+    timed = CalledOps.seconds
+
+    def seconds(*arguments: Any) -> Any:
+        with within:
+            found = timed(*arguments)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return found
+
+    with mock.patch.object(CalledOps, "seconds", seconds):
+        yield
+
+
+@contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """A warning where PyTorch has no such kernel; `repeatable` then tells whether it mattered."""
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -246,17 +265,6 @@ def _deterministic() -> Iterator[None]:
 
 def _bits(tensor: torch.Tensor) -> int:
     return int(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]).sum())
-
-
-def _card(device: torch.device) -> str | None:
-    """The profile of the card, None for one without."""
-    from memplan.types.device import find_profile
-    from memplan.types.errors import UsageError
-
-    try:
-        return find_profile(torch.cuda.get_device_name()).name if device.type == "cuda" else None
-    except UsageError:
-        return None
 
 
 def _circumstances(device: torch.device) -> dict[str, Any]:
