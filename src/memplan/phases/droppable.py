@@ -21,7 +21,8 @@ _NEVER = frozenset(
         "_cudnn_rnn", "miopen_rnn",
         "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
         "index_add_", "index_put", "index_put_", "_index_put_impl_", "put_", "histc", "bincount",
-        "cumsum", "kthvalue", "median",
+        "cumsum", "kthvalue", "median", "scatter", "scatter_", "index_copy", "index_copy_",
+        "max_unpool2d", "max_unpool3d", "nll_loss2d_forward",
     }
 )  # fmt: skip
 """Operators that change a storage's size, keep state that their schema does not show, or give

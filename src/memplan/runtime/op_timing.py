@@ -28,8 +28,8 @@ class CalledOps:
 
     def __call__(self, row: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that `row` of the trace is this call; its tensors are described, not kept."""
-        if func.is_view:
-            return
+        if func.is_view or not func._schema.returns:
+            return  # an assertion that fails on made-up numbers would be the end of the device
         described = tuple(_describe(item) for item in args)
         named = {name: _describe(item) for name, item in kwargs.items()}
         key = (func, repr(described), repr(named))

@@ -20,7 +20,8 @@ _RACES_ON_CUDA = frozenset(
     {
         "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
         "index_add_", "index_put", "index_put_", "_index_put_impl_", "put_", "histc", "bincount",
-        "cumsum", "kthvalue", "median",
+        "cumsum", "kthvalue", "median", "scatter", "scatter_", "index_copy", "index_copy_",
+        "max_unpool2d", "max_unpool3d", "nll_loss2d_forward",
     }
 )  # fmt: skip
 """`torch.use_deterministic_algorithms` lists them: atomics add in any order, or ties are decided
