@@ -14,6 +14,7 @@ from memplan import auto_checkpoint
 from memplan.capture import session
 from memplan.capture.module import capture_module
 from memplan.capture.options import CaptureOptions
+from memplan.fit.module import _profile_of
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.types.device import DEFAULT_PROFILE, find_profile
 from memplan.types.op_names import op_name
@@ -74,6 +75,11 @@ def test_planning_for_a_module_on_cuda() -> None:
     assert applied.peak_bytes < applied.plain_peak_bytes
     after = module.state_dict()
     assert all(torch.equal(after[name].on_host, value) for name, value in before.items())
+
+
+def test_the_card_is_the_module_s_own() -> None:
+    assert _profile_of(moved(nn.Linear(2, 2))).name == "h100"
+    assert _profile_of(nn.Linear(2, 2)).name == DEFAULT_PROFILE
 
 
 def test_memory_is_counted_on_the_card_alone() -> None:

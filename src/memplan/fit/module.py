@@ -91,7 +91,7 @@ def auto_checkpoint(
         raise UsageError(f"a budget of {limit} bytes", "a size such as 8GiB")
     if not most_added >= 0:
         raise UsageError(f"most_added={most_added}", "a fraction of the step's time, such as 0.3")
-    profile = find_profile(gpu or DEFAULT_PROFILE)
+    profile = find_profile(gpu) if gpu is not None else _profile_of(module)
     args, kwargs = (
         ((), dict(sample[0]))
         if len(sample) == 1 and isinstance(sample[0], Mapping)
@@ -102,6 +102,15 @@ def auto_checkpoint(
     part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
+
+
+def _profile_of(module: torch.nn.Module) -> DeviceProfile:
+    """Of the card that the module is on; the default one where there is none, or no profile."""
+    device = next((p.device for p in module.parameters() if p.is_cuda), None)
+    try:
+        return find_profile(torch.cuda.get_device_name(device) if device else DEFAULT_PROFILE)
+    except UsageError:
+        return find_profile(DEFAULT_PROFILE)
 
 
 class _Planner:
