@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,10 +21,11 @@ from memplan.cli.machine import machine_profile
 from memplan.cli.program import check_program
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, write_json, write_report
-from memplan.fit.answer import Fit
-from memplan.fit.child import program_words
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from memplan.fit.answer import Fit
 
 TAKES_PROGRAM = True
 _USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
@@ -98,6 +100,8 @@ def _child_options(args: argparse.Namespace) -> list[str]:
 
 def next_command(answer: Fit, own_words: list[str], program: ScriptTarget) -> str:
     """What the reader will most likely type next, ready to be pasted; empty when nothing helps."""
+    from memplan.fit.child import program_words
+
     rest = program_words(program)
     fits_as_it_is = answer.fits and answer.after is None
     if answer.plan:
