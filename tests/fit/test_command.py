@@ -176,6 +176,12 @@ def test_bad_input_is_refused_before_anything_runs(
 # The real children
 
 
+def _default_signals() -> None:
+    """Tests that run in the background inherit signals that are ignored."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def memplan(folder: Path, *words: str) -> subprocess.Popen[str]:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
@@ -186,6 +192,7 @@ def memplan(folder: Path, *words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_default_signals,
     )
 
 
