@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from memplan.types.trace import Trace
 MOST_ADDED = 1 / 3
 """One more forward pass, where backward takes twice a forward's time."""
 _TIMING_SECONDS = 3.0
+_SEARCHES_DIFFER = 1.01
+"""A search ends by the clock: another one may end a little above the least peak of the first."""
 _AMONG_EQUAL_FLOPS = 1e-4
 """Weight of time where only arithmetic counts: most operators have none."""
 
@@ -175,7 +178,7 @@ class _Planner:
         raise InfeasibleError(
             f"no selection found keeps the peak within {limit:,} bytes; the least found is "
             f"{part.peak_bytes:,} (it is {self.plain_bytes:,} without any)",
-            f"budget={part.peak_bytes}, a smaller batch or shorter sequences",
+            f"budget={math.ceil(part.peak_bytes * _SEARCHES_DIFFER)}, a smaller batch or shorter sequences",
         )
 
     def _least_peak(self) -> Selection:
