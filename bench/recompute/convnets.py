@@ -166,10 +166,10 @@ def _named(name: str, make: Callable[..., Training], batch: int, pixels: int) ->
 CASES = [
     _named("vgg16", vgg, 4, 96),
     _named("vgg19", vgg, 4, 96),
-    _named("resnet50", resnet, 4, 96),
-    _named("resnet101", resnet, 4, 96),
-    _named("resnet152", resnet, 4, 96),
-    _named("densenet121", densenet, 4, 96),
+    _named("resnet50", resnet, 8, 96),
+    _named("resnet101", resnet, 8, 96),
+    _named("resnet152", resnet, 8, 96),
+    _named("densenet121", densenet, 8, 96),
     _named("densenet201", densenet, 4, 96),
     Case(
         "inception-v3",

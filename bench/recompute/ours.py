@@ -32,8 +32,10 @@ def apply(
     training: Training,
     budget_bytes: int | None = None,
     cost: Literal["time", "flops"] = "time",
+    most_added: float = 1 / 3,
 ) -> Applied:
-    """Plan for the training's module and put the plan into effect; None: the least peak.
+    """Plan for the training's module and put the plan into effect; no budget: the least peak that
+    adds at most `most_added` of the time.
 
     `cost` is what the plan adds as little of as it can. Raises what `auto_checkpoint` raises: for a
     budget that cannot be met, say.
@@ -45,6 +47,7 @@ def apply(
         loss=training.loss,
         budget=budget_bytes,
         cost=cost,
+        most_added=most_added,
         search_seconds=SEARCH_SECONDS,
     )
     return Applied(handle, time.perf_counter() - began)

@@ -4,7 +4,7 @@ to the bit."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memplan.runtime.tape import Decisions, Recording, decisions_by_call, groups, replay
+from memplan.runtime.tape import Decisions, Needed, Recording, decisions_by_call, groups, replay
 from memplan.types.op_names import op_name
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 
@@ -39,6 +39,11 @@ class Outcome:
     state: dict[str, Tensor]
     generator: Tensor
     recomputations: int = 0
+    calls: list[Recording] = field(default_factory=list)
+
+    def needed(self) -> list[Needed]:
+        """What the replays of each call needed."""
+        return [call.learned for call in self.calls if call.learned is not None]
 
     def differences(self, other: Outcome) -> list[str]:
         """What is not the same bit for bit, in words."""
@@ -71,19 +76,25 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 @contextmanager
-def recorded(module: nn.Module, decisions: Decisions, *, verify: bool = True) -> Iterator[None]:
-    """Every forward of `module` with gradients is recorded."""
+def recorded(
+    module: nn.Module, decisions: Decisions, *, verify: bool = True, needed: Sequence[Needed] = ()
+) -> Iterator[list[Recording]]:
+    """Every forward of `module` with gradients is recorded, the nth as one that is like a call that
+    needed `needed[n]`; gives the recordings."""
     forward = module.forward
+    calls: list[Recording] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with Recording(decisions, verify=verify):
+        expected = needed[len(calls)] if len(calls) < len(needed) else None
+        calls.append(Recording(decisions, verify=verify, needed=expected))
+        with calls[-1]:
             return forward(*args, **kwargs)
 
     module.forward = record
     try:
-        yield
+        yield calls
     finally:
         del module.forward
 
@@ -105,9 +116,13 @@ def recomputations() -> Iterator[list[str]]:
 
 
 def outcome(
-    job: Job, decisions: Decisions | None = None, wrap: Callable[[Any], Any] = lambda model: model
+    job: Job,
+    decisions: Decisions | None = None,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    needed: Sequence[Needed] = (),
 ) -> Outcome:
     """Of one step from fixed seeds; plain where `decisions` is None."""
+    calls: list[Recording] = []
     torch.manual_seed(0)
     model = job.model()
     torch.manual_seed(1)
@@ -115,7 +130,7 @@ def outcome(
         if decisions is None:
             seen = job.step(wrap(model))
         else:
-            with recorded(model, decisions):
+            with recorded(model, decisions, needed=needed) as calls:
                 seen = job.step(wrap(model))
     seen = list(seen) if isinstance(seen, (tuple, list)) else [seen]
     return Outcome(
@@ -124,6 +139,7 @@ def outcome(
         state={**model.state_dict(), **dict(model.named_buffers())},
         generator=torch.get_rng_state(),
         recomputations=len(count),
+        calls=calls,
     )
 
 
@@ -191,6 +207,10 @@ def check(job: Job, *, large: bool = False) -> None:
     for name, choice in choices(spy.ops, large=large).items():
         taped = outcome(job, choice.decisions())
         assert taped.differences(plain) == [], name
+        again = outcome(job, choice.decisions(), needed=taped.needed())
+        assert again.differences(plain) == [], f"{name}, again"
+        assert again.recomputations == taped.recomputations, name
+        assert not any(call.surprised for call in again.calls), name
         if name == "everything":
             assert bool(taped.recomputations) == job.recomputes
 

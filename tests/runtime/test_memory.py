@@ -282,3 +282,14 @@ def test_segments_lower_the_peak() -> None:
     job = Job(lambda: Chain(16), square_step)
     segments = timeline(job, Chosen(lambda f, n: {0: f"segment {n // 4}"}))
     assert max(segments) < 0.6 * max(timeline(job, None))
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
+def test_recording_no_more_than_is_needed_takes_no_more_memory(job: Job) -> None:
+    with without_collector():
+        made = Chosen(lambda f, n: {0: f"{f}{n // 2}"})
+        with Census() as whole:
+            needed = outcome(job, made).needed()
+        with Census() as again:
+            outcome(job, made, needed=needed)
+    assert max(again.bytes) <= max(whole.bytes)

@@ -21,6 +21,7 @@ from memplan.recompute.solve import least_peak, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.runtime.op_timing import CalledOps
+from memplan.runtime.overhead import replay_overhead
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
@@ -154,6 +155,8 @@ class _Planner:
             rate = self._profile.peak_flops["fp32"]
             seconds = trace.ops.flops / rate + _AMONG_EQUAL_FLOPS * seconds
         self._graph = step_graph(trace, self._profile, seconds=seconds)
+        if cost == "device":
+            self._graph = self._graph.with_replay_overhead(replay_overhead(self._device))
         self.plain_bytes = plain_peak(self._graph)
 
     def plan(self, limit: int | None, most_added: float) -> tuple[RecomputePart, float]:
@@ -175,10 +178,11 @@ class _Planner:
         part, added = self._verified(self._least_peak(), limit)
         if part.peak_bytes <= limit:
             return part, added
+        again = math.ceil(part.peak_bytes * _SEARCHES_DIFFER)
         raise InfeasibleError(
             f"no selection found keeps the peak within {limit:,} bytes; the least found is "
             f"{part.peak_bytes:,} (it is {self.plain_bytes:,} without any)",
-            f"budget={math.ceil(part.peak_bytes * _SEARCHES_DIFFER)}, a smaller batch or shorter sequences",
+            f"budget={again}, a smaller batch or shorter sequences",
         )
 
     def _least_peak(self) -> Selection:

@@ -95,7 +95,7 @@ class Evaluator:
             graph.forward_ops,
             np.zeros(len(graph), dtype=np.int64) if background is None else background,
         )
-        self.plain_seconds = float(ops.seconds.sum()) * graph.passes
+        self.plain_seconds = graph.plain_seconds
 
     def profile(self, group: npt.NDArray[np.int32], held: U8) -> Profile:
         """`group[v]`: the number of the group that value v is dropped in, in [0, values), or -1;

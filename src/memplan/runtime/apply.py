@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memplan.runtime.tape import Decisions, Recording, decisions_by_call
+from memplan.runtime.tape import Decisions, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
+
+_MOST_SURPRISES = 3
 
 
 class _Calls:
@@ -34,10 +37,13 @@ class _Calls:
         self._on_note = on_note
         self._decisions: dict[int, Decisions] = decisions_by_call(part)
         self._every_call = every_call
+        self._needed: dict[int, Needed] = {}
+        """By call, as learned from the last one that was recorded whole."""
+        self._surprises: Counter[int] = Counter()
         self._verified: set[int] = set()
         self._on_cuda = False
         self._pass: list[Recording] = []
-        self._running: list[Recording | None] = []
+        self._running: list[tuple[Recording | None, int]] = []
         self._to_compare: tuple[Recording, Decisions] | None = None
 
     def enter(self, root: torch.nn.Module) -> None:
@@ -45,7 +51,7 @@ class _Calls:
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
             self._on_cuda = parameter.is_cuda
-        recording = None
+        recording, call = None, 0
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpointed block runs again
         if torch.is_grad_enabled() and not in_backward and not torch.compiler.is_compiling():
             if any(earlier.backward_began for earlier in self._pass):
@@ -56,24 +62,38 @@ class _Calls:
                 decisions = None  # a CUDA graph takes no generator's state, and no check
             first = call not in self._verified
             self._verified.add(call)
-            recording = Recording(decisions or Decisions({}), verify=first, on_cuda=self._on_cuda)
+            recording = Recording(
+                decisions or Decisions({}),
+                verify=first,
+                on_cuda=self._on_cuda,
+                needed=self._needed.get(call),
+            )
             self._pass.append(recording)
             if decisions is None:
                 recording = None
             elif first:
                 self._to_compare = recording, decisions
-        self._running.append(recording)
+        self._running.append((recording, call))
         if recording is not None:
             recording.__enter__()
 
     def leave(self) -> None:
         """The forward that began last ends, with or without an error."""
-        recording = self._running.pop() if self._running else None
+        recording, call = self._running.pop() if self._running else (None, 0)
         if recording is not None:
             recording.__exit__(None, None, None)
+            self._learn(recording, call)
         if self._to_compare is not None and recording is self._to_compare[0]:
             self._compare(*self._to_compare)
             self._to_compare = None
+
+    def _learn(self, recording: Recording, call: int) -> None:
+        """Calls that keep changing what they do are recorded whole."""
+        if recording.surprised:
+            self._needed.pop(call, None)
+            self._surprises[call] += 1
+        elif recording.learned is not None and self._surprises[call] < _MOST_SURPRISES:
+            self._needed[call] = recording.learned
 
     def _compare(self, recording: Recording, decisions: Decisions) -> None:
         if self._on_note is not None and recording.found < decisions.named:

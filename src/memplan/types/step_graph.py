@@ -10,7 +10,7 @@ exist) is in `base_bytes`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class GraphOps:
     source: list[str]
     """`file:line` of the user's code; empty when unknown."""
     seconds: F64
-    """Expected duration on the device, 0 for views."""
+    """Expected duration on the device, 0 for views; of a forward op, when it is replayed."""
     flops: I64
     replayable: Bools
     """Whether running a forward op again gives its result again (a generator's state is restored
@@ -94,9 +94,26 @@ class StepGraph:
     recomputation lowers it."""
     passes: int = 1
     """How many passes with the same forward a step makes; the graph is that of the dearest."""
+    replay_overhead_seconds: float = 0.0
+    """How much of the ops' seconds, in sum, only replays take; a plain pass takes less by it."""
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step's passes without replays."""
+        return (float(self.ops.seconds.sum()) - self.replay_overhead_seconds) * self.passes
+
+    def with_replay_overhead(self, seconds: float) -> StepGraph:
+        """The same where replaying an op takes so much longer than running it first; views take no
+        time."""
+        longer = (np.arange(len(self)) < self.forward_ops) & (self.ops.seconds > 0)
+        return replace(
+            self,
+            ops=replace(self.ops, seconds=self.ops.seconds + seconds * longer),
+            replay_overhead_seconds=self.replay_overhead_seconds + seconds * int(longer.sum()),
+        )
 
     def check(self) -> None:
         count, values = len(self.ops), len(self.values)

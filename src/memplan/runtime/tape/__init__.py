@@ -6,6 +6,7 @@ nothing of the user's Python: no module hook, no counter, no batch norm statisti
 """
 
 from memplan.runtime.tape.decisions import Decisions, decisions_by_call
+from memplan.runtime.tape.needed import Needed
 from memplan.runtime.tape.recording import Recording
 
-__all__ = ["Decisions", "Recording", "decisions_by_call"]
+__all__ = ["Decisions", "Needed", "Recording", "decisions_by_call"]

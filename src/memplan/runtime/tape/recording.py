@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from memplan.runtime.tape.decisions import HOLD, Decisions
 from memplan.runtime.tape.functions import watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
+from memplan.runtime.tape.needed import Needed, needed_by
 from memplan.runtime.tape.real_cuda import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
@@ -31,14 +32,23 @@ class Recording(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, decisions: Decisions, *, verify: bool = False, on_cuda: bool = False
+        self,
+        decisions: Decisions,
+        *,
+        verify: bool = False,
+        on_cuda: bool = False,
+        needed: Needed | None = None,
     ) -> None:
         """`verify`: check what is recomputed against a checksum of what was dropped. `on_cuda`:
-        the model is on CUDA, and ops between host tensors do not count, as in a captured trace."""
+        the model is on CUDA, and ops between host tensors do not count, as in a captured trace.
+        `needed`: by an earlier call like this one; None: record every op."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._verify = verify
         self._on_cuda = on_cuda
+        self._needed = needed
+        self._ops: list[Traits] = []
+        """Of the call so far, while every op is recorded."""
         self._storages = Storages()
         self._counts: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
@@ -56,6 +66,12 @@ class Recording(TorchDispatchMode):
         """Whether something of this call has been asked for by backward."""
         self.found = 0
         """Values that the plan names and that the call made."""
+        self.learned: Needed | None = None
+        """Once left: what the replays of this call need; None where not every op was recorded, or
+        where some were replayed already."""
+        self.surprised = False
+        """Whether the call was not like the one that `needed` is of. It recorded every op from
+        there on."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,6 +116,8 @@ class Recording(TorchDispatchMode):
             self._off -= 1
 
     def _forget(self) -> None:
+        if self._needed is None and not self.surprised and not self.backward_began:
+            self.learned = needed_by(self._groups.values(), self._ops)
         self._storages.clear()
         self._groups.clear()
 
@@ -120,8 +138,11 @@ class Recording(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         traits = traits_of(func)
-        record = OpRecord(func, self._number, self._count(traits, args, kwargs), args, kwargs)
+        number, nth = self._number, self._count(traits, args, kwargs)
         self._number += 1
+        if not self._is_needed(func, traits, number, nth):
+            return self._run_unrecorded(func, traits, args, kwargs)
+        record = OpRecord(func, number, nth, args, kwargs)
         can = traits.replayable and not self._opaque and not self._on_another_stream()
         written = _written_tensors(traits, args, kwargs) if traits.written else []
         for tensor in written:
@@ -129,7 +150,7 @@ class Recording(TorchDispatchMode):
         can = can and self._freeze_arguments(record, traits, written)
         if can and traits.random and not self._symbolic:
             _note_generator(record, args, kwargs)
-        statistics = _updated_statistics(traits, args) if traits.statistics else []
+        statistics = self._known(_updated_statistics(traits, args)) if traits.statistics else []
         for tensor in statistics:
             self._before_writing(tensor)
         result = func(*args, **kwargs)
@@ -142,6 +163,37 @@ class Recording(TorchDispatchMode):
             self._after_writing(tensor, None)
         self._note_results(record, traits, tensors, can)
         return result
+
+    def _is_needed(self, func: Any, traits: Traits, number: int, nth: int) -> bool:
+        if self._needed is None:
+            self._ops.append(traits)
+            return True
+        if number in self._needed.replayed:
+            expected = self._storages.kept <= self._needed.inputs
+        else:
+            decided = self._decisions.of(func, nth)
+            expected = not decided or all(choice is HOLD for choice in decided.values())
+        if not expected or not self._needed.is_next(number, traits):
+            self._needed, self.surprised = None, True
+        return self._needed is None or number in self._needed.replayed
+
+    def _run_unrecorded(
+        self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What it makes is unknown: whoever reads it keeps it."""
+        written = _written_tensors(traits, args, kwargs) if traits.written else []
+        if traits.statistics:
+            written += _updated_statistics(traits, args)
+        known = self._known(written)
+        for tensor in known:
+            self._before_writing(tensor)
+        result = func(*args, **kwargs)
+        for tensor in known:
+            self._after_writing(tensor, None)
+        return result
+
+    def _known(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors if self._storages.find(tensor) is not None]
 
     def _on_another_stream(self) -> bool:
         """A replay runs on one stream, that of the node of autograd which asks for it first, and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -78,14 +77,11 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
 
 def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
     """By op number: the values that no later op of the replay reads."""
-    remaining = Counter(value for record in records for value in set(record.inputs))
+    seen: set[Value] = set()
     last: dict[int, list[Value]] = {}
-    for record in records:
-        done = last[record.number] = []
-        for value in set(record.inputs):
-            remaining[value] -= 1
-            if not remaining[value]:
-                done.append(value)
+    for record in reversed(records):
+        last[record.number] = done = [value for value in record.inputs if value not in seen]
+        seen.update(done)
     return last
 
 
@@ -95,23 +91,26 @@ def _replay(
     values: dict[Value, torch.Tensor],
     wanted: set[Value],
 ) -> None:
-    overwritten = {}
+    bases, overwritten = values, []
     for old in record.written:
         base = values.get(old)
         if base is None or old in wanted:
-            base = copy_of_storage(values[old] if old in values else _base(old))
-        overwritten[old] = base
-
-    bases = values | overwritten if overwritten else values
+            base = copy_of_storage(_base(old) if base is None else base)
+            bases = {**bases, old: base}
+        overwritten.append(base)
     arguments = [_thaw(item, bases) for item in record.args]
     keywords = {name: _thaw(item, bases) for name, item in record.kwargs.items()}
-    with _generator_at(record), torch.set_grad_enabled(record.grad):
-        tensors = flat_tensors(record.func(*arguments, **keywords))
-    for value in made:
-        if value.output < 0:
-            values[value] = overwritten[record.written[-1 - value.output]]
+    with torch.set_grad_enabled(record.grad):
+        if record.generator is None:
+            result = record.func(*arguments, **keywords)
         else:
-            values[value] = tensors[value.output]
+            with _generator_at(record.generator, record.state):
+                result = record.func(*arguments, **keywords)
+    tensors = flat_tensors(result)
+    for value in made:
+        values[value] = (
+            overwritten[-1 - value.output] if value.output < 0 else tensors[value.output]
+        )
 
 
 def _thaw(item: Any, bases: dict[Value, torch.Tensor]) -> Any:
@@ -138,16 +137,14 @@ def copy_of_storage(base: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _generator_at(record: OpRecord) -> Iterator[None]:
-    if record.generator is None or record.state is None:
-        yield
-        return
-    now = record.generator.get_state()
-    record.generator.set_state(record.state)
+def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Iterator[None]:
+    assert state is not None
+    now = generator.get_state()
+    generator.set_state(state)
     try:
         yield
     finally:
-        record.generator.set_state(now)
+        generator.set_state(now)
 
 
 @contextmanager

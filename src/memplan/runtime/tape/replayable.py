@@ -99,4 +99,4 @@ class Scratch:
         return cls(tensor.size(), tensor.dtype, tensor.device)
 
     def make(self) -> torch.Tensor:
-        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)

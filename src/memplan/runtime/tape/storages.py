@@ -33,6 +33,8 @@ class Storages:
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[Value | weakref.ref[Value] | None, _StorageRef]] = {}
+        self.kept = 0
+        """How many values were kept because they were read and not known."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._live
@@ -51,6 +53,7 @@ class Storages:
         if value is None:
             value = Value(None, 0)
             self.keep(value, tensor)
+            self.kept += 1
         return value
 
     def set(self, tensor: torch.Tensor, value: Value | None) -> None:

@@ -93,7 +93,16 @@ class View:
         )
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """The tensor, on the storage of `base`."""
+        """The tensor, on the storage of `base`; `base` itself where it is the same view."""
+        if (
+            base.dtype == self.dtype
+            and base.size() == self.size
+            and base.stride() == self.stride
+            and base.storage_offset() == self.offset
+            and base.is_conj() == self.conjugated
+            and base.is_neg() == self.negated
+        ):
+            return base
         if base.dtype != self.dtype:
             empty = torch.empty(0, dtype=self.dtype, device=base.device)
             base = empty.set_(base.untyped_storage())
