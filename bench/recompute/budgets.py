@@ -116,7 +116,8 @@ def _ours(graph: str, rival: Point, plain_flops: int) -> dict[str, Any]:
         "pytorch_added_flops_fraction": rival.flops / plain_flops - 1,
     }
     try:
-        ours.apply(training, base + rival.beyond_bytes, cost="flops")
+        budget = base + int(rival.beyond_bytes * (1 + SLACK))
+        ours.apply(training, budget, cost="flops")
     except Exception as error:  # what it says is the result: no plan for this budget
         return {**row, "failure": f"{type(error).__name__}: {error}", "on_or_below": False}
     row["beyond_bytes"] = measure(training.step, resident).beyond_bytes

@@ -169,7 +169,7 @@ CASES = [
     _named("resnet50", resnet, 8, 96),
     _named("resnet101", resnet, 8, 96),
     _named("resnet152", resnet, 8, 96),
-    _named("densenet121", densenet, 8, 96),
+    _named("densenet121", densenet, 16, 96),
     _named("densenet201", densenet, 4, 96),
     Case(
         "inception-v3",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import memplan
 from bench.recompute.case import Training
 
-SEARCH_SECONDS = 5.0
+SEARCH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def apply(
         training.module,
         *training.inputs,
         loss=training.loss,
+        output_held=False,
         budget=budget_bytes,
         cost=cost,
         most_added=most_added,

@@ -27,6 +27,7 @@ def capture_module(
     options: CaptureOptions,
     *,
     loss: Loss | None = None,
+    output_held: bool = True,
     within: Callable[[torch.nn.Module], AbstractContextManager[Any]] | None = None,
     on_op: OnOp | None = None,
 ) -> Trace:
@@ -34,7 +35,8 @@ def capture_module(
 
     The copy lives on a fake device of the module's own kind: CUDA where that is real, else the CPU.
     Gradients that the module has are there and added to. `loss` makes a scalar of the module's
-    output (None: `default_loss`); `within(copy)` is entered around the step; `on_op` is told of its
+    output (None: `default_loss`); `output_held`: the caller still has the output while backward
+    runs. `within(copy)` is entered around the step; `on_op` is told of its
     operators. Neither the module nor any generator of random numbers is changed.
 
     Raises CaptureError when the step cannot be captured.
@@ -56,7 +58,10 @@ def capture_module(
         try:
             with torch.enable_grad(), within(fake) if within is not None else nullcontext():
                 output = fake(*inputs[0], **inputs[1])
-                (loss or default_loss)(output).backward()
+                result = (loss or default_loss)(output)
+                if not output_held:
+                    output = None
+                result.backward()
             optimizer.step()
             session.mode.everything, session.mode.on_op = False, None
         except MemplanError:
@@ -67,7 +72,7 @@ def capture_module(
                 f"{type(error).__name__}: {error}",
                 "check the sample and the loss: loss(module(*sample)).backward() must work",
             ) from error
-        del output, inputs
+        del output, result, inputs
     return session.trace()
 
 

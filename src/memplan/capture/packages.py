@@ -1,13 +1,17 @@
-"""Third-party packages that cannot load their native part on a machine without a GPU."""
+"""Third-party packages that behave otherwise on a machine without a GPU, or with fake tensors."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import importlib.util
+import types
 from pathlib import Path
 
 import torch
+
+from memplan.capture.importing import Adapter
+from memplan.capture.patching import Patches
 
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -39,3 +43,15 @@ def _loads(binary: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def adapters(patches: Patches) -> dict[str, Adapter]:
+    """What to adapt in a capture, by module name."""
+
+    def transformers(module: types.ModuleType) -> None:
+        # It takes fake tensors for an export, and then masks attention where a job on real data
+        # sees that no mask is needed and uses another kernel.
+        if hasattr(module, "is_fake_tensor"):
+            patches.set(module, "is_fake_tensor", lambda _tensor: False)
+
+    return {"transformers.utils.import_utils": transformers}

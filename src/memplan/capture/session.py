@@ -28,6 +28,7 @@ from memplan.capture import (
 from memplan.capture.attention import Attention
 from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
+from memplan.capture.importing import ImportWatcher
 from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
@@ -88,6 +89,9 @@ class CaptureSession:
             patches = Patches()
             stack.callback(patches.undo)
             packages.make_torchvision_importable()
+            watcher = ImportWatcher(packages.adapters(patches))
+            stack.callback(watcher.stop)
+            watcher.start()
             if self.method == "fake-cuda":
                 stack.enter_context(fake_cuda_device())
                 self._cuda = torch_cuda.install(patches, self.mode, self.options.profile)

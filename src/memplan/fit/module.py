@@ -66,6 +66,7 @@ def auto_checkpoint(
     module: torch.nn.Module,
     *sample: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    output_held: bool = True,
     budget: int | str | None = None,
     most_added: float = MOST_ADDED,
     cost: Literal["time", "flops"] = "time",
@@ -76,10 +77,12 @@ def auto_checkpoint(
 
     `sample`: inputs of the shapes to plan for, as `module(*sample)` takes them (a single mapping:
     `module(**sample)`). `loss` makes a scalar of the output; None: the output's `.loss`, else the
-    sum of its floats. `budget`: bytes, or a size such as "8GiB", that the peak of forward and
-    backward must not exceed, at the least added time; None: the least peak that adds no more than
-    `most_added` of the time of forward and backward. `gpu` names a card whose
-    data sheet prices the operators; None: they are timed, one by one, on the module's own device.
+    sum of its floats. `output_held`: the program still has the output while backward runs, as after
+    `output = module(x); loss(output).backward()`, and not after `loss(module(x)).backward()`; a
+    language model's logits are large. `budget`: bytes, or a size such as "8GiB", that the peak of
+    forward and backward must not exceed, at the least added time; None: the least peak that adds no
+    more than `most_added` of the time of forward and backward. `gpu` names a card whose data sheet
+    prices the operators; None: they are timed, one by one, on the module's own device.
     `cost="flops"` counts their arithmetic alone, as PyTorch's activation memory budget does.
     `search_seconds` is the longest that a search takes.
 
@@ -101,7 +104,7 @@ def auto_checkpoint(
         if len(sample) == 1 and isinstance(sample[0], Mapping)
         else (sample, {})
     )
-    planner = _Planner(module, args, kwargs, loss, profile, search_seconds)
+    planner = _Planner(module, args, kwargs, loss, output_held, profile, search_seconds)
     planner.prepare("device" if cost == "time" and gpu is None else cost)
     part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
@@ -126,6 +129,7 @@ class _Planner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         loss: Callable[[Any], torch.Tensor] | None,
+        output_held: bool,
         profile: DeviceProfile,
         search_seconds: float,
     ) -> None:
@@ -135,7 +139,14 @@ class _Planner:
         ) -> Trace:
             options = CaptureOptions(profile=profile)
             return capture_module(
-                module, args, kwargs, options, loss=loss, within=within, on_op=on_op
+                module,
+                args,
+                kwargs,
+                options,
+                loss=loss,
+                output_held=output_held,
+                within=within,
+                on_op=on_op,
             )
 
         self._capture = capture

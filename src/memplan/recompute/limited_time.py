@@ -7,7 +7,7 @@ from collections.abc import Callable
 from memplan.recompute.cut import least_peak_chain
 from memplan.recompute.planner import Candidate, Clock, Planner
 from memplan.recompute.selection import Selection
-from memplan.recompute.solve import effort_for
+from memplan.recompute.solve import RESTARTS, ROUNDS, effort_for
 from memplan.types.solution import Solved
 from memplan.types.step_graph import StepGraph
 
@@ -32,14 +32,16 @@ def least_peak_within(
     planner = Planner(graph, clock)
     planner.add([least_peak_chain(graph)])
     rounds = _ROUNDS + 1
-    planner.improve(0, _share(clock, rounds), effort_for(planner))
+    planner.improve(0, _share(clock, rounds), effort_for(planner), RESTARTS, ROUNDS)
     low = planner.lowest().peak
     for round_ in range(_ROUNDS):
         best = _lowest(planner, most_added_fraction)
         if best.peak <= low or not clock.left:
             break
         middle = (low + best.peak) // 2
-        planner.improve(middle, _share(clock, rounds - 1 - round_), effort_for(planner))
+        planner.improve(
+            middle, _share(clock, rounds - 1 - round_), effort_for(planner), RESTARTS, ROUNDS
+        )
         if _lowest(planner, most_added_fraction).peak > middle:
             low = middle + 1
     best = _lowest(planner, most_added_fraction)

@@ -27,8 +27,12 @@ from memplan.recompute.segments import Chain, SegmentTable, every_unsaved_input
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
 
-SMALL = 48
+SMALL = 128
 """Droppable values up to which a graph is annealed thoroughly, from several starts."""
+LONGER = 4
+"""Annealing steps of a round for each of the round before."""
+WORTH = 1e-3
+"""Fraction that a round must save for another one to follow."""
 BLOCK_VALUES = (1, 6)
 """Large values that a block makes at least: a chain of many blocks and one of fewer."""
 FIRST_STEPS = 100
@@ -103,6 +107,7 @@ class Planner:
         self.graph = graph
         self.bounds = Bounds(graph)
         self.drops = np.flatnonzero(graph.values.droppable).tolist()
+        self.small = len(self.drops) <= SMALL
         self.holds: list[int] = []
         self.candidates: list[Candidate] = []
         self.ladders: list[_Ladder] = []
@@ -153,10 +158,13 @@ class Planner:
     def lowest(self) -> Candidate:
         return min(self.candidates, key=lambda c: (c.peak, c.seconds))
 
-    def improve(self, budget_bytes: int, clock: Clock, effort: int, restarts: int = 1) -> None:
-        """Search for a better selection within a budget until the clock runs out; `effort`:
-        annealing steps a droppable value and start, of which small graphs have four and as many
-        again as `restarts`. Adds what it finds to the candidates."""
+    def improve(
+        self, budget_bytes: int, clock: Clock, effort: int, restarts: int = 1, rounds: int = 1
+    ) -> None:
+        """Search for a better selection within a budget until nothing gets better for a while, or
+        the clock runs out; `effort`: annealing steps a droppable value and start in the first
+        round. Small graphs have four starts in a round and as many again as `restarts`. Adds what
+        it finds to the candidates."""
         least = self.bounds.least_peak
         if not self.drops or self.plain.peak <= budget_bytes:
             return
@@ -164,22 +172,32 @@ class Planner:
             return
         for ladder in self.ladders:
             ladder.look(budget_bytes, clock)
-        for seed, start in enumerate(self._starts(budget_bytes, restarts)):
-            if not clock.left:
+        for number in range(rounds):
+            before = self._best_or_lowest(budget_bytes)
+            for seed, start in enumerate(self._starts(budget_bytes, restarts)):
+                if not clock.left:
+                    return
+                self._anneal(start, budget_bytes, clock, effort * LONGER**number, seed)
+            after = self._best_or_lowest(budget_bytes)
+            fitted = before.peak <= budget_bytes
+            saved = before.seconds - after.seconds if fitted else before.peak - after.peak
+            if saved <= WORTH * (before.seconds if fitted else before.peak):
                 return
-            self._anneal(start, budget_bytes, clock, effort, seed)
+
+    def _best_or_lowest(self, budget_bytes: int) -> Candidate:
+        return self.best(budget_bytes) or self.lowest()
 
     def _starts(self, budget_bytes: int, restarts: int) -> Iterator[Candidate]:
-        best = self.best(budget_bytes) or self.lowest()
+        best = self._best_or_lowest(budget_bytes)
         yield best
         above = [c for c in self.candidates if c.peak > budget_bytes and c.seconds < best.seconds]
         near = sorted(above, key=lambda c: c.peak - budget_bytes)
         yield from near[:1]
-        if len(self.drops) <= SMALL:
+        if self.small:
             yield self.plain
             yield from near[1:2]
             for restart in range(restarts):
-                yield self.plain if restart % 3 == 1 else self.best(budget_bytes) or self.lowest()
+                yield self.plain if restart % 3 == 1 else self._best_or_lowest(budget_bytes)
 
     def _anneal(
         self, start: Candidate, budget_bytes: int, clock: Clock, effort: int, seed: int
@@ -187,16 +205,15 @@ class Planner:
         forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
         size = int(self.graph.values.bytes[self.drops].sum()) or 1
         bound = self.bounds.least_peak
-        small = len(self.drops) <= SMALL
-        heat = forward * (SMALL_HEAT[seed % len(SMALL_HEAT)] if small else HEAT / len(self.drops))
+        heat = SMALL_HEAT[seed % len(SMALL_HEAT)] if self.small else HEAT / len(self.drops)
         dearer = LEAST_PRICE if budget_bytes < bound else 1.0
         settings = SearchSettings(
             budget_bytes=max(budget_bytes, bound),
             drops=self.drops,
             holds=self.holds,
             byte_price=PRICE * dearer * forward / size,
-            start_temperature=heat * dearer,
-            end_temperature=heat * dearer * 1e-3,
+            start_temperature=heat * forward * dearer,
+            end_temperature=heat * forward * dearer * 1e-3,
             iterations=effort * len(self.drops),
             deadline_seconds=clock.left,
             seed=seed,

@@ -12,11 +12,11 @@ from memplan.recompute.selection import Selection
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
-EFFORT = 20
-"""Annealing steps a droppable value and start."""
-SMALL_EFFORT = 6000
+EFFORT, SMALL_EFFORT = 20, 300
+"""Annealing steps a droppable value and start, in the first round."""
+ROUNDS = 5
 RESTARTS = 12
-"""Of annealing, on small graphs."""
+"""Of annealing in a round, on small graphs."""
 
 
 def solve(
@@ -44,13 +44,13 @@ def solve_with(planner: Planner, budget_bytes: int, clock: Clock) -> Solution[Se
     """As `solve`, with candidates that are there already."""
     least = planner.bounds.least_peak
     if budget_bytes < least:
-        planner.improve(0, clock, effort_for(planner), RESTARTS)
+        planner.improve(0, clock, effort_for(planner), RESTARTS, ROUNDS)
         return Infeasible(
             f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
         )
-    planner.improve(budget_bytes, clock, effort_for(planner), RESTARTS)
+    planner.improve(budget_bytes, clock, effort_for(planner), RESTARTS, ROUNDS)
     if planner.best(budget_bytes) is None and clock.left:
-        planner.improve(0, clock, effort_for(planner), RESTARTS)
+        planner.improve(0, clock, effort_for(planner), RESTARTS, ROUNDS)
     bound = planner.bounds.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
     if best is None:
@@ -68,12 +68,12 @@ def least_peak(
     and bound are bytes. Always Solved: dropping nothing is a selection."""
     clock = Clock(deadline_seconds, cancel)
     planner = Planner(graph, clock)
-    planner.improve(0, clock.part(2), effort_for(planner), RESTARTS)
-    planner.improve(planner.lowest().peak, clock, effort_for(planner), RESTARTS)
+    planner.improve(0, clock.part(2), effort_for(planner), RESTARTS, ROUNDS)
+    planner.improve(planner.lowest().peak, clock, effort_for(planner), RESTARTS, ROUNDS)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
 
 def effort_for(planner: Planner) -> int:
     """Annealing steps a droppable value and start."""
-    return SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
+    return SMALL_EFFORT if planner.small else EFFORT

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.capture import other_processes
+from memplan.capture.importing import ImportWatcher
 from memplan.capture.patching import Patches
 from memplan.capture.sandbox import (
     audit,
@@ -142,7 +143,7 @@ class Sandbox:
             "torch": lambda _: self._adapt_torch(undo, view),
             "safetensors.torch": lambda module: self._adapt_safetensors(undo, view, module),
         }
-        watcher = libraries.ImportWatcher(adapters | libraries.adapters(undo, view))
+        watcher = ImportWatcher(adapters | libraries.adapters(undo, view))
         stack.callback(watcher.stop)
         watcher.start()
 

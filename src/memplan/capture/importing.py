@@ -1,0 +1,71 @@
+"""Packages adapted when they are, or get, imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Adapter = Callable[[types.ModuleType], None]
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, adapt: Adapter) -> None:
+        self._loader = loader
+        self._adapt = adapt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        module: types.ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._adapt(module)
+
+
+class ImportWatcher(importlib.abc.MetaPathFinder):
+    """Calls `adapters[name]` with each module of that name once it is imported."""
+
+    def __init__(self, adapters: dict[str, Adapter]) -> None:
+        self._adapters = adapters
+        self._busy: set[str] = set()
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Part of the import protocol: wraps the loader of a watched module."""
+        if fullname not in self._adapters or fullname in self._busy:
+            return None
+        self._busy.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._adapters[fullname])
+        return spec
+
+    def start(self) -> None:
+        """Adapt what is imported already, and watch for the rest."""
+        for name, adapt in self._adapters.items():
+            if (module := sys.modules.get(name)) is not None:
+                adapt(module)
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
