@@ -58,7 +58,9 @@ def main() -> int:
         print(json.dumps(data, indent=2))
     else:
         for part in set(PARTS) - set(parts):
-            data[part] = json.loads(result_path("recompute").read_text())["data"][part]
+            before = json.loads(result_path("recompute").read_text())
+            data[part] = before["data"][part]
+            data[f"{part}_measured"] = {key: before[key] for key in ("date", "commit")}
         data["summary"] = summary.summarize(data)
         path = write_result("recompute", data)
         print(path)

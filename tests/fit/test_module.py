@@ -14,6 +14,7 @@ from torch import nn
 
 import memplan
 from memplan.fit.module import AutoCheckpoint
+from memplan.runtime.tape import Recording
 from memplan.types.errors import CaptureError, InfeasibleError, UsageError
 
 
@@ -98,6 +99,23 @@ def test_a_budget_above_the_plain_peak_drops_nothing_and_says_so() -> None:
     applied = auto_checkpoint(module, *SAMPLE, budget="1GiB")
     assert not applied.part.groups and not module._forward_pre_hooks
     assert "nothing is dropped" in str(applied)
+
+
+def test_a_plan_names_what_every_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[Recording] = []
+    leave = Recording.__exit__
+
+    def leaving(recording: Recording, *exc: Any) -> None:
+        passes.append(recording)
+        leave(recording, *exc)
+
+    monkeypatch.setattr(Recording, "__exit__", leaving)
+    module = network()
+    auto_checkpoint(module, *SAMPLE)
+    passes.clear()
+    train(module, steps=4)
+    assert [recording.learned is not None for recording in passes] == [True, False, False, False]
+    assert not any(recording.surprised for recording in passes)
 
 
 def test_a_budget_below_the_least_says_what_is_possible() -> None:

@@ -210,7 +210,6 @@ def check(job: Job, *, large: bool = False) -> None:
         again = outcome(job, choice.decisions(), needed=taped.needed())
         assert again.differences(plain) == [], f"{name}, again"
         assert again.recomputations == taped.recomputations, name
-        assert not any(call.surprised for call in again.calls), name
         if name == "everything":
             assert bool(taped.recomputations) == job.recomputes
 

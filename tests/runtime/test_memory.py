@@ -291,5 +291,6 @@ def test_recording_no_more_than_is_needed_takes_no_more_memory(job: Job) -> None
         with Census() as whole:
             needed = outcome(job, made).needed()
         with Census() as again:
-            outcome(job, made, needed=needed)
-    assert max(again.bytes) <= max(whole.bytes)
+            calls = outcome(job, made, needed=needed).calls
+    # What is named and was not needed is a surprise, and recorded from there on.
+    assert max(again.bytes) <= max(whole.bytes) or any(call.surprised for call in calls)

@@ -15,7 +15,9 @@ import numpy as np
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
 
-_ALIASES = frozenset({"aten.detach.default", "aten.alias.default"})
+_OF_THE_RUNTIME = frozenset(
+    {"aten.detach.default", "aten.alias.default", "aten.empty_strided.default"}
+)
 
 
 def with_observed_lifetimes(
@@ -68,8 +70,8 @@ def _last_forward_touch(graph: StepGraph) -> I64:
 def _freed_as_observed(graph: StepGraph, observed: StepGraph) -> dict[int, int]:
     """By value of `graph`: its row at which the same value of `observed` was gone: backward's first
     row for those that outlived the calls, the one after it for those that backward found alive.
-    Rows correspond in order, but for the aliases that the runtime makes; values of one row in
-    order. Empty when they do not."""
+    Rows correspond in order, but for what the runtime makes; values of one row in order. Empty when
+    they do not."""
     ours, theirs = _own_rows(graph), _own_rows(observed)
     if [graph.ops.name[row] for row in ours] != [observed.ops.name[row] for row in theirs]:
         return {}
@@ -89,7 +91,7 @@ def _freed_as_observed(graph: StepGraph, observed: StepGraph) -> dict[int, int]:
 def _own_rows(graph: StepGraph) -> list[int]:
     """Forward rows inside calls; what lies around them may differ from step to step."""
     inside = np.flatnonzero(graph.ops.call[: graph.forward_ops] >= 0).tolist()
-    return [row for row in inside if graph.ops.name[row] not in _ALIASES]
+    return [row for row in inside if graph.ops.name[row] not in _OF_THE_RUNTIME]
 
 
 def _made_by_row(graph: StepGraph) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ import torch
 
 from memplan.capture.module import capture_module
 from memplan.capture.options import CaptureOptions
+from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases.op_cost import op_seconds
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
@@ -176,8 +177,7 @@ class _Planner:
         if limit is not None and limit >= self.plain_bytes:
             return RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes), 0.0
         if limit is None:
-            found = least_peak_within(self._graph, most_added, deadline_seconds=self._seconds)
-            return self._verified(found.solution, 0)
+            return self._lowest_within(most_added)
         target = limit
         for _ in range(_ATTEMPTS):
             selection = _selection(solve(self._graph, target, deadline_seconds=self._seconds))
@@ -186,7 +186,7 @@ class _Planner:
             part, added = self._verified(selection, limit)
             if part.peak_bytes <= limit:
                 return part, added
-            target -= part.peak_bytes - limit
+            target = limit - max(0, part.peak_bytes - evaluate(self._graph, selection).peak_bytes)
             if target <= 0:
                 break
         part, added = self._verified(self._least_peak(), limit)
@@ -199,10 +199,22 @@ class _Planner:
             f"budget={again}, a smaller batch or shorter sequences",
         )
 
+    def _lowest_within(self, most_added: float) -> tuple[RecomputePart, float]:
+        """Planned on the graph as it was captured, then on what a capture with that plan showed."""
+        plans = []
+        for _ in range(2):
+            graph, seconds = self._graph, self._seconds / 2
+            found = least_peak_within(graph, most_added, deadline_seconds=seconds)
+            plans.append(self._verified(found.solution, 0))
+            if self._graph is graph:
+                break
+        return min(plans, key=lambda plan: plan[0].peak_bytes)
+
     def _least_peak(self) -> Selection:
         return _selection(least_peak(self._graph, deadline_seconds=self._seconds)) or Selection()
 
     def _verified(self, selection: Selection, budget: int) -> tuple[RecomputePart, float]:
+        """The plan as captured again, and the time that it adds. The graph learns from it."""
         figures = evaluate(self._graph, selection)
 
         def part(peak_bytes: int) -> RecomputePart:
@@ -216,7 +228,9 @@ class _Planner:
 
         first = part(figures.peak_bytes)
         trace = self._capture(lambda copy: AppliedToModule(copy, first))
-        return part(plain_peak(step_graph(trace, self._profile))), figures.added_fraction
+        observed = step_graph(trace, self._profile)
+        self._graph = with_observed_lifetimes(self._graph, observed, selection.dropped)
+        return part(plain_peak(observed)), figures.added_fraction
 
 
 def _selection(found: Solution[Selection]) -> Selection | None:

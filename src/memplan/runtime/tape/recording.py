@@ -148,8 +148,8 @@ class Recording(TorchDispatchMode):
         for tensor in written:
             can &= self._before_writing(tensor)
         can = can and self._freeze_arguments(record, traits, written)
-        if can and traits.random and not self._symbolic:
-            _note_generator(record, args, kwargs)
+        if can and traits.draws(args, kwargs):
+            _note_generator(record, args, kwargs, self._symbolic)
         statistics = self._known(_updated_statistics(traits, args)) if traits.statistics else []
         for tensor in statistics:
             self._before_writing(tensor)
@@ -405,7 +405,9 @@ def _updated_statistics(traits: Traits, args: tuple[Any, ...]) -> list[torch.Ten
     return [args[position] for position in traits.statistics[:2] if args[position] is not None]
 
 
-def _note_generator(record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_generator(
+    record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
+) -> None:
     """Remember the state of the generator that a random op is about to draw from."""
     generator = next(
         (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)), None
@@ -413,7 +415,14 @@ def _note_generator(record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, A
     if generator is None:
         tensor = next(iter(flat_tensors(list(args))), None)
         device = tensor.device if tensor is not None else kwargs.get("device")
-        generator = default_generator(torch.device(device or "cpu"))
+        device = torch.device(device or "cpu")
+        if symbolic and device.type != "cpu":
+            return  # 16 bytes of the host
+        generator = default_generator(device)
+    if symbolic:  # nothing is drawn, but the state takes its place
+        elements = generator.get_state().numel()
+        record.state = torch.empty_strided((elements,), (1,), dtype=torch.uint8)
+        return
     record.generator = generator
     record.state = generator.get_state()
 

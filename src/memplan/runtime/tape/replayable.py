@@ -40,6 +40,8 @@ class Traits:
     replayable: bool
     """Whether it may be run again at all."""
     random: bool
+    dropout: int | None
+    """Position of its `dropout_p`: it draws only where that is above 0."""
     races_on_cuda: bool
     uninitialised: bool
     """Its result is memory as it was found."""
@@ -47,6 +49,13 @@ class Traits:
     """Position and name of the arguments that it writes to, by its schema."""
     statistics: tuple[int, int, int] | None
     """Of a batch norm: the positions of its running mean and variance and of its training flag."""
+
+    def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call draws from a generator."""
+        if not self.random or self.dropout is None:
+            return self.random
+        given = args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0)
+        return bool(given)
 
 
 @cache
@@ -59,6 +68,7 @@ def traits_of(func: Any) -> Traits:
         and func._opname not in _CHANGES_STORAGE | _HIDDEN_STATE
         and (statistics is not None or "running_mean" not in names),
         random=torch.Tag.nondeterministic_seeded in func.tags,
+        dropout=names.index("dropout_p") if "dropout_p" in names else None,
         races_on_cuda=func._opname in _RACES_ON_CUDA,
         uninitialised=func._opname in _UNINITIALISED,
         written=tuple(
