@@ -60,7 +60,8 @@ def main() -> int:
         for part in set(PARTS) - set(parts):
             before = json.loads(result_path("recompute").read_text())
             data[part] = before["data"][part]
-            data[f"{part}_measured"] = {key: before[key] for key in ("date", "commit")}
+            when = f"{part}_measured"
+            data[when] = before["data"].get(when, {key: before[key] for key in ("date", "commit")})
         data["summary"] = summary.summarize(data)
         path = write_result("recompute", data)
         print(path)

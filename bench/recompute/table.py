@@ -105,11 +105,16 @@ def budget_table(row: dict[str, Any]) -> list[str]:
     return _table(head, rows)
 
 
+def _when(measured: dict[str, Any]) -> str:
+    return f"on {measured['date'][:10]} at commit `{(measured['commit'] or 'unknown')[:12]}`"
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The part of the page that comes from the result file."""
-    data, commit = result["data"], (result["commit"] or "unknown")[:12]
+    data = result["data"]
     parts = [
-        f"Measured on {result['date'][:10]} at commit `{commit}` with torch"
+        f"Models measured {_when(data.get('models_measured', result))}, budgets"
+        f" {_when(data.get('budgets_measured', result))}, with torch"
         f" {result['versions']['torch']} on {result['machine']['cpu']}, one thread a process.",
         "",
         "Peak beyond weights and inputs in MiB (time added); for segments, how many:",
