@@ -101,6 +101,36 @@ def test_a_budget_above_the_plain_peak_drops_nothing_and_says_so() -> None:
     assert "nothing is dropped" in str(applied)
 
 
+class Keeping(nn.Module):
+    """Half of its activations stay reachable, so that dropping them frees nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.features: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features = []
+        for number, layer in enumerate(self.layers):
+            x = torch.sigmoid(layer(x))
+            if number % 2:
+                self.features.append(x)
+        return x
+
+
+def test_a_promise_knows_what_the_module_itself_holds() -> None:
+    module = Keeping()
+    plain = auto_checkpoint(module, *SAMPLE, budget="1GiB").plain_peak_bytes
+    least = auto_checkpoint(module, *SAMPLE)
+    least.remove()
+    held = 4 * 256 * 16 * 4
+    assert 0 < plain - least.peak_bytes <= held
+    budget = (plain + least.peak_bytes) // 2
+    assert auto_checkpoint(module, *SAMPLE, budget=budget).peak_bytes <= budget
+    with pytest.raises(InfeasibleError):
+        auto_checkpoint(module, *SAMPLE, budget=least.peak_bytes - held)
+
+
 def test_a_plan_names_what_every_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[Recording] = []
     leave = Recording.__exit__

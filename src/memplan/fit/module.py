@@ -186,7 +186,7 @@ class _Planner:
             part, added = self._verified(selection, limit)
             if part.peak_bytes <= limit:
                 return part, added
-            target = limit - max(0, part.peak_bytes - evaluate(self._graph, selection).peak_bytes)
+            target = limit - self._unexplained(selection, part.peak_bytes)
             if target <= 0:
                 break
         part, added = self._verified(self._least_peak(), limit)
@@ -198,6 +198,13 @@ class _Planner:
             f"{part.peak_bytes:,} (it is {self.plain_bytes:,} without any)",
             f"budget={again}, a smaller batch or shorter sequences",
         )
+
+    def _unexplained(self, selection: Selection, captured_peak: int) -> int:
+        """By how many bytes a captured peak is above what is expected now that it was learned from.
+        Nothing where a value turned out not to be droppable: the next selection leaves it alone."""
+        if not self._graph.values.droppable[list(selection.dropped)].all():
+            return 0
+        return max(0, captured_peak - evaluate(self._graph, selection).peak_bytes)
 
     def _lowest_within(self, most_added: float) -> tuple[RecomputePart, float]:
         """Planned on the graph as it was captured, then on what a capture with that plan showed."""
