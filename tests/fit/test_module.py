@@ -39,7 +39,9 @@ def network(width: int = 16, depth: int = 3) -> nn.Module:
 
 
 def auto_checkpoint(module: nn.Module, *sample: Any, **options: Any) -> AutoCheckpoint:
-    return memplan.auto_checkpoint(module, *sample, **{"search_seconds": 0.3, **options})
+    return memplan.auto_checkpoint(
+        module, *sample, **{"search_seconds": 0.3, "most_added": 1.0, **options}
+    )
 
 
 SAMPLE = (torch.randn(256, 16),)
