@@ -33,9 +33,11 @@ def test_a_low_budget_trades_flops_for_bytes() -> None:
     full = inductor.flops(training.step)
     training.module.zero_grad(set_to_none=True)
     eager = measure(training.step, training.resident()).beyond_bytes
-    low, high = inductor.curve(training, (0.2, 1.0))
-    assert high.flops == full < low.flops
-    assert 0.5 * eager < high.beyond_bytes < 1.5 * eager
+    found = inductor.curve(training, (0.2, 1.0))
+    assert {point.solver for point in found} == set(inductor.solvers())
+    for low, high in zip(found[::2], found[1::2], strict=True):
+        assert high.flops == full < low.flops
+        assert 0.5 * eager < high.beyond_bytes < 1.5 * eager
 
 
 def test_segment_counts() -> None:
