@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,8 @@ _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 6.0
 """For a plan; the first one, from which lifetimes are learnt, need not be the best."""
+_ENOUGH_SECONDS = 25.0
+"""Of search, after which a plan that fits is good enough: a better one takes another capture."""
 
 
 class Solver(Protocol):
@@ -99,7 +102,10 @@ class Planner:
     def search(self) -> Planned | None:
         """The cheapest plan that fits; None when not even the one of the least peak does."""
         budget: int | None = self._first_budget
+        enough = time.monotonic() + _ENOUGH_SECONDS
         while budget is not None and len(self.planned) < _MOST_ATTEMPTS:
+            if self.best() is not None and time.monotonic() > enough:
+                break
             found = self._selection(budget)
             if any(found[0] == done.selection for done in self.planned):
                 break
