@@ -121,3 +121,35 @@ def test_what_changed_once_is_learned_again(records: list[str]) -> None:
         records.clear()
         step(net)
     assert len([name for name in records if "sigmoid" in name]) == 4
+
+
+@torch.library.custom_op("memplan_tests::triple_", mutates_args={"x"})
+def triple_(x: Tensor) -> None:
+    """Not known to give its result again: it is never recorded for a replay."""
+    x.mul_(3)
+
+
+class Overwriting(nn.Module):
+    """What one replay makes again is overwritten before another one reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x) * 2
+        early = torch.sigmoid(hidden)
+        with torch.no_grad():
+            triple_(hidden)
+        return early * torch.sigmoid(hidden)
+
+
+def test_a_write_that_is_not_recorded_is_noticed() -> None:
+    part = RecomputePart(
+        groups=[RecomputeGroup("both", [OpOutput("aten.sigmoid.default", n) for n in (0, 1)])]
+    )
+    net: Any = Overwriting()
+    plain = steps(copy.deepcopy(net), [as_it_is] * 4)
+    with AppliedToModule(net, part):
+        planned = steps(net, [as_it_is] * 4)
+    assert all(same_bits(one, two) for one, two in zip(plain, planned, strict=True))

@@ -417,11 +417,12 @@ def _note_generator(
         device = tensor.device if tensor is not None else kwargs.get("device")
         device = torch.device(device or "cpu")
         if symbolic and device.type != "cpu":
-            return  # 16 bytes of the host
+            return
         generator = default_generator(device)
-    if symbolic:  # nothing is drawn, but the state takes its place
-        elements = generator.get_state().numel()
-        record.state = torch.empty_strided((elements,), (1,), dtype=torch.uint8)
+    if symbolic:  # nothing is drawn, but the state takes its place on the host
+        if generator.device.type == "cpu":
+            size = generator.get_state().size()
+            record.state = torch.empty_strided(size, (1,), dtype=torch.uint8, device="cpu")
         return
     record.generator = generator
     record.state = generator.get_state()
