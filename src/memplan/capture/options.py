@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,25 @@ class ScriptTarget:
 
 
 @dataclass(frozen=True)
+class RankPlace:
+    """Which process of a distributed job is captured; ranks fill one node after the other."""
+
+    rank: int
+    """Rank in the whole job, in `[0, world_size)`."""
+    world_size: int
+    local_world_size: int
+    """Processes, hence GPUs, of one node."""
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.local_world_size
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_world_size
+
+
+@dataclass(frozen=True)
 class CaptureOptions:
     """How a capture behaves."""
 
@@ -32,6 +51,10 @@ class CaptureOptions:
     routing: Literal["balanced", "worst"] = "balanced"
     """Assumption for shapes that depend on data."""
     allow_network: bool = False
+    place: RankPlace | None = None
+    """The process of a distributed job to be; None: started without a launcher."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What a launcher adds to the environment, beside what every launcher says of the place."""
     only_writes: tuple[Path, ...] | None = None
     """Directories for the results of a process that captures and then ends: where the kernel can,
     it keeps the process from writing anywhere else, for good. None: the process goes on."""
