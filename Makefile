@@ -23,7 +23,7 @@ demo: $(VENV)/.built ## set up what is missing, then estimate examples/gpt2/trai
 	@$(bin)/memplan estimate --gpu $(GPU) examples/gpt2/train.py
 
 test: $(VENV)/.dev ## set up what is missing, then run every test (ARGS="-k name" narrows)
-	$(py) -m pytest $(ARGS)
+	$(py) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(bin)/ruff check $(checked)
