@@ -1,0 +1,58 @@
+"""What a case says of itself. The modules of the cases declare `CASES: tuple[Case, ...]`.
+
+Words of a case may hold `{work}`, a folder of its own that keeps what it prepared; `{site}`, the
+folder with the packages of its setup; and `{source}`, the folder with unpacked source archives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Answer = Mapping[str, Any]
+"""The JSON document of `memplan estimate --json`."""
+
+Check = Callable[[Answer, Path], list[str]]
+"""Complaints about an answer, none when it holds up; also gets the case's `work` folder."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Packages beside those of this environment, the same for several cases.
+
+    They are installed without their dependencies into `build/scripts/<name>/site`, which comes
+    first on PYTHONPATH: PyTorch is never fetched, and a version pinned here wins over an installed
+    one.
+    """
+
+    name: str
+    wheels: tuple[str, ...]
+    """Requirements pinned with `==`, dependencies written out."""
+    sources: tuple[str, ...] = ()
+    """Pinned source archives (sdists) to unpack into `{source}`: examples are not in wheels."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script and how it is run."""
+
+    name: str
+    setup: Setup
+    package: str
+    """Whose script it is, pinned: `trl==1.16.0`."""
+    argv: tuple[str, ...]
+    """After `memplan estimate --json --gpu GPU`: options of ours, then SCRIPT ARGS…, `-m MODULE
+    ARGS…`, or a launcher and its words."""
+    gpu: str = "rtx4090"
+    prepare: tuple[tuple[str, ...], ...] = ()
+    """Commands that make model and data below `{work}`, words after `python`; run once, in the root
+    of the repository, with the setup's packages."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    exit_codes: tuple[int, ...] = (0, 3)
+    """What is right: (4,) for a script that cannot be captured and has to say so."""
+    message: str = ""
+    """Words that stderr must hold, for such a script."""
+    checks: tuple[Check, ...] = ()
+    timeout_seconds: float = 300.0
