@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
@@ -22,6 +23,8 @@ from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
+
+_LONGEST_MESSAGE = 1000
 
 
 def capture_script(
@@ -121,10 +124,8 @@ def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
 
 
 def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str]) -> CaptureError:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else target.name
-    detail = str(error) or "(no message)"
+    where = _place(error) or target.name
+    detail = _beginning(str(error)) or "(no message)"
     if isinstance(error, SyntaxError) and error.lineno and Path(error.filename or "").is_file():
         place = f"{shown_path(str(error.filename))}:{error.lineno}"
         return CaptureError(
@@ -149,6 +150,27 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
         "if it runs by itself on a GPU, leave that part out when estimating, it cannot be followed "
         "here; MEMPLAN_DEBUG=1 shows the whole traceback",
     )
+
+
+def _place(error: BaseException) -> str:
+    """Where the script was: in the user's code or, where all of it was installed, in a package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torch_folder = str(Path(torch.__file__).parent)
+    for wanted in (_is_users, lambda name: torch_folder not in name and _is_packages(name)):
+        own = [frame for frame in frames if wanted(frame.filename)]
+        if own:
+            return f"{shown_path(own[-1].filename)}:{own[-1].lineno}"
+    return ""
+
+
+def _beginning(message: str) -> str:
+    """The first paragraph of an error's message: PyTorch's can be pages long."""
+    first = message.strip().split("\n\n", 1)[0]
+    return first if len(first) <= _LONGEST_MESSAGE else first[:_LONGEST_MESSAGE] + " …"
+
+
+def _is_packages(filename: str) -> bool:
+    return "site-packages" in filename and str(Path(__file__).parents[1]) not in filename
 
 
 def _is_users(filename: str) -> bool:

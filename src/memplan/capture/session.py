@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch
 
 import memplan
 from memplan.capture import (
+    constructors,
     data_dependent,
     foreach,
     fused,
@@ -102,6 +103,7 @@ class CaptureSession:
             parameters.install(patches, self.mode)
             lazy_modules.install(patches, self.mode)
             host_methods.install(patches, self.mode)
+            constructors.install(patches)
             shape_rules.install(patches, self.mode)
             self._patch_framework(patches)
             if self.steps.ending is not None:

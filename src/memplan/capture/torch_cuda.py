@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CUDA_VERSION = "13.0"
 _CUDNN_VERSION = 91200
+_NCCL_VERSION = (2, 28, 9)
 _SEGMENT = 2 << 20
 _STREAMS_IN_POOL = 32
 _STREAM_PRIORITIES = 4
@@ -271,6 +272,9 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch.backends.cudnn, "is_available", lambda: True)
     patches.set(torch.backends.cudnn, "is_acceptable", lambda _tensor: True)
     patches.set(torch.backends.cudnn, "version", lambda: _CUDNN_VERSION)
+    # Asked by scripts of one process too; torch.distributed's own modules keep what is true.
+    patches.set(torch.distributed, "is_nccl_available", lambda: True)
+    patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
     if hasattr(torch.cuda, "nvtx"):
         for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
             patches.set(torch.cuda.nvtx, name, lambda *_args, **_kwargs: 0)
