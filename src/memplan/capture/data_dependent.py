@@ -81,7 +81,7 @@ def read_back(mode: CaptureMode, source: FakeTensor) -> torch.Tensor:
         )
     elif source.numel() == 1:
         fill = mode.answers.scalar(source.dtype, mode.values.origin(source))  # type: ignore[assignment]
-    return torch.full(source.shape, fill, dtype=source.dtype)
+    return torch.full(source.shape, fill, dtype=source.dtype, device="cpu")
 
 
 def copy_into_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:

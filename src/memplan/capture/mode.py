@@ -154,6 +154,10 @@ class CaptureMode(TorchDispatchMode):
                 kwargs = {**kwargs, "pin_memory": None}
             return func(*args, **kwargs)
         with self._lock:
+            if torch._C._len_torch_function_stack():
+                # `with torch.device(…)` is the script's: it must not move the tensors made here.
+                with torch._C.DisableTorchFunction():
+                    return self._run(func, args, kwargs, fakes, has_real)
             return self._run(func, args, kwargs, fakes, has_real)
 
     def _on_device(self, kwargs: dict[str, Any]) -> bool:

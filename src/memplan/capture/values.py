@@ -49,7 +49,7 @@ class Values:
         real = getattr(tensor.untyped_storage(), _VALUE, None)
         if real is None:
             return None
-        return torch.empty(0, dtype=tensor.dtype).set_(
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             real, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
