@@ -1,16 +1,72 @@
-"""Accelerate's own test scripts."""
+"""Accelerate's own test scripts, those that train."""
 
 from __future__ import annotations
 
 from bench.scripts.case import Case, Setup
+from bench.scripts.checks import share, share_at_least
 
-SETUP = Setup("accelerate", wheels=("accelerate==1.15.0",))
+SETUP = Setup(
+    "hugging_face",
+    wheels=(
+        "accelerate==1.15.0",
+        "charset-normalizer==3.5.2",
+        "certifi==2026.10.18",
+        "datasets==5.2.0",
+        "dill==0.4.1",
+        "evaluate==0.4.6",
+        "multiprocess==0.70.19",
+        "peft==0.21.2",
+        "pyarrow==26.0.1",
+        "requests==2.34.2",
+        "transformers==5.23.0",
+        "trl==1.16.0",
+        "urllib3==2.8.0",
+        "xxhash==4.1.0",
+    ),
+)
+"""Shared with the other packages of the family."""
+
+_SCRIPTS = "{site}/accelerate/test_utils/scripts"
+_BERT = (
+    ("-m", "bench.scripts.make", "model", "{work}/bert", "bert",
+     'class="BertForSequenceClassification"'),
+    ("-m", "bench.scripts.make", "data", "{work}/nyu-mll/glue", "pairs", "320", "mrpc"),
+    ("-m", "bench.scripts.make", "metric", "{work}/glue"),
+)  # fmt: skip
+_BERT_BYTES = 4 * 109_483_778  # transformers.BertForSequenceClassification, base, two labels
+_BERT_CHECKS = (
+    share("parameters", _BERT_BYTES, tolerance=0.005),
+    share_at_least("optimizer_state", 2 * _BERT_BYTES),
+)
+
+
+def _trains_bert(name: str, *arguments: str) -> Case:
+    return Case(
+        name="accelerate-" + name.removeprefix("test_").replace("_", "-"),
+        setup=SETUP,
+        package="accelerate==1.15.0",
+        argv=(
+            f"{_SCRIPTS}/external_deps/{name}.py", "--model_name_or_path", "bert", *arguments,
+        ),
+        prepare=_BERT,
+        checks=_BERT_CHECKS,
+    )  # fmt: skip
+
 
 CASES = (
     Case(
-        name="accelerate-test-script",
+        name="accelerate-script",
         setup=SETUP,
         package="accelerate==1.15.0",
         argv=("-m", "accelerate.test_utils.scripts.test_script"),
     ),
+    Case(
+        name="accelerate-sync",
+        setup=SETUP,
+        package="accelerate==1.15.0",
+        argv=(f"{_SCRIPTS}/test_sync.py",),
+    ),
+    _trains_bert("test_performance"),
+    _trains_bert("test_peak_memory_usage"),
+    _trains_bert("test_checkpointing"),
 )

@@ -49,6 +49,8 @@ class Case:
     prepare: tuple[tuple[str, ...], ...] = ()
     """Commands that make model and data below `{work}`, words after `python`; run once, in the root
     of the repository, with the setup's packages."""
+    cwd: str = "{work}"
+    """The folder that it runs in."""
     environment: Mapping[str, str] = field(default_factory=dict)
     exit_codes: tuple[int, ...] = (0, 3)
     """What is right: (4,) for a script that cannot be captured and has to say so."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from bench.process import watch
-from bench.results import ROOT
 from bench.scripts.case import Case
 from bench.scripts.environment import filled, install, places, prepare, variables
 
@@ -23,6 +23,7 @@ def run(case: Case, *, show: bool = False) -> dict[str, Any]:
     install(case.setup)
     prepare(case)
     words = filled(case.argv, places(case))
+    folder = Path(*filled((case.cwd,), places(case)))
     command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", case.gpu, *words]
     result: dict[str, Any] = {
         "package": case.package,
@@ -30,7 +31,7 @@ def run(case: Case, *, show: bool = False) -> dict[str, Any]:
         "gpu": case.gpu,
     }
     try:
-        done = watch(command, cwd=ROOT, env=variables(case), timeout=case.timeout_seconds)
+        done = watch(command, cwd=folder, env=variables(case), timeout=case.timeout_seconds)
     except subprocess.TimeoutExpired:
         complaint = f"no answer after {case.timeout_seconds:.0f} s"
         return {**result, "ok": False, "complaints": [complaint]}

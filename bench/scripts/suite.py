@@ -6,7 +6,7 @@ from importlib import import_module
 
 from bench.scripts.case import Case
 
-MODULES = ("accelerate",)
+MODULES = ("trl", "accelerate")
 
 
 def cases() -> list[Case]:

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import io
 import os
+import posix
 import shutil
 import sys
 import tempfile
@@ -380,3 +381,20 @@ def test_any_sequence_does_as_it_would_on_the_disk(
         assert seen == expected
         assert trees == [_tree(root) for root in real]
         assert fingerprint(Path(shown_root)) == before
+
+
+def test_temporary_file_beside_the_data(untouched: Path) -> None:
+    """`tempfile` opens with an opener of its own and names the directory as what it opens."""
+    with sandbox():
+        with tempfile.NamedTemporaryFile("wb", dir=untouched / "data", delete=False) as file:
+            file.write(b"rows")
+        shutil.move(file.name, untouched / "data/cache.arrow")
+        assert (untouched / "data/cache.arrow").read_bytes() == b"rows"
+
+
+def test_opener_that_passes_the_overlay_is_refused(untouched: Path) -> None:
+    def past(name: str, flags: int) -> int:
+        return posix.open(str(untouched / "log.txt"), flags)
+
+    with sandbox(), pytest.raises(PermissionError), open(untouched / "log.txt", "a", opener=past):
+        pass

@@ -73,14 +73,20 @@ def make_open(view: View) -> Callable[..., Any]:
         closefd: bool = True,
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
-        path = text_of(view, file) if opener is None else None
+        path = text_of(view, file)
         if path is None or not isinstance(mode, str):
             return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        if not set(mode) & set("wax+") and view.reading(path) is path:
+        if opener is None and not set(mode) & set("wax+") and view.reading(path) is path:
             return real(file, mode, buffering, encoding, errors, newline, closefd)
 
-        def open_inside(_name: str, flags: int) -> int:
-            return changes.open_fd(view, path, flags | posix.O_CLOEXEC, 0o666)
+        def open_inside(name: str, flags: int) -> int:
+            if opener is None:
+                return changes.open_fd(view, path, flags | posix.O_CLOEXEC, 0o666)
+            del trust.on  # `file` need not be what it opens (tempfile names the directory)
+            try:
+                return opener(name, flags)
+            finally:
+                trust.on = True
 
         trust.on = True
         try:
