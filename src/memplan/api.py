@@ -9,6 +9,7 @@ from typing import Any, Literal
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
+from memplan.capture.standins.registry import register_rule
 from memplan.estimate import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
@@ -16,7 +17,7 @@ from memplan.types.errors import CaptureError
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
 
-__all__ = ["AutoCheckpoint", "Capture", "auto_checkpoint", "capture", "estimate"]
+__all__ = ["AutoCheckpoint", "Capture", "auto_checkpoint", "capture", "estimate", "register_rule"]
 
 _MOST_CALLS = 64
 

@@ -32,6 +32,14 @@ def _reading_elements(real: Callable[..., Any], position: int) -> Callable[..., 
     """The constructor whose argument number `position` may hold fake tensors in lists."""
 
     def construct(*args: Any, **kwargs: Any) -> Any:
+        lift_before = torch._C._only_lift_cpu_tensors()  # the engine's threads have theirs
+        torch._C._set_only_lift_cpu_tensors(True)
+        try:
+            return build(*args, **kwargs)
+        finally:
+            torch._C._set_only_lift_cpu_tensors(lift_before)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
         try:
             return real(*args, **kwargs)
         except RuntimeError:

@@ -40,6 +40,9 @@ class Context:
     def __init__(self, builder: TraceBuilder) -> None:
         self.builder = builder
         self.in_optimizer = 0
+        self.in_function = 0
+        """Inside the forward of a `torch.autograd.Function` that is part of a graph: gradients are
+        off there, and yet it is the job's forward."""
         self.forward_seen = False
         self._stack: list[int] = []
         self._call = -1
@@ -109,7 +112,7 @@ class Context:
             builder.phase = Phase.OPTIMIZER  # else: the model, run again by a closure
         elif not self.forward_seen:
             builder.phase = Phase.SETUP
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() or self.in_function:
             builder.phase = Phase.FORWARD
             self._remember(stream)
         else:

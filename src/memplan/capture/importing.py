@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 Adapter = Callable[[types.ModuleType], None]
@@ -37,7 +38,7 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
     """Calls `adapters[name]` with each module of that name once it is imported."""
 
     def __init__(self, adapters: dict[str, Adapter]) -> None:
-        self._adapters = adapters
+        self._adapters = {name: [adapt] for name, adapt in adapters.items()}
         self._busy: set[str] = set()
 
     def find_spec(
@@ -55,14 +56,24 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
         finally:
             self._busy.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._adapters[fullname])
+            spec.loader = _Loader(spec.loader, partial(self._adapt, fullname))
         return spec
+
+    def _adapt(self, name: str, module: types.ModuleType) -> None:
+        for adapt in self._adapters[name]:
+            adapt(module)
+
+    def add(self, name: str, adapt: Adapter) -> None:
+        """Watch for one more module, or adapt it now if it is there."""
+        self._adapters.setdefault(name, []).append(adapt)
+        if self in sys.meta_path and (module := sys.modules.get(name)) is not None:
+            adapt(module)
 
     def start(self) -> None:
         """Adapt what is imported already, and watch for the rest."""
-        for name, adapt in self._adapters.items():
+        for name in self._adapters:
             if (module := sys.modules.get(name)) is not None:
-                adapt(module)
+                self._adapt(name, module)
         sys.meta_path.insert(0, self)
 
     def stop(self) -> None:

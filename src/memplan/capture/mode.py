@@ -54,6 +54,10 @@ OnOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
 Recording = Callable[["CaptureMode", Any, tuple[Any, ...], Any], list[int]]
 
 
+def _not_looked_for(*_call: Any) -> Any:
+    raise AssertionError("stands for an operator whose rule has not been looked for")
+
+
 class DeviceFakeMode(FastFakeMode):
     """A fake mode that never asks whether there is a real device, for several threads."""
 
@@ -86,7 +90,7 @@ class CaptureMode(TorchDispatchMode):
     record its outputs, where their order against the kernel's own memory matters.
     """
 
-    handlers: dict[Any, Handler]
+    handlers: dict[Any, Handler | None]
     observers: dict[Any, Observer]
     recordings: dict[Any, Recording]
 
@@ -101,7 +105,12 @@ class CaptureMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.routing = routing
-        self.handlers = handlers or {}
+        self.handlers = dict(handlers or {})
+        """None: looked for among the rules, and there is none."""
+        self.rules: dict[str, Handler] = {}
+        """Users' and packages' rules, by `namespace::operator`."""
+        self.acting = ""
+        """The rule that is running; what it does is recorded under its name."""
         self.observers = observers or {}
         self.recordings = {}
         self.on_op: OnOp | None = None
@@ -192,7 +201,9 @@ class CaptureMode(TorchDispatchMode):
         stream_before = recorder.stream
         recorder.stream = self.context.locate(frame, stream_before)
         try:
-            handler = self.handlers.get(func)
+            handler = self.handlers.get(func, _not_looked_for)
+            if handler is _not_looked_for:
+                handler = self.handlers[func] = self._rule_for(func)
             if handler is not None:
                 result = handler(self, func, args, kwargs)
                 if result is not NotImplemented:
@@ -228,7 +239,7 @@ class CaptureMode(TorchDispatchMode):
         known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
         recorder = self.recorder
         builder = recorder.builder
-        name = self._op_names.get(func)
+        name = self.acting or self._op_names.get(func)
         if name is None:
             name = self._op_names[func] = op_name(func)
         builder.begin_op(name, reads=self._numbers(fakes), stream=recorder.stream)
@@ -289,8 +300,8 @@ class CaptureMode(TorchDispatchMode):
         return CaptureError(
             f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
             hint
-            or "leave that part out when estimating, or register a shape rule for the operator "
-            "(torch.library.register_fake)",
+            or "leave that part out when estimating, or say what the operator makes "
+            "(memplan.register_rule or torch.library.register_fake, docs/packages.md)",
         )
 
     def source(self) -> str:
@@ -338,6 +349,15 @@ class CaptureMode(TorchDispatchMode):
             device = torch.device(self.device_type, 0)
         fake: FakeTensor = self.fake_mode.dispatch(
             aten.empty_strided.default,
+    def _rule_for(self, func: Any) -> Handler | None:
+        name = func._schema.name
+        return self.rules.get(f"{name}.{func._overloadname}") or self.rules.get(name)
+
+    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What an operator writes to its arguments is not known."""
+        for tensor in _mutated(func, args, kwargs):
+            self.values.forget(tensor)
+
             (),
             (tuple(tensor.size()), tuple(tensor.stride())),
             {"dtype": tensor.dtype, "device": device},

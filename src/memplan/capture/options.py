@@ -51,6 +51,9 @@ class CaptureOptions:
     routing: Literal["balanced", "worst"] = "balanced"
     """Assumption for shapes that depend on data."""
     allow_network: bool = False
+    packages: tuple[str, ...] = ()
+    """Packages that the job's machine has and that are stood in for here, also where the program
+    only probes for them; and files of rules (`….py`), run before the program."""
     place: RankPlace | None = None
     """The process of a distributed job to be; None: started without a launcher."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -47,6 +47,8 @@ class Recorder:
         """Bytes alive, each storage rounded up to 512."""
         self.peak_live_bytes = 0
         self.stream = 0
+        self.provenance = Provenance.OBSERVED
+        """How storages that begin now are known."""
         self.finished = False
         """Set once enough has been seen: what the script lets go of afterwards does not count."""
         self._dead: deque[int] = deque()
@@ -69,7 +71,7 @@ class Recorder:
         device: int,
         *,
         role: Role = Role.UNKNOWN,
-        provenance: Provenance = Provenance.OBSERVED,
+        provenance: Provenance | None = None,
         low: int | None = None,
         high: int | None = None,
     ) -> int:
@@ -106,7 +108,7 @@ class Recorder:
                 high=high,
                 stream=self.stream,
                 device=device,
-                provenance=provenance,
+                provenance=self.provenance if provenance is None else provenance,
             )
             self._count(nbytes)
         return number

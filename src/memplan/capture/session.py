@@ -40,6 +40,7 @@ from memplan.capture.steps import StepWatcher
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
+from memplan.capture.standins.install import StandIns
 aten = torch.ops.aten
 
 _active: CaptureSession | None = None
@@ -73,6 +74,7 @@ class CaptureSession:
         if test is not None and test.too_late:
             raise CaptureError(
                 "this process has already run a backward pass, and PyTorch looks for devices only "
+        self.stand_ins = StandIns(options.packages)
                 "before the first one",
                 "estimate first, in a fresh process or notebook kernel, or use the command line",
             )
@@ -112,6 +114,7 @@ class CaptureSession:
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
             stack.enter_context(self.steps)
+            self.stand_ins.install(stack, patches, self.mode, watcher)
             stack.enter_context(self.mode)
             self._calibrate()
             _active = self
@@ -222,7 +225,7 @@ class CaptureSession:
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
                 for (op, kernel, reason), count in self.mode.kernels.most_common()
             ],
-            notes=[*self.notes, *self.steps.notes()],
+            notes=[*self.notes, *self.stand_ins.notes(), *self.steps.notes()],
             host_peak_bytes=_host_peak_bytes(),
         )
         return recorder.builder.build(meta)

@@ -1,0 +1,1 @@
+"""Packages that expect a GPU: stand-ins for them, and rules for what their kernels take."""

@@ -1,0 +1,270 @@
+"""Modules that stand in for packages that are not here."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.abc import Loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.utils._triton import has_triton_package
+
+from memplan.capture.context import shown_path
+from memplan.capture.standins.guarded import importing_frame, is_guarded
+from memplan.types.errors import CaptureError
+
+PACKAGES = Path(__file__).parent / "packages"
+KERNELS = Path(__file__).parent / "kernels"
+
+VERSIONS = {
+    "apex": "0.1",
+    "bitsandbytes": "0.50.2",
+    "deepspeed": "0.19.8",
+    "flash_attn": "2.8.3",
+    "liger_kernel": "0.8.5",
+    "transformer_engine": "2.20.2",
+    "triton": "3.7.0",
+    "xformers": "0.0.35",
+}
+"""Packages with stand-ins, and the version whose memory each follows."""
+EXTENSIONS = {"flash_attn_2_cuda": "flash_attn"}
+"""Compiled modules, and the package that each belongs to: its Python runs, they do not."""
+
+
+class Unknown:
+    """A name of an absent package that no stand-in and no rule knows: importing it is harmless,
+    using it ends the capture."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def _refuse(self) -> CaptureError:
+        frame, _ = importing_frame()
+        where = ""
+        while frame is not None and not where:
+            text = shown_path(frame.f_code.co_filename)
+            where = f"{text}:{frame.f_lineno}" if text else ""
+            frame = frame.f_back
+        package = self.__name__.partition(".")[0]
+        return CaptureError(
+            f"{where or 'the script'}: {self.__name__} cannot be captured: {package} is not "
+            "installed here, and nothing says what it takes of the GPU's memory",
+            f"say it with memplan.register_rule({self.__name__!r}), or install {package} here if "
+            "it imports without a GPU",
+        )
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise self._refuse()
+
+    def __mro_entries__(self, _bases: Any) -> Any:
+        raise self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unknown(f"{self.__name__}.{name}")
+
+
+class StandInFinder:
+    """Comes last among the finders: serves a stand-in where an import would end the program.
+
+    A guarded import, and a probe for a specification or a version, sees what is installed, unless
+    the package is `wanted`, or has been served already.
+    """
+
+    def __init__(self, wanted: Iterable[str], ruled: Callable[[], Iterable[str]]) -> None:
+        self.wanted = {name.replace("-", "_") for name in wanted}
+        self.served: set[str] = set()
+        self.done_without: dict[str, str] = {}
+        """Packages that the program's own code looked for in vain, and where."""
+        self._ruled = ruled
+        self._modules: list[str] = []
+        self._extensions = _Extensions(self._modules)
+
+    def start(self) -> None:
+        """Serve from now on."""
+        sys.meta_path.append(self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self._extensions)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        """Serve no more, and take back what was served."""
+        for finder in (self, self._extensions):
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in self._modules:
+            sys.modules.pop(name, None)
+        self._modules.clear()
+
+    def want(self, package: str) -> None:
+        """From now on a package that is not installed seems to be."""
+        self.wanted.add(package)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Part of the import protocol."""
+        package = fullname.partition(".")[0]
+        rules = {name for name in self._ruled() if name.startswith(package + ".")}
+        if package not in VERSIONS and not rules:
+            return None
+        if "." in fullname and package not in self.served:
+            return None  # installed, but without this module
+        frame, probe = importing_frame()
+        if package not in self.served and package not in self.wanted:
+            if probe or is_guarded(frame):
+                self._note(package, frame)
+                return None
+        spec = self._spec(fullname, rules)
+        if spec is None and not is_guarded(frame) and not probe:
+            spec = _empty(fullname)
+        if spec is not None and not probe:
+            if package == "triton":
+                has_triton_package()  # remembers the answer: PyTorch goes on without
+            self.served.add(package)
+            self._modules.append(fullname)
+        return spec
+
+    def _note(self, package: str, frame: Any) -> None:
+        where = shown_path(frame.f_code.co_filename) if frame is not None else ""
+        if where and "site-packages" not in frame.f_code.co_filename:
+            self.done_without.setdefault(package, f"{where}:{frame.f_lineno}")
+
+    def _spec(self, fullname: str, rules: set[str]) -> importlib.machinery.ModuleSpec | None:
+        parent, _, last = fullname.rpartition(".")
+        folder = PACKAGES.joinpath(*parent.split(".")) if parent else PACKAGES
+        found = importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
+        if found is not None and found.loader is not None:
+            found.loader = _PackageLoader(found.loader)
+            if found.submodule_search_locations is not None:
+                found.submodule_search_locations = []  # so that submodules are asked for here too
+            return found
+        if any(name.startswith(fullname + ".") for name in rules):
+            return _empty(fullname)
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Part of the protocol of `importlib.metadata`."""
+        asked = getattr(context, "name", None)
+        visible = (self.wanted | self.served) & set(VERSIONS)
+        for package in sorted(visible):
+            if asked is None or asked.lower().replace("-", "_") == package:
+                yield _Distribution(package)
+
+
+class _Extensions:
+    """Comes first: compiled parts of packages that may be installed, and need a driver to load."""
+
+    def __init__(self, modules: list[str]) -> None:
+        self._modules = modules
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Part of the import protocol."""
+        if fullname.startswith("torch."):
+            return self._of_torch(fullname, path)
+        package = EXTENSIONS.get(fullname)
+        if package is None or not installed(package):
+            return None
+        self._modules.append(fullname)
+        return _empty(fullname)
+
+    def _of_torch(
+        self, fullname: str, path: Sequence[str] | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if "triton" not in self._modules:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if found is not None and found.loader is not None:
+            found.loader = _WithoutTriton(found.loader)
+        return found
+
+
+class _WithoutTriton(Loader):
+    """PyTorch's own use of Triton goes deep, and it can do without: it must not see the stand-in."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        hidden = {
+            name: found
+            for name, found in sys.modules.items()
+            if name == "triton" or name.startswith("triton.")
+        }
+        for name in hidden:
+            sys.modules[name] = None  # type: ignore[assignment]
+        try:
+            self._loader.exec_module(module)
+        finally:
+            sys.modules.update(hidden)
+
+
+class _PackageLoader(Loader):
+    """A file of a stand-in, whose unknown names are `Unknown`."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if "__getattr__" not in vars(module):
+            _make_permissive(module)
+
+
+class _EmptyLoader(Loader):
+    """A module of which only the rules that users registered are known."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        _make_permissive(module)
+
+
+def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
+    return importlib.machinery.ModuleSpec(fullname, _EmptyLoader(), is_package=True)
+
+
+def _make_permissive(module: ModuleType) -> None:
+    def missing(name: str) -> Any:
+        frame, _ = importing_frame()
+        if name.startswith("__") or is_guarded(frame):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        return Unknown(f"{module.__name__}.{name}")
+
+    module.__getattr__ = missing  # type: ignore[method-assign]
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def read_text(self, filename: str) -> str | None:
+        if filename in ("METADATA", "PKG-INFO"):
+            name = self._package.replace("_", "-")
+            return f"Metadata-Version: 2.1\nName: {name}\nVersion: {VERSIONS[self._package]}\n"
+        return self._package + "\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return PACKAGES / path
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be found without a stand-in."""
+    return importlib.machinery.PathFinder.find_spec(package) is not None

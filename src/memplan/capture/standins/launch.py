@@ -1,0 +1,97 @@
+"""Launches of Triton kernels: they write to tensors that are passed in, and allocate nothing."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from memplan.capture.standins.registry import rule_for_function
+from memplan.capture.standins.rules import running
+
+if TYPE_CHECKING:
+    from memplan.capture.patching import Patches
+
+_SAID = (
+    "Triton kernels are not run: they allocate nothing, and what they write is not known; where "
+    "one takes a workspace, say so with memplan.register_rule"
+)
+
+
+def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `kernel[grid](*args, **kwargs)` does to memory: nothing, or what its rule says."""
+    mode = running()
+    if mode is None:
+        raise RuntimeError("a Triton kernel was launched outside the capture that it was made in")
+    name = getattr(kernel, "__name__", "kernel")
+    rule = rule_for_function(f"{getattr(kernel, '__module__', '')}.{name}")
+    if rule is not None:
+        return rule(*args, **kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    mode.launch(f"triton.{name}", tensors, tensors)
+    mode.kernels[name, "triton", "not run: writes to what is passed in, allocates nothing"] += 1
+    mode.assumptions.add("kernel", _SAID)
+    return None
+
+
+def adapt_jit(patches: Patches, module: types.ModuleType) -> None:
+    """Of an installed Triton: launches go to `launch`, whatever the grid."""
+
+    def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        return None if warmup else launch(kernel.fn, args, kwargs)
+
+    patches.set(module.JITFunction, "run", run)
+
+
+def adapt_autotuner(patches: Patches, module: types.ModuleType) -> None:
+    """Of an installed Triton: nothing is timed, the first configuration is taken."""
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(kernel, "configs", None):
+            kernel.best_config = kernel.configs[0]
+        return kernel.fn.run(*args, **kwargs)
+
+    patches.set(module.Autotuner, "run", run)
+    patches.set(module.Heuristics, "run", run)
+
+
+def adapt_driver(patches: Patches, module: types.ModuleType) -> None:
+    """Of an installed Triton: its driver answers as the chosen card would."""
+    if hasattr(module, "driver"):
+        patches.set(module.driver, "_active", Driver())
+
+
+class Driver:
+    """What host code asks of Triton's driver."""
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_device_properties(self, _device: int = 0) -> dict[str, int]:
+        """As Triton names them."""
+        known = torch.cuda.get_device_properties(0)
+        return {
+            "max_shared_mem": getattr(known, "shared_memory_per_block_optin", 101_376),
+            "max_num_regs": 65_536,
+            "multiprocessor_count": known.multi_processor_count,
+            "warpSize": 32,
+        }
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_current_target(self) -> Any:
+        """Backend and architecture of the card."""
+        major, minor = torch.cuda.get_device_capability()
+        return types.SimpleNamespace(backend="cuda", arch=10 * major + minor, warp_size=32)

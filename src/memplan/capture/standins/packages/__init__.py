@@ -1,0 +1,1 @@
+"""Stand-ins for packages, imported under the packages' own names."""

@@ -1,0 +1,113 @@
+"""Enough of Triton to define kernels and launch them; a launch allocates nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from memplan.capture.standins.finder import VERSIONS
+from memplan.capture.standins.launch import launch
+
+__version__ = VERSIONS["triton"]
+
+
+class KernelInterface:
+    """`kernel[grid](...)` launches it."""
+
+    fn: Any
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
+
+    def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        """Launch on a grid."""
+        del grid
+        if warmup:
+            return None
+        inner = self.fn
+        if isinstance(inner, KernelInterface):
+            return inner.run(*args, **kwargs)
+        return launch(inner, args, kwargs)
+
+    def warmup(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing is compiled."""
+
+
+class JITFunction(KernelInterface):
+    """A kernel."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
+
+
+class Config:
+    """A choice of meta-parameters."""
+
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **more: Any
+    ) -> None:
+        self.kwargs = kwargs
+        self.num_warps = num_warps
+        self.num_stages = num_stages
+        self.__dict__.update(more)
+
+    def all_kwargs(self) -> dict[str, Any]:
+        return {**self.kwargs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+class Autotuner(KernelInterface):
+    """Takes the first configuration; nothing is timed."""
+
+    def __init__(self, fn: Any, configs: list[Config]) -> None:
+        self.fn = self.base_fn = fn
+        self.configs = configs
+        self.best_config = configs[0] if configs else Config({})
+        self.cache: dict[Any, Config] = {}
+        functools.update_wrapper(self, fn)
+
+
+class Heuristics(KernelInterface):
+    """Its values only matter to the kernel."""
+
+    def __init__(self, fn: Any, values: dict[str, Any]) -> None:
+        self.fn = fn
+        self.values = values
+        functools.update_wrapper(self, fn)
+
+
+def jit(fn: Any = None, **_options: Any) -> Any:
+    """A decorator, with or without options."""
+    return JITFunction(fn) if fn is not None else JITFunction
+
+
+def autotune(configs: list[Config], key: Any = (), **_options: Any) -> Any:
+    """A decorator."""
+    del key
+    return lambda fn: Autotuner(fn, list(configs))
+
+
+def heuristics(values: dict[str, Any]) -> Any:
+    """A decorator."""
+    return lambda fn: Heuristics(fn, values)
+
+
+def cdiv(x: int, y: int) -> int:
+    """Quotient, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << max(n - 1, 0).bit_length() if n > 0 else 0
+
+
+def set_allocator(_allocator: Any) -> None:
+    """Nothing is launched that would ask for memory."""
+
+
+from . import language, runtime, testing  # noqa: E402, F401

@@ -1,0 +1,166 @@
+"""`memplan.register_rule`: the rules that users give, and where they act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.capture.standins import rules as rules_module
+from memplan.capture.standins.rules import Call, Rule
+from memplan.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from memplan.capture.importing import ImportWatcher
+    from memplan.capture.mode import CaptureMode, Handler
+    from memplan.capture.patching import Patches
+
+_rules: dict[str, Rule] = {}
+"""By the name they were registered for."""
+_actors: list[RuleActor] = []
+
+
+def register_rule(
+    name: str, function: Callable[..., Any] | None = None, *, source: str = ""
+) -> Any:
+    """Say what an operator or function that only a GPU runs takes of its memory.
+
+    `name` is an operator of `torch.ops` (`"my_ext::attention"`), or the dotted name of a Python
+    function, method or Triton kernel (`"my_ext.attention"`); the package need not be installed.
+    `function(call, ...)` takes what the real one takes, after a `Call`, and returns what the real
+    one returns, made with `torch.empty` and its kin. `call.save(...)` keeps for the backward pass,
+    `call.workspace(bytes, low, high)` is memory the kernel takes for itself. `source` says where
+    the numbers come from, and is shown in the estimate. A decorator when `function` is left out;
+    the `Rule` that it gives has a decorator `backward` for what the backward pass makes.
+
+    Raises UsageError for a name that is neither kind, and for a function that takes no call.
+    """
+    if function is None:
+        return partial(register_rule, name, source=source)
+    parts = name.split("::") if "::" in name else name.split(".")
+    if len(parts) < 2 or not all(part.replace(".", "_").isidentifier() for part in parts):
+        raise UsageError(
+            f"{name!r} names neither an operator nor a function",
+            'write "namespace::operator" or "package.module.function"',
+        )
+    rule = function if isinstance(function, Rule) else Rule(name, function, source)
+    _rules[name] = rule
+    for actor in _actors:
+        actor.add(name, rule)
+    return rule
+
+
+def forget_rule(name: str) -> None:
+    """Undo `register_rule`; a capture that runs keeps it."""
+    _rules.pop(name, None)
+
+
+def function_names() -> Iterator[str]:
+    """Dotted names of Python functions with rules."""
+    return (name for name in list(_rules) if "::" not in name)
+
+
+def rule_for_function(name: str) -> Rule | None:
+    """The rule for a dotted name."""
+    return _rules.get(name)
+
+
+class RuleActor:
+    """Puts rules in place of what they are for, for one capture."""
+
+    def __init__(self, mode: CaptureMode, patches: Patches, watcher: ImportWatcher) -> None:
+        self.mode = mode
+        self.patches = patches
+        self.watcher = watcher
+
+    def start(self, built_in: dict[str, Rule]) -> None:
+        """Those of users win over those of memplan."""
+        for name, rule in {**built_in, **_rules}.items():
+            self.add(name, rule)
+        _actors.append(self)
+        rules_module._modes.append(self.mode)
+
+    def stop(self) -> None:
+        """No rule acts any more."""
+        _actors.remove(self)
+        rules_module._modes.remove(self.mode)
+
+    def add(self, name: str, rule: Rule) -> None:
+        """Let a rule act from now on."""
+        if "::" in name:
+            self._add_operator(name, rule)
+            return
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            module = ".".join(parts[:length])
+            self.watcher.add(module, partial(self._replace, parts[length:], rule))
+
+    def _replace(self, path: list[str], rule: Rule, module: ModuleType) -> None:
+        owner: Any = module
+        for part in path[:-1]:
+            owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+            if owner is None or isinstance(owner, ModuleType):
+                return
+        stand_in = len(path) == 1 and getattr(module.__spec__, "origin", None) is None
+        if path[-1] in vars(owner) or stand_in:
+            self.patches.set(owner, path[-1], rule)
+
+    def _add_operator(self, name: str, rule: Rule) -> None:
+        namespace, _, operator = name.partition("::")
+        operator, _, overload = operator.partition(".")
+        packet = _packet(namespace, operator)
+        self.mode.rules[name] = _handler(rule)
+        if packet is None or rule.of_backward is not None:
+            # Absent here, or differentiated by the rule: taken before the dispatcher.
+            face = _Operator(rule, namespace, operator)
+            self.patches.set(getattr(torch.ops, namespace), operator, face)
+        for known in list(self.mode.handlers):
+            if self.mode.handlers[known] is None:
+                del self.mode.handlers[known]
+
+
+def _packet(namespace: str, operator: str) -> Any:
+    """The operator as PyTorch knows it, or None."""
+    found = torch._C._jit_get_operation(f"{namespace}::{operator}")[0]  # type: ignore[attr-defined]
+    if found is None:
+        return None
+    held = vars(getattr(torch.ops, namespace)).get(operator)
+    if isinstance(held, torch._ops.OpOverloadPacket):
+        return held
+    return torch._ops._OpNamespace.__getattr__(getattr(torch.ops, namespace), operator)
+
+
+class _Operator:
+    """`torch.ops.namespace.operator` by its rule; by the real one, should it come and the rule not
+    differentiate."""
+
+    def __init__(self, rule: Rule, namespace: str, operator: str) -> None:
+        self._rule = rule
+        self._names = (namespace, operator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packet = _packet(*self._names) if self._rule.of_backward is None else None
+        return (self._rule if packet is None else packet)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        packet = _packet(*self._names)
+        if packet is None or self._rule.of_backward is not None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return self
+        return getattr(packet, name)
+
+
+def _handler(rule: Rule) -> Handler:
+    def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs, _ = mode._without_real(args, kwargs)
+        with mode, torch.no_grad():
+            result = rule.run(Call(), *args, **kwargs)
+        if func._schema.is_mutable:
+            mode.forget_written(func, args, kwargs)
+        return result
+
+    return handle

@@ -1,0 +1,203 @@
+"""Rules for what cannot be seen: the memory of operators and functions that only a GPU runs.
+
+A rule is a Python function that takes what the real one takes, after a `Call`, and makes the
+memory that the real one makes: outputs with `torch.empty` and its kin, what is kept for the
+backward pass with `call.save`, temporaries and workspaces with `call.workspace`. Everything that it
+allocates is recorded under the rule's name with provenance RULE.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memplan.types.errors import CaptureError, UsageError
+from memplan.types.trace import Provenance
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+
+aten = torch.ops.aten
+
+_modes: list[CaptureMode] = []
+"""The capture that is running, if one is."""
+
+
+@dataclass
+class Call:
+    """One call of a rule: what it keeps, and the memory it holds only while it runs."""
+
+    needs_grad: tuple[bool, ...] = ()
+    """For each tensor among the arguments, in order: whether a gradient of it is wanted."""
+    saved: tuple[Any, ...] = ()
+    """In the backward pass: what the forward rule saved."""
+    _kept: list[Any] = field(default_factory=list)
+    _held: list[torch.Tensor] = field(default_factory=list)
+
+    def save(self, *items: Any) -> None:
+        """Keep tensors (inputs, outputs or others) and plain values for the backward pass."""
+        self._kept.extend(items)
+
+    def workspace(
+        self, nbytes: int, low: int | None = None, high: int | None = None
+    ) -> torch.Tensor:
+        """Device memory of `nbytes` bytes, between `low` and `high` where that is not exact.
+
+        It is held until the rule returns, or as long as it is saved. A flat uint8 tensor.
+        """
+        low, high = nbytes if low is None else low, nbytes if high is None else high
+        if not 0 <= low <= nbytes <= high:
+            raise ValueError(f"a workspace of {nbytes} bytes between {low} and {high}")
+        tensor = _bounded(nbytes, low, high)
+        self._held.append(tensor)
+        return tensor
+
+
+def _bounded(nbytes: int, low: int, high: int) -> torch.Tensor:
+    mode = running()
+    if mode is None:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    device = torch.device(mode.device_type, 0) if mode.device_type != "cpu" else "cpu"
+    made: Any = mode.fake_mode.dispatch(
+        aten.empty.memory_format, (), ([nbytes],), {"dtype": torch.uint8, "device": device}
+    )
+    builder, recorder = mode.recorder.builder, mode.recorder
+    builder.begin_op(mode.acting or "rule", stream=recorder.stream)
+    number = recorder.track(made, 0, provenance=Provenance.RULE, low=low, high=high)
+    builder.op_writes([number])
+    tensor: torch.Tensor = made
+    return tensor
+
+
+class Rule:
+    """A function that says what another one takes; called in its place.
+
+    `name` is `namespace::operator`, or the dotted name of a Python function or Triton kernel.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], source: str = "") -> None:
+        self.name = name
+        self.source = source
+        self.function = function
+        self.of_backward: Callable[..., Any] | None = None
+        self.__name__ = name.replace("::", ".").rpartition(".")[2]
+        self.__doc__ = function.__doc__
+        try:
+            parameters = list(inspect.signature(function).parameters.values())[1:]
+            self.__signature__ = inspect.Signature(parameters)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the rule for {name} is not a function that takes a call") from error
+
+    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Say what the backward pass makes: `function(call, *gradients of the outputs)` returns a
+        gradient (or None) for each tensor among the arguments, in order. A decorator."""
+        self.of_backward = function
+        return function
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """In a class a rule is a method: the instance comes first."""
+        if instance is None:
+            return self
+        return lambda *args, **kwargs: self(instance, *args, **kwargs)
+
+    def __getitem__(self, _grid: Any) -> Rule:
+        """For a Triton kernel: `kernel[grid](...)`."""
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        wants = torch.is_grad_enabled() and any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        )
+        if wants:
+            return _Differentiable.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            return self.run(Call(), *args, **kwargs)
+
+    def run(self, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """The rule itself, recorded under its name."""
+        return self._run(self.function, call, args, kwargs)
+
+    def run_backward(self, call: Call, *gradients: Any) -> tuple[Any, ...]:
+        """What the backward rule makes. Raises CaptureError where there is none."""
+        if self.of_backward is None:
+            mode = running()
+            raise CaptureError(
+                f"{(mode.source() if mode else '') or 'the script'}: the backward pass of "
+                f"{self.name} cannot be captured: its rule says nothing of it",
+                f"add one: @rule.backward beside memplan.register_rule({self.name!r})",
+            )
+        made = self._run(self.of_backward, call, gradients, {})
+        return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+    def _run(self, function: Any, call: Call, args: Any, kwargs: Any) -> Any:
+        mode = running()
+        if mode is None:
+            return function(call, *args, **kwargs)
+        mode.kernels[self.name, "rule", self.source or "memplan.register_rule"] += 1
+        with acting(mode, self.name):
+            try:
+                return function(call, *args, **kwargs)
+            finally:
+                call._held.clear()
+
+
+@contextmanager
+def acting(mode: CaptureMode, name: str) -> Iterator[None]:
+    """While entered, what is allocated belongs to `name` and is known by a rule."""
+    before, provenance = mode.acting, mode.recorder.provenance
+    mode.acting, mode.recorder.provenance = name, Provenance.RULE
+    try:
+        yield
+    finally:
+        mode.acting, mode.recorder.provenance = before, provenance
+
+
+def running() -> CaptureMode | None:
+    """The mode of the capture that is running."""
+    return _modes[-1] if _modes else None
+
+
+class _Differentiable(torch.autograd.Function):
+    """A rule as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, spec: Any, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call = Call(needs_grad=tuple(tensor.requires_grad for tensor in tensors))
+        result = rule.run(call, *args, **kwargs)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        written = [out for out in outputs if any(out is tensor for tensor in tensors)]
+        if written:
+            ctx.mark_dirty(*written)
+        kept = call._kept
+        ctx.save_for_backward(*[item for item in kept if isinstance(item, torch.Tensor)])
+        ctx.plain = [None if isinstance(item, torch.Tensor) else (item,) for item in kept]
+        ctx.rule, ctx.needs_grad = rule, call.needs_grad
+        ctx.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.leaves = len(leaves)
+        return tuple(result) if isinstance(result, list) else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        tensors = iter(ctx.saved_tensors)
+        saved = tuple(next(tensors) if item is None else item[0] for item in ctx.plain)
+        call = Call(needs_grad=ctx.needs_grad, saved=saved)
+        made = ctx.rule.run_backward(call, *gradients)
+        if len(made) != len(ctx.positions):
+            raise CaptureError(
+                f"the backward rule of {ctx.rule.name} made {len(made)} gradients for "
+                f"{len(ctx.positions)} tensors among the arguments",
+                "return one for each, in order; None where there is none",
+            )
+        result: list[Any] = [None] * (2 + ctx.leaves)
+        for position, gradient, wanted in zip(ctx.positions, made, ctx.needs_grad, strict=True):
+            result[2 + position] = gradient if wanted else None
+        return tuple(result)
