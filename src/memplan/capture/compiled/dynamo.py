@@ -1,0 +1,148 @@
+"""Dynamo and AOTAutograd during a capture.
+
+Dynamo inlines the Python that it traces, `Module.__call__` and `nn.Parameter` included, so for the
+length of a compilation the capture's patches of what a model calls are taken out. What answers
+questions about the device stays: Inductor asks them. Dispatch modes need no care: Dynamo leaves
+them itself while it compiles (`CatchErrorsWrapper` in `torch/_dynamo/convert_frame.py`), for modes
+that say `ignore_compile_internals`.
+
+What cannot be compiled here runs as it would without `torch.compile`, and an assumption says so.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame, output_graph, trace_rules, variables
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import torch as traced_functions
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.capture.context import shown_path
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+    from memplan.capture.patching import Patches
+
+_CAPTURE = str(Path(__file__).parents[1]) + "/"
+_ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
+_SETTINGS = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+_AUTOGRAD_SETTINGS = {
+    "enable_autograd_cache": False,
+    "enable_remote_autograd_cache": False,
+    # Else the backward graph is compiled in the autograd engine's thread, with modes in force.
+    "force_non_lazy_backward_lowering": True,
+}
+_SHOWN = 120
+_OF_A_CUDA_BUILD: dict[str, Any] = {
+    "_cuda_CUDAAllocator_AllocatorState": object,
+    "_set_cached_tensors_enabled": lambda _enabled: None,
+    "_cuda_getCurrentRawStream": lambda _index: 0,
+}
+"""What PyTorch's compilers import from a build for CUDA, which this one says it is."""
+
+
+def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: CaptureMode) -> None:
+    """Make Dynamo pass over the capture's own frames, and take the capture's patches out while it
+    compiles, until `patches.undo()` and `stack` is closed."""
+    stack.enter_context(dynamo_config.patch(_SETTINGS))
+    stack.enter_context(functorch_config.patch(_AUTOGRAD_SETTINGS))
+    _know_answers(stack, of_capture)
+    suspension = _Suspension(of_capture)
+    compile_frame: Any = convert_frame.CatchErrorsWrapper.__call__
+    compile_graph: Any = output_graph.OutputGraph.call_user_compiler
+
+    def call(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with suspension.active():
+            try:
+                return compile_frame(wrapper, frame, *args, **kwargs)
+            except InternalTorchDynamoError as error:
+                where = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+                _not_compiled(mode, where, error)
+                return ConvertFrameReturn()
+
+    def call_user_compiler(output: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return compile_graph(output, module, *args, **kwargs)
+        except BackendCompilerFailed as error:
+            code = output.root_tx.f_code
+            where = f"{shown_path(code.co_filename)}:{code.co_firstlineno}"
+            _not_compiled(mode, where, error.__cause__ or error)
+            return module.forward
+
+    for name, stand_in in _OF_A_CUDA_BUILD.items():
+        if not hasattr(torch._C, name):
+            patches.set(torch._C, name, stand_in)
+    patches.set(convert_frame.CatchErrorsWrapper, "__call__", call)
+    patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
+    # Constants of a traced program must not be computed on the device: there is none.
+    patches.set(FakeTensorMode, "avoid_device_init", property(lambda _mode: True))
+    pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}"
+    patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
+    patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
+
+
+def _know_answers(stack: ExitStack, of_capture: Patches) -> None:
+    """Dynamo knows the functions of PyTorch by their identity: what it makes of one holds of the
+    function that answers in its place."""
+    with of_capture.suspended(lambda *_patch: True):
+        rules: Any = trace_rules.get_torch_obj_rule_map()
+        variables.TorchInGraphFunctionVariable._get_handlers()
+    foldable: Any = traced_functions.constant_fold_functions
+    for owner, name, original in of_capture.originals():
+        if not isinstance(original, types.FunctionType | types.BuiltinFunctionType):
+            continue
+        answer = getattr(owner, name)
+        for table in (rules, foldable):
+            if original in table and answer not in table:
+                table[answer] = table[original]
+                stack.callback(table.pop, answer, None)
+
+
+def _not_compiled(mode: CaptureMode, where: str, error: BaseException) -> None:
+    reason = (str(error).strip().splitlines() or [""])[0][:_SHOWN]
+    mode.assumptions.add(
+        "compile",
+        f"could not be compiled here ({type(error).__name__}: {reason}): captured as eager, which "
+        "mostly needs more memory",
+        source=where,
+    )
+
+
+class _Suspension:
+    """Takes a session's patches out and puts them in again; nested uses do so once."""
+
+    def __init__(self, patches: Patches) -> None:
+        self._patches = patches
+        self._depth = 0
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._lock:  # the engine's threads compile too
+            self._depth += 1
+            try:
+                if self._depth > 1:
+                    yield
+                else:
+                    with self._patches.suspended(_is_seen_by_a_model):
+                        yield
+            finally:
+                self._depth -= 1
+
+
+def _is_seen_by_a_model(owner: Any, _name: str, before: Any) -> bool:
+    """Whether a patch is to be taken out: all but functions that answer for the device."""
+    if not isinstance(owner, types.ModuleType) or owner is torch:
+        return True
+    return not owner.__name__.startswith(_ANSWERING) or isinstance(before, type)

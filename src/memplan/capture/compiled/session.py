@@ -1,0 +1,67 @@
+"""`torch.compile` during a capture, put in place when a job first asks for it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memplan.capture.patching import Patches
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+    from memplan.types.device import DeviceProfile
+
+_WITHOUT_INDUCTOR = ("eager", "aot_eager")
+
+
+class Compiled:
+    """Makes PyTorch's compilers work on the fake device.
+
+    Dynamo and Inductor take seconds to import, so neither is before a job compiles something.
+    """
+
+    def __init__(self, of_capture: Patches, mode: CaptureMode, profile: DeviceProfile) -> None:
+        """`of_capture`: the patches of the capture, which Dynamo must not see."""
+        self._of_capture = of_capture
+        self._mode = mode
+        self._profile = profile
+        self._stack = ExitStack()
+        self._patches = Patches()
+        self._ready: set[str] = set()
+
+    def install(self) -> None:
+        """Patch `torch.compile` until the capture's patches are undone."""
+        compile_for_real: Any = torch.compile
+
+        def compiled(model: Any = None, **options: Any) -> Any:
+            if not options.get("disable"):
+                backend = options.get("backend", "inductor")
+                self._prepare("dynamo" if backend in _WITHOUT_INDUCTOR else "inductor")
+            return compile_for_real(model, **options)
+
+        self._of_capture.set(torch, "compile", compiled)
+        if "torch._dynamo.eval_frame" in sys.modules:  # something may be compiled already
+            self._prepare("inductor" if "torch._inductor.compile_fx" in sys.modules else "dynamo")
+
+    def undo(self) -> None:
+        """Take everything out again, and forget what was compiled for the fake device."""
+        if "dynamo" in self._ready:
+            torch._dynamo.reset()
+        self._patches.undo()
+        self._stack.close()
+
+    def _prepare(self, part: str) -> None:
+        """Have what a backend needs in place."""
+        if "dynamo" not in self._ready:
+            self._ready.add("dynamo")
+            from memplan.capture.compiled import dynamo
+
+            dynamo.install(self._stack, self._patches, self._of_capture, self._mode)
+        if part == "inductor" and part not in self._ready:
+            self._ready.add(part)
+            from memplan.capture.compiled import inductor
+
+            inductor.install(self._stack, self._patches, self._mode, self._profile)
