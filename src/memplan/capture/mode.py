@@ -133,6 +133,11 @@ class CaptureMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that keeps Dynamo out costs more than the dispatch
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles below this mode; what it compiled runs in it (`capture/compiled`)."""
+        return True
+
     def observe(self, func: Any, observer: Observer) -> None:
         """Add an observer; those that an operator already has come first."""
         before = self.observers.get(func)
@@ -221,6 +226,30 @@ class CaptureMode(TorchDispatchMode):
             return self.fake(func, args, kwargs, fakes, has_real)
         finally:
             recorder.stream = stream_before
+
+    def launch(self, name: str, tensors: list[FakeTensor], written: list[FakeTensor]) -> None:
+        """Record a kernel that is no operator of PyTorch's: it computes and allocates nothing.
+
+        `written` are those of its tensors that it writes. Raises EnoughSeen once all is over.
+        """
+        with self._lock:
+            recorder, builder = self.recorder, self.recorder.builder
+            if recorder.finished:
+                raise EnoughSeen
+            recorder.flush()
+            stream_before = recorder.stream
+            recorder.stream = self.context.locate(_caller(), stream_before)
+            try:
+                only_written = {id(tensor) for tensor in written}
+                read = [tensor for tensor in tensors if id(tensor) not in only_written]
+                builder.begin_op(name, reads=self._numbers(read), stream=recorder.stream)
+                builder.op_writes(self._numbers(written))
+                moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                builder.op_work(flops=0, moved_bytes=moved)
+                for tensor in written:
+                    self.values.forget(tensor)
+            finally:
+                recorder.stream = stream_before
 
     def fake(
         self,

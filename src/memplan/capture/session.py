@@ -27,6 +27,7 @@ from memplan.capture import (
     torch_cuda,
 )
 from memplan.capture.attention import Attention
+from memplan.capture.compiled import Compiled
 from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.importing import ImportWatcher
@@ -108,6 +109,9 @@ class CaptureSession:
             constructors.install(patches)
             shape_rules.install(patches, self.mode)
             self._patch_framework(patches)
+            compiled = Compiled(patches, self.mode, self.options.profile)
+            stack.callback(compiled.undo)
+            compiled.install()
             if self.steps.ending is not None:
                 self.ending.install(patches)
             lift_before = torch._C._only_lift_cpu_tensors()
@@ -147,13 +151,8 @@ class CaptureSession:
             with self.mode:  # dispatch modes belong to a thread
                 thread_run(thread)
 
-        def compiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-            self.mode.assumptions.add("compile", "torch.compile is ignored: captured as eager")
-            return model if model is not None else lambda function: function
-
         patches.set(torch.nn.Module, "__call__", call)
         patches.set(threading.Thread, "run", run)
-        patches.set(torch, "compile", compiled)
         patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
 
     def _install_kernels(self, stack: ExitStack, patches: Patches) -> None:
