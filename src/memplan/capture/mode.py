@@ -487,3 +487,5 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield item
         elif isinstance(item, (list, tuple)):
             yield from (inner for inner in item if isinstance(inner, FakeTensor))
+        elif isinstance(item, FakeTensor):  # a parameter of a package's own class
+            fakes.append(item)

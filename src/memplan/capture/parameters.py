@@ -29,6 +29,9 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) in (torch.Tensor, torch.nn.Parameter) and _is_plain_cpu(data):
             data = mode.fakify(data)
+        own_class = isinstance(data, FakeTensor) and type(data) is not FakeTensor
+        if own_class and isinstance(data, torch.nn.Parameter):  # of a package, being moved
+            return data.requires_grad_(requires_grad)
         return parameter_new(cls, data, requires_grad)
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:

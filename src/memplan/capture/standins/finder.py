@@ -87,14 +87,14 @@ class StandInFinder:
 
     def start(self) -> None:
         """Serve from now on."""
-        sys.meta_path.append(self)  # type: ignore[arg-type]
-        sys.meta_path.insert(0, self._extensions)  # type: ignore[arg-type]
+        sys.meta_path.append(self)
+        sys.meta_path.insert(0, self._extensions)
 
     def stop(self) -> None:
         """Serve no more, and take back what was served."""
         for finder in (self, self._extensions):
             if finder in sys.meta_path:
-                sys.meta_path.remove(finder)  # type: ignore[arg-type]
+                sys.meta_path.remove(finder)
         for name in self._modules:
             sys.modules.pop(name, None)
         self._modules.clear()
@@ -114,10 +114,10 @@ class StandInFinder:
         if "." in fullname and package not in self.served:
             return None  # installed, but without this module
         frame, probe = importing_frame()
-        if package not in self.served and package not in self.wanted:
-            if probe or is_guarded(frame):
-                self._note(package, frame)
-                return None
+        known = package in self.served or package in self.wanted
+        if not known and (probe or is_guarded(frame)):
+            self._note(package, frame)
+            return None
         spec = self._spec(fullname, rules)
         if spec is None and not is_guarded(frame) and not probe:
             spec = _empty(fullname)
@@ -134,7 +134,7 @@ class StandInFinder:
             self.done_without.setdefault(package, f"{where}:{frame.f_lineno}")
 
     def _spec(self, fullname: str, rules: set[str]) -> importlib.machinery.ModuleSpec | None:
-        parent, _, last = fullname.rpartition(".")
+        parent, _, _ = fullname.rpartition(".")
         folder = PACKAGES.joinpath(*parent.split(".")) if parent else PACKAGES
         found = importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
         if found is not None and found.loader is not None:
@@ -185,7 +185,7 @@ class _Extensions:
 
 
 class _WithoutTriton(Loader):
-    """PyTorch's own use of Triton goes deep, and it can do without: it must not see the stand-in."""
+    """PyTorch's own use of Triton goes deep, and it can do without: it sees no stand-in."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.standins import kernels, launch
+from memplan.capture.standins import kernels, launch, subclasses
 from memplan.capture.standins.finder import StandInFinder
 from memplan.capture.standins.registry import RuleActor, function_names
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from memplan.capture.importing import Adapter, ImportWatcher
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
+
+
+def _not_expected(record: logging.LogRecord) -> bool:
+    """The library of CUDA kernels cannot be loaded, and is not needed."""
+    return "library load error" not in str(record.msg)
 
 
 class StandIns:
@@ -35,6 +41,10 @@ class StandIns:
         actor.start(kernels.rules())
         stack.callback(actor.stop)
         self._follow_functions(patches, mode)
+        subclasses.install(patches, mode)
+        loading = logging.getLogger("bitsandbytes.cextension")
+        loading.addFilter(_not_expected)
+        stack.callback(loading.removeFilter, _not_expected)
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
 

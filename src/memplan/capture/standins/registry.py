@@ -110,7 +110,7 @@ class RuleActor:
 
     def _add_operator(self, name: str, rule: Rule) -> None:
         namespace, _, operator = name.partition("::")
-        operator, _, overload = operator.partition(".")
+        operator, _, _ = operator.partition(".")
         packet = _packet(namespace, operator)
         self.mode.rules[name] = _handler(rule)
         if packet is None or rule.of_backward is not None:
@@ -124,7 +124,7 @@ class RuleActor:
 
 def _packet(namespace: str, operator: str) -> Any:
     """The operator as PyTorch knows it, or None."""
-    found = torch._C._jit_get_operation(f"{namespace}::{operator}")[0]  # type: ignore[attr-defined]
+    found = torch._C._jit_get_operation(f"{namespace}::{operator}")[0]
     if found is None:
         return None
     held = vars(getattr(torch.ops, namespace)).get(operator)

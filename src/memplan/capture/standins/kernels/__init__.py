@@ -1,4 +1,4 @@
-"""Rules for the operators of packages: they act whether the package is installed or stood in for."""
+"""Rules for the operators of packages, whether a package is installed or stood in for."""
 
 from __future__ import annotations
 

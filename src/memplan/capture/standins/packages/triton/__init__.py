@@ -68,7 +68,7 @@ class Autotuner(KernelInterface):
         self.configs = configs
         self.best_config = configs[0] if configs else Config({})
         self.cache: dict[Any, Config] = {}
-        functools.update_wrapper(self, fn)
+        self.__name__ = getattr(fn, "__name__", "kernel")
 
 
 class Heuristics(KernelInterface):
@@ -77,7 +77,7 @@ class Heuristics(KernelInterface):
     def __init__(self, fn: Any, values: dict[str, Any]) -> None:
         self.fn = fn
         self.values = values
-        functools.update_wrapper(self, fn)
+        self.__name__ = getattr(fn, "__name__", "kernel")
 
 
 def jit(fn: Any = None, **_options: Any) -> Any:

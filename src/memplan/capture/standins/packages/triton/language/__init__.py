@@ -16,7 +16,11 @@ class dtype:  # noqa: N801
         return f"triton.language.{self.name}"
 
 
-for _name in ["void", "int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float8e4nv", "float8e5", "float8e4b8", "float8e5b16", "float16", "bfloat16", "float32", "float64"]:
+_NAMES = (
+    "void int1 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
+    "float8e4nv float8e5 float8e4b8 float8e5b16"
+)
+for _name in _NAMES.split():
     globals()[_name] = dtype(_name)
 
 
