@@ -14,6 +14,9 @@ from memplan.capture.values import MAX_INTEGER_ELEMENTS, small_enough
 aten = torch.ops.aten
 
 MAX_READ_BACK = 1 << 20
+_MAX_MADE_UP = 1 << 16
+"""Elements of a tensor of unknown values that becomes a real one on the host: metrics do, weights
+stay fake, or the host would compute with them."""
 _MAX_ROUTING_OPTIONS = 4096
 
 
@@ -61,7 +64,7 @@ def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if source.fake_device.type != mode.device_type or mode.device_type == "cpu":
         return NotImplemented
-    if source.numel() > MAX_READ_BACK:
+    if source.numel() > (MAX_READ_BACK if mode.values.of(source) is not None else _MAX_MADE_UP):
         return NotImplemented
     return read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
 

@@ -54,6 +54,7 @@ class Ending:
             self.stop()
         self.draining = self.mode.answers.finishing = True
         self._deadline = time.monotonic() + _SECONDS_AFTER
+        self.mode.on_real_op = self._watch_time
 
     def before_module(self, *, training: bool) -> None:
         """A root module is about to run."""
@@ -63,6 +64,10 @@ class Ending:
             self._evaluated = True
         elif not self._evaluated:
             self.stop()
+        self._watch_time()
+
+    def _watch_time(self) -> None:
+        """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
         if time.monotonic() > self._deadline:
             self.stop()
 

@@ -115,6 +115,8 @@ class CaptureMode(TorchDispatchMode):
         self.recordings = {}
         self.on_op: OnOp | None = None
         """Told of each operator that is recorded, by its row."""
+        self.on_real_op: Callable[[], None] | None = None
+        """Told of each operator that is about to run for real."""
         self.everything = False
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.fake_mode = DeviceFakeMode()
@@ -164,6 +166,8 @@ class CaptureMode(TorchDispatchMode):
         fakes, has_real = _tensors(args, kwargs)
         ours = fakes or self._on_device(kwargs) or (self.everything and self._counts(args, kwargs))
         if not ours:
+            if self.on_real_op is not None:
+                self.on_real_op()
             if "pin_memory" in kwargs:  # pinning needs a driver
                 kwargs = {**kwargs, "pin_memory": None}
             return func(*args, **kwargs)

@@ -42,6 +42,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         if isinstance(left, FakeTensor) and isinstance(right, FakeTensor):
             set_data(left, right)
         else:
+            _forget_conversions(mode, left, right)
             swap_tensors(left, right)  # type: ignore[no-untyped-call]
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
@@ -74,6 +75,14 @@ def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
 
 def _get_data(tensor: FakeTensor) -> Any:
     return _data.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _forget_conversions(mode: CaptureMode, *tensors: torch.Tensor) -> None:
+    """The fake mode remembers by weak reference what it made, and a tensor that has such references
+    cannot change places with another."""
+    memo = mode.fake_mode.fake_tensor_converter.tensor_memo
+    for key in [key for key, made in memo.items() if any(made is tensor for tensor in tensors)]:
+        del memo[key]
 
 
 def _is_plain_cpu(tensor: torch.Tensor) -> bool:
