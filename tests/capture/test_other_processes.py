@@ -30,7 +30,7 @@ if __name__ == "__main__":
     for (batch,) in DataLoader(data, num_workers=1, multiprocessing_context="spawn"):
         model(batch.cuda()).sum().backward()
 """
-WORKER = "when estimating, call the worker function (train) directly, with rank 0 and a world size"
+WORKER = "else call the worker function (train) directly"
 
 
 def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("text", "line", "hint"),
     [
-        (HEAD + MAIN + "mp.spawn(train, args=(1,), nprocs=1)", 6, WORKER),
+        (HEAD + MAIN + "mp.spawn(train, args=(1,), nprocs=2)", 6, WORKER),
         (
             HEAD + MAIN + "p = mp.get_context('fork').Process(target=train, args=(0, 1))\n"
             "    p.start()\n    p.join()",
@@ -72,7 +72,7 @@ def test_cuda_in_another_process_is_refused(
 
 def test_a_process_that_fails_by_itself(tmp_path: Path) -> None:
     fails = "\ndef fails(rank):\n    raise RuntimeError('built without NCCL')\n"
-    done = estimate(tmp_path, HEAD + fails + MAIN + "mp.spawn(fails, nprocs=1)")
+    done = estimate(tmp_path, HEAD + fails + MAIN + "mp.spawn(fails, nprocs=2)")
     assert done.returncode == 4
     assert "job.py:16: a process started by torch.multiprocessing failed: RuntimeError: built " in (
         done.stderr

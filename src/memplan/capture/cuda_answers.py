@@ -19,25 +19,32 @@ def answers(api: FakeCuda) -> dict[str, Any]:
         **_streams(api),
         **_memory(api),
         **_graphs(api),
-        **_random(),
+        **_random(api),
     }
 
 
 class DeviceContext:
     """Stands in for the context managers `torch.cuda.device` and `device_of`."""
 
+    _api: FakeCuda
+
     def __init__(self, device: Any = None) -> None:
-        self.idx = 0
+        self.idx = self._api.index_of(device)
+        self.prev_idx = -1
 
     def __enter__(self) -> None:
-        return None
+        self.prev_idx = self._api.set_device(self.idx)
 
     def __exit__(self, *_exc: object) -> None:
-        return None
+        self._api.set_device(self.prev_idx)
 
 
 def _constant(value: Any) -> Any:
     return lambda *_args, **_kwargs: value
+
+
+def _nothing(_value: Any) -> None:
+    return None
 
 
 def _device(api: FakeCuda) -> dict[str, Any]:
@@ -46,21 +53,22 @@ def _device(api: FakeCuda) -> dict[str, Any]:
     def get_name(*_args: Any, **_kwargs: Any) -> str:
         return profile.device_name
 
+    context = type("device", (DeviceContext,), {"_api": api, "__module__": "torch.cuda"})
     return {
         "is_available": _constant(True),
         "is_initialized": _constant(True),
         "init": _constant(None),
         "_lazy_init": _constant(None),
         "_is_compiled": _constant(True),
-        "device_count": _constant(1),
-        "_device_count_nvml": _constant(1),
-        "current_device": _constant(0),
-        "set_device": _constant(None),
-        "_exchange_device": _constant(0),
-        "_maybe_exchange_device": _constant(0),
-        "device": DeviceContext,
-        "device_of": DeviceContext,
-        "_DeviceGuard": DeviceContext,
+        "device_count": lambda: api.devices,
+        "_device_count_nvml": lambda: api.devices,
+        "current_device": lambda: api.index,
+        "set_device": lambda device: _nothing(api.set_device(device)),
+        "_exchange_device": api.set_device,
+        "_maybe_exchange_device": api.set_device,
+        "device": context,
+        "device_of": context,
+        "_DeviceGuard": context,
         "get_device_name": get_name,
         "get_device_capability": _constant(profile.capability),
         "get_device_properties": api.properties,
@@ -143,7 +151,7 @@ def _graphs(api: FakeCuda) -> dict[str, Any]:
     }
 
 
-def _random() -> dict[str, Any]:
+def _random(api: FakeCuda) -> dict[str, Any]:
     rng_state = torch.zeros(16, dtype=torch.uint8)
     return {
         "manual_seed": _constant(None),
@@ -152,7 +160,7 @@ def _random() -> dict[str, Any]:
         "seed_all": _constant(None),
         "initial_seed": _constant(0),
         "get_rng_state": lambda *_args, **_kwargs: rng_state.clone(),
-        "get_rng_state_all": lambda: [rng_state.clone()],
+        "get_rng_state_all": lambda: [rng_state.clone() for _ in range(api.devices)],
         "set_rng_state": _constant(None),
         "set_rng_state_all": _constant(None),
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,16 @@ _WORDS_BEFORE = 2
 _PATCHED_SLOTS = (2, 3, 4)
 _COPIED_WORDS = 96
 
-# Layout of a device guard's vtable, which begins with type and exchangeDevice and ends with two
-# destructors.
-_GUARD_SLOTS = 24
-_SCOPE_END_SLOTS = (4, 9)
-"""uncheckedSetDevice and exchangeStream."""
+_GUARD_HEADER = "c10/core/impl/DeviceGuardImplInterface.h"
+_GUARD_FUNCTION = re.compile(r"^  virtual [\w:]+\*? (\w+)\(", re.MULTILINE)
+_SCOPE_END = ("uncheckedSetDevice", "exchangeStream")
+
+MAX_DEVICES = 16
+"""Devices that C++ finds. Each costs the autograd engine an idle thread, so no more than one
+machine's operating system usually sees."""
+
+_current = 0
+"""Index of the current device, for C++."""
 
 _kept: list[Any] = []
 """Objects that C++ points to; never released."""
@@ -91,25 +97,51 @@ def _python_guard() -> int:
     registry[_PRIVATEUSE1] = before
     if address is None or address == before:
         raise RuntimeError("this PyTorch did not register a Python device guard")
-    _end_scopes_without_python(int(address))
+    _change_functions(int(address))
     return int(address)
 
 
-def _end_scopes_without_python(guard: int) -> None:
-    """Give the guard the CPU guard's empty functions for what the end of a stream's scope calls.
+@functools.cache
+def _guard_slots() -> dict[str, int]:
+    """Places of a device guard's functions in its vtable, as the installed header declares them."""
+    header = (Path(torch.__file__).parent / "include" / _GUARD_HEADER).read_text()
+    return {name: slot for slot, name in enumerate(_GUARD_FUNCTION.findall(header))}
 
-    The autograd engine ends such a scope also while a Python error passes through, and a call into
-    Python would lose the error or end the process then.
+
+def set_current_device(index: int) -> None:
+    """The device that C++ means by `cuda` without an index. Raises ValueError beyond
+    `[0, MAX_DEVICES)`."""
+    global _current
+    if not 0 <= index < MAX_DEVICES:
+        raise ValueError(f"device {index} of {MAX_DEVICES}")
+    _current = index
+
+
+def _change_functions(guard: int) -> None:
+    """Give the guard functions of its own, in a copy of its vtable.
+
+    The CPU guard's empty ones for what the end of a stream's scope calls: the autograd engine ends
+    such a scope also while a Python error passes through, and a call into Python would lose the
+    error or end the process then. Its own current stream, the only one that C++ knows, as the
+    default stream. And Python's answers to how many devices there are and which is current; a
+    `Device` is returned in a register, its type in the low byte and its index in the next.
     """
     word = ctypes.sizeof(ctypes.c_void_p)
     cpu = ctypes.c_void_p.from_address(_guard_registry()[0]).value
     own = ctypes.c_void_p.from_address(guard)
     assert cpu is not None and own.value is not None
-    table = ctypes.c_void_p * (_WORDS_BEFORE + _GUARD_SLOTS + 2)
+    slots = _guard_slots()
+    table = ctypes.c_void_p * (_WORDS_BEFORE + len(slots) + 2)  # two destructors at the end
     copy = table(*table.from_address(own.value - _WORDS_BEFORE * word))
-    for slot in _SCOPE_END_SLOTS:
-        copy[_WORDS_BEFORE + slot] = ctypes.c_void_p.from_address(cpu + slot * word).value
-    _kept.append(copy)
+    place = {name: _WORDS_BEFORE + slot for name, slot in slots.items()}
+    for name in _SCOPE_END:
+        copy[place[name]] = ctypes.c_void_p.from_address(cpu + slots[name] * word).value
+    copy[place["getDefaultStream"]] = copy[place["getStream"]]
+    device = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(lambda _self: _current << 8 | _CUDA)
+    count = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _self: MAX_DEVICES)
+    for name, function in (("getDevice", device), ("deviceCount", count)):
+        copy[place[name]] = ctypes.cast(function, ctypes.c_void_p).value
+    _kept.extend((copy, device, count))
     own.value = ctypes.addressof(copy) + _WORDS_BEFORE * word
 
 

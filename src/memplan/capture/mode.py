@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -113,6 +113,15 @@ class CaptureMode(TorchDispatchMode):
         """The rule that is running; what it does is recorded under its name."""
         self.observers = observers or {}
         self.recordings = {}
+        self.collectives: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+        """Answer operators between processes, on real tensors too."""
+        self.current_device: Callable[[], int] = lambda: 0
+        """The device that `cuda` without an index means."""
+        self.caller: FrameType | None = None
+        """The frame that called the collective being answered."""
+        self.devices = 1
+        self.own_device = 0
+        """The process's own among them: number 0 of the trace."""
         self.on_op: OnOp | None = None
         """Told of each operator that is recorded, by its row."""
         self.on_real_op: Callable[[], None] | None = None
@@ -164,7 +173,14 @@ class CaptureMode(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         fakes, has_real = _tensors(args, kwargs)
-        ours = fakes or self._on_device(kwargs) or (self.everything and self._counts(args, kwargs))
+        if func in self.collectives:
+            with self._lock:
+                return self._collective(func, args, kwargs)
+        ours = (
+            (kwargs and self._on_device(kwargs))
+            or fakes
+            or (self.everything and self._counts(args, kwargs))
+        )
         if not ours:
             if self.on_real_op is not None:
                 self.on_real_op()
@@ -178,11 +194,39 @@ class CaptureMode(TorchDispatchMode):
                     return self._run(func, args, kwargs, fakes, has_real)
             return self._run(func, args, kwargs, fakes, has_real)
 
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self.recorder
+        if recorder.finished:
+            raise EnoughSeen
+        recorder.flush()
+        self.caller = _caller()
+        stream_before = recorder.stream
+        recorder.stream = self.context.locate(self.caller, stream_before)
+        try:
+            return self.collectives[func](func, args, kwargs)
+        finally:
+            recorder.stream = stream_before
+
+    def in_engine(self) -> bool:
+        """Whether the collective being answered is one of C++'s own in the backward pass."""
+        return self.caller is None and torch._C._current_graph_task_id() != -1
+
+    def begin_host_op(self, name: str, frame: FrameType | None) -> None:
+        """Something that is no operator of PyTorch's begins to move memory."""
+        self.recorder.flush()
+        self.context.locate(frame, self.recorder.stream)
+        self.recorder.builder.begin_op(name, stream=self.recorder.stream)
+
     def _on_device(self, kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
         if device is None or self.device_type == "cpu":
             return False
-        return torch.device(device).type == self.device_type
+        device = torch.device(device)
+        if device.type != self.device_type:
+            return False
+        if device.index is None:
+            kwargs["device"] = torch.device(self.device_type, self.current_device())
+        return True
 
     def _counts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an op on real tensors is to be made fake while `everything` is."""
@@ -313,6 +357,15 @@ class CaptureMode(TorchDispatchMode):
             observer(self, func, args, kwargs, result)
         return result
 
+    def _rule_for(self, func: Any) -> Handler | None:
+        name = func._schema.name
+        return self.rules.get(f"{name}.{func._overloadname}") or self.rules.get(name)
+
+    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What an operator writes to its arguments is not known."""
+        for tensor in _mutated(func, args, kwargs):
+            self.values.forget(tensor)
+
     def _fake_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self.fake_mode.dispatch(func, (), args, kwargs)
@@ -348,14 +401,20 @@ class CaptureMode(TorchDispatchMode):
         device = tensor.fake_device
         if device.type != self.device_type:
             return -1
-        if device.index:
+        if (device.index or 0) >= self.devices:
+            has = "one device" if self.devices == 1 else f"{self.devices} devices"
             raise self.cannot(
                 f"device {device}",
-                "the job is estimated with one device",
+                f"the job is estimated with {has}",
                 "let the script use cuda:0 when estimating",
             )
         self.refuse_sparse(tensor)
-        return self.recorder.track(tensor, device.index or 0)
+        index = device.index or 0
+        if index == self.own_device:
+            index = 0
+        elif index == 0:
+            index = self.own_device
+        return self.recorder.track(tensor, index)
 
     def refuse_sparse(self, tensor: torch.Tensor) -> None:
         """Raises CaptureError for a tensor that has no storage of its own."""
@@ -368,6 +427,17 @@ class CaptureMode(TorchDispatchMode):
 
     def number_of(self, tensor: torch.Tensor) -> int:
         return self.recorder.number_of(tensor.untyped_storage())
+
+    def op_name(self, func: Any) -> str:
+        """An operator's name as the trace has it."""
+        name = self._op_names.get(func)
+        if name is None:
+            name = self._op_names[func] = op_name(func)
+        return name
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of the tracked storages among those of some tensors."""
+        return self._numbers([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
 
     def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
         live = self.recorder.live
@@ -382,15 +452,6 @@ class CaptureMode(TorchDispatchMode):
             device = torch.device(self.device_type, 0)
         fake: FakeTensor = self.fake_mode.dispatch(
             aten.empty_strided.default,
-    def _rule_for(self, func: Any) -> Handler | None:
-        name = func._schema.name
-        return self.rules.get(f"{name}.{func._overloadname}") or self.rules.get(name)
-
-    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What an operator writes to its arguments is not known."""
-        for tensor in _mutated(func, args, kwargs):
-            self.values.forget(tensor)
-
             (),
             (tuple(tensor.size()), tuple(tensor.stride())),
             {"dtype": tensor.dtype, "device": device},
@@ -436,7 +497,9 @@ class CaptureMode(TorchDispatchMode):
                 self.values.learn(tensor, value)
 
     def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
-        """Say what a live tensor's storage is for."""
+        """Say what a live tensor's storage is for; of a distributed tensor, this rank's part."""
+        if not isinstance(tensor, FakeTensor):
+            tensor = getattr(tensor, "_local_tensor", tensor)
         if isinstance(tensor, FakeTensor):
             number = self.number_of(tensor)
             if number >= 0:
@@ -462,6 +525,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FakeTe
             fakes.append(item)
         elif kind in _NO_TENSOR:
             continue
+        elif isinstance(item, FakeTensor):  # a parameter of a package's own class
+            fakes.append(item)
         elif isinstance(item, torch.Tensor):
             real = True
         elif isinstance(item, (list, tuple)):
@@ -491,5 +556,3 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield item
         elif isinstance(item, (list, tuple)):
             yield from (inner for inner in item if isinstance(inner, FakeTensor))
-        elif isinstance(item, FakeTensor):  # a parameter of a package's own class
-            fakes.append(item)

@@ -100,8 +100,8 @@ def device_error(reported: str) -> CaptureError:
     return CaptureError(
         f"{place}: CUDA is used in a process that the script starts (torch.multiprocessing.spawn, "
         "multiprocessing or fork); only the script's own process can be captured",
-        f"when estimating, call the worker function ({function}) directly, with rank 0 and a world "
-        "size of 1",
+        "memplan estimate --world-size N --rank R captures one rank of a job that starts its ranks "
+        f"with torch.multiprocessing.spawn; else call the worker function ({function}) directly",
     )
 
 

@@ -63,6 +63,13 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     def set_any_data(tensor: FakeTensor, value: torch.Tensor) -> None:
         set_data(tensor, value if isinstance(value, FakeTensor) else mode.fakify(value))
 
+    def set_real_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+            _become_fake(tensor, value)
+        else:
+            _data.__set__(tensor, value)  # type: ignore[attr-defined]
+
+    patches.set(torch.Tensor, "data", property(_get_data, set_real_data))
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
     patches.set(FakeTensor, "data", property(_get_data, set_any_data))
 
@@ -73,7 +80,16 @@ def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
     tensor.fake_device = value.fake_device
 
 
-def _get_data(tensor: FakeTensor) -> Any:
+def _become_fake(tensor: torch.Tensor, value: FakeTensor) -> None:
+    """`tensor.data = value` for a real tensor, a buffer that moves to the device: the same object
+    is a fake tensor from now on."""
+    fake = value.detach()
+    torch._C._swap_tensor_impl(tensor, fake)
+    tensor.__class__ = type(value)
+    tensor.__dict__.update(fake.__dict__)
+
+
+def _get_data(tensor: torch.Tensor) -> Any:
     return _data.__get__(tensor)  # type: ignore[attr-defined]
 
 

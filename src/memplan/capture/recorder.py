@@ -143,6 +143,27 @@ class Recorder:
             provenance=Provenance.RULE,
         )
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A tracked storage has another size: a generation ends, and one of the same kind begins.
+
+        What survives is copied, so the new memory is asked for before the old is let go; a storage
+        that had none, or has none from now on, is only one of the two.
+        """
+        old = self.live.get(storage._cdata)
+        nbytes = storage.nbytes()
+        if old is None or old.nbytes == nbytes:
+            return
+        builder = self.builder
+        number = old.number
+        if nbytes:
+            number = builder.new_storage_like(old.number)
+            builder.append(EventKind.ALLOC, number, nbytes, stream=self.stream, device=old.device)
+            self._count(nbytes)
+        self._end(old)
+        self.live[storage._cdata] = LiveStorage(
+            number, nbytes, self.stream, old.device, nbytes, nbytes, old.reference
+        )
+
     def mark(self, kind: EventKind, *, stream: int = 0, storage: int = -1, aux: int = -1) -> None:
         """Append an event that moves no bytes."""
         self.flush()

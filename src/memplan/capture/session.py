@@ -23,11 +23,14 @@ from memplan.capture import (
     other_processes,
     packages,
     parameters,
+    resizing,
     shape_rules,
     torch_cuda,
 )
 from memplan.capture.attention import Attention
 from memplan.capture.compiled import Compiled
+from memplan.capture.distributed.install import Distributed
+from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.importing import ImportWatcher
@@ -37,11 +40,11 @@ from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
 from memplan.capture.sandbox import report_device
+from memplan.capture.standins.install import StandIns
 from memplan.capture.steps import StepWatcher
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
-from memplan.capture.standins.install import StandIns
 aten = torch.ops.aten
 
 _active: CaptureSession | None = None
@@ -71,11 +74,11 @@ class CaptureSession:
         )
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
+        self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         if test is not None and test.too_late:
             raise CaptureError(
                 "this process has already run a backward pass, and PyTorch looks for devices only "
-        self.stand_ins = StandIns(options.packages)
                 "before the first one",
                 "estimate first, in a fresh process or notebook kernel, or use the command line",
             )
@@ -83,6 +86,9 @@ class CaptureSession:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
         self._alloc_conf = ""
         self._cuda: torch_cuda.FakeCuda | None = None
+        self._distributed: Distributed | None = None
+        if options.place is not None:
+            check_place(options.place)
         self._stack = ExitStack()
 
     def __enter__(self) -> CaptureSession:
@@ -98,13 +104,23 @@ class CaptureSession:
             watcher.start()
             if self.method == "fake-cuda":
                 stack.enter_context(fake_cuda_device())
-                self._cuda = torch_cuda.install(patches, self.mode, self.options.profile)
+                self._cuda = torch_cuda.install(
+                    patches,
+                    self.mode,
+                    self.options.profile,
+                    visible_devices(self.options.place, self.options.environment),
+                )
                 self._install_kernels(stack, patches)
             elif self.method == "cuda":  # PyTorch itself chooses the kernels
                 self._watch_kernels()
             stack.enter_context(foreach.fake_tensors_supported())
+            self.stand_ins.install(stack, patches, self.mode, watcher)
             parameters.install(patches, self.mode)
             lazy_modules.install(patches, self.mode)
+            resizing.install(patches, self.mode)
+            if self.method != "cuda":  # there the job's own processes run
+                self._distributed = Distributed(self.mode, self.options, self._cuda)
+                self._distributed.install(stack, patches)
             host_methods.install(patches, self.mode)
             constructors.install(patches)
             shape_rules.install(patches, self.mode)
@@ -118,7 +134,6 @@ class CaptureSession:
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
             stack.enter_context(self.steps)
-            self.stand_ins.install(stack, patches, self.mode, watcher)
             stack.enter_context(self.mode)
             self._calibrate()
             _active = self
@@ -210,6 +225,7 @@ class CaptureSession:
         """The trace so far."""
         recorder = self.mode.recorder
         recorder.flush()
+        others = self._distributed
         meta = TraceMeta(
             memplan_version=memplan.__version__,
             torch_version=str(torch.__version__),
@@ -226,6 +242,7 @@ class CaptureSession:
             ],
             notes=[*self.notes, *self.stand_ins.notes(), *self.steps.notes()],
             host_peak_bytes=_host_peak_bytes(),
+            communicators=others.communicators() if others is not None else [],
         )
         return recorder.builder.build(meta)
 

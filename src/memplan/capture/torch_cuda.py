@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.capture import fake_cuda
 from memplan.capture.cuda_answers import answers
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind
@@ -52,11 +53,14 @@ class FakeStream:
     device_type = 1
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", self._api.index_of(device))
         self.priority = priority
         self.stream_id = self._api.new_stream_number(priority)
         self.cuda_stream = self.stream_id
-        self.device_index = 0
+
+    @property
+    def device_index(self) -> int:
+        return int(self.device.index or 0)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         event = FakeEvent() if event is None else event
@@ -101,7 +105,7 @@ class FakeEvent:
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.number = next(self._numbers)
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", self._api.index)
         self.cuda_event = self.number
         self.event_id = self.number
 
@@ -125,9 +129,16 @@ class FakeEvent:
 class FakeCuda:
     """State behind the answers: the profile, the current stream, and the recorder."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
+    def __init__(self, mode: CaptureMode, profile: DeviceProfile, devices: int) -> None:
         self.mode = mode
         self.profile = profile
+        self.devices = devices
+        """How many the process sees; each like `profile`."""
+        self.index = 0
+        """The current one."""
+        mode.devices = devices
+        mode.current_device = lambda: self.index
+        fake_cuda.set_current_device(0)
         self.alloc_conf = ""
         """Allocator settings that the script made at run time."""
         self._streams_made: Counter[int] = Counter()
@@ -138,6 +149,30 @@ class FakeCuda:
         self.default.stream_id = self.default.cuda_stream = 0
         self._streams_made.clear()
         self.current: FakeStream = self.default
+
+    def index_of(self, device: Any = None) -> int:
+        """Index of a device however it is named; a tensor's own; by default the current one."""
+        if isinstance(device, torch.Tensor):
+            device = device.device if device.is_cuda else None
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, torch.device):
+            device = device.index
+        return self.index if device is None else int(device)
+
+    def set_device(self, device: Any) -> int:
+        """Make a device the current one, and say which was. Raises RuntimeError, as CUDA does, for
+        one that is not there."""
+        before, index = self.index, self.index_of(device)
+        if index >= self.devices:
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal (device {index}, {self.devices} visible)"
+            )
+        if index >= 0:
+            self.index = index
+            fake_cuda.set_current_device(index)
+            self.default.device = torch.device("cuda", index)
+        return before
 
     def new_stream_number(self, priority: int) -> int:
         """PyTorch hands out 32 streams for each of four priorities, round and round
@@ -252,9 +287,12 @@ class FakeCuda:
         )
 
 
-def install(patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> FakeCuda:
-    """Patch `torch.cuda` and its neighbours until `patches.undo()`."""
-    api = FakeCuda(mode, profile)
+def install(
+    patches: Patches, mode: CaptureMode, profile: DeviceProfile, devices: int = 1
+) -> FakeCuda:
+    """Patch `torch.cuda` and its neighbours until `patches.undo()`. The process sees `devices`
+    GPUs."""
+    api = FakeCuda(mode, profile, devices)
     cuda = torch.cuda
     for name, answer in answers(api).items():
         patches.set(cuda, name, answer)
@@ -281,12 +319,13 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     accelerator = torch.accelerator
     for name, answer in {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: api.devices,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "current_device_index": lambda: 0,
-        "current_device_idx": lambda: 0,
-        "set_device_index": lambda *_args: None,
-        "set_device_idx": lambda *_args: None,
+        "current_device_index": lambda: api.index,
+        "current_device_idx": lambda: api.index,
+        "set_device_index": torch.cuda.set_device,
+        "set_device_idx": torch.cuda.set_device,
+        "device_index": torch.cuda.device,
         "current_stream": lambda *_args: api.current,
         "set_stream": api.switch,
         "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
@@ -300,7 +339,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     }.items():
         if hasattr(accelerator, name):
             patches.set(accelerator, name, answer)
-    _install_generators(patches)
+    _install_generators(patches, api)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
         number = api.mode.number_of(tensor)
@@ -322,7 +361,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch.Tensor, "is_pinned", lambda self, *_args, **_kwargs: not self.is_cuda)
 
 
-def _install_generators(patches: Patches) -> None:
+def _install_generators(patches: Patches, api: FakeCuda) -> None:
     real = torch.Generator
 
     class _Meta(type(real)):  # type: ignore[misc]
@@ -344,8 +383,9 @@ def _install_generators(patches: Patches) -> None:
         def device(self) -> torch.device:
             wanted: torch.device = self._memplan_device
             if wanted.type == "cuda" and wanted.index is None:
-                return torch.device("cuda", 0)
+                return torch.device("cuda", api.index)
             return wanted
 
     patches.set(torch, "Generator", Generator)
-    patches.set(torch.cuda, "default_generators", (Generator("cuda"),))
+    generators = tuple(Generator(f"cuda:{index}") for index in range(api.devices))
+    patches.set(torch.cuda, "default_generators", generators)

@@ -73,9 +73,22 @@ class Values:
         assert view is not None
         view.copy_(value)
 
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """A fake tensor, perhaps a view, got the values of a real one of its shape and dtype."""
+        known = self.of(tensor)
+        if known is not None:
+            known.copy_(value)
+        elif small_enough(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            self.learn(tensor, value.clone())
+        else:
+            self.forget(tensor)
+
     def forget(self, tensor: torch.Tensor) -> None:
         """The storage was written with something unknown."""
-        storage = tensor.untyped_storage()
+        self.forget_storage(tensor.untyped_storage())
+
+    def forget_storage(self, storage: torch.UntypedStorage) -> None:
+        """The same, of the storage itself."""
         if getattr(storage, _VALUE, None) is not None:
             setattr(storage, _VALUE, None)
 

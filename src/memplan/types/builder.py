@@ -133,6 +133,13 @@ class TraceBuilder:
         columns["shape"].append(self.intern(shape))
         return len(columns["role"]) - 1
 
+    def new_storage_like(self, storage: int) -> int:
+        """Number of a new generation of a storage, for the same tensor."""
+        columns = self._storages
+        for column in columns.values():
+            column.append(column[storage])
+        return len(columns["role"]) - 1
+
     def set_role(self, storage: int, role: Role, name: str = "") -> None:
         """Say what a storage is for once that is known."""
         self._storages["role"][storage] = role

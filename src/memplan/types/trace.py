@@ -123,6 +123,21 @@ class KernelChoice(msgspec.Struct, frozen=True):
     count: int = 1
 
 
+class Communicator(msgspec.Struct, frozen=True):
+    """A communicator of NCCL: it takes memory of its own, outside PyTorch's allocator."""
+
+    ranks: int
+    local_ranks: int
+    """Of them, those in the captured rank's node, itself included."""
+    nodes: int
+    name: str = ""
+    """What the script or library calls the group."""
+    eager: bool = False
+    """Made with its group, which was given its device, and not at the first collective."""
+    collectives: list[str] = []
+    """Kinds used, in the order of their first use: `all_gather`, `reduce_scatter`, `send`, …"""
+
+
 class Block(msgspec.Struct, frozen=True):
     """Part of a segment that existed before the first event; `[address, address + bytes)`."""
 
@@ -166,6 +181,7 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """Resident memory of the capturing process and its children, not of the real job."""
     assumptions: list[Assumption] = []
     kernels: list[KernelChoice] = []
+    communicators: list[Communicator] = []
     initial_segments: list[Segment] = []
     notes: list[str] = []
 

@@ -1,0 +1,1 @@
+"""One rank of a distributed job, captured without the other ranks and without a network."""

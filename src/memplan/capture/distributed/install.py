@@ -1,0 +1,107 @@
+"""All of it in place for the length of a capture."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+
+from memplan.capture.distributed.collectives import Collectives
+from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
+from memplan.capture.distributed.groups import ProcessGroups, register_backend
+from memplan.capture.distributed.nccl import ProcessGroupNCCL
+from memplan.capture.distributed.objects import ObjectCollectives
+from memplan.capture.distributed.place import environment, rank_environment
+from memplan.capture.distributed.spawn import make_spawn
+from memplan.capture.distributed.stores import LocalStore
+from memplan.capture.mode import CaptureMode
+from memplan.capture.options import CaptureOptions
+from memplan.capture.patching import Patches
+from memplan.capture.sandbox.patches import release_by_name, replace_by_name
+from memplan.capture.torch_cuda import FakeCuda
+from memplan.types.trace import Communicator
+
+
+class Distributed:
+    """What a capture does about other processes of the same job."""
+
+    def __init__(self, mode: CaptureMode, options: CaptureOptions, cuda: FakeCuda | None) -> None:
+        self.options = options
+        self.mode = mode
+        place = options.place
+        local = place.local_world_size if place is not None else DEFAULT_LOCAL
+        numbered = (lambda: cuda.new_stream_number(0)) if cuda is not None else (lambda: 0)
+        self._communicators = Communicators(numbered, local)
+
+    def install(self, stack: ExitStack, patches: Patches) -> None:
+        """In place until the stack unwinds, which comes before `patches.undo()`."""
+        place = self.options.place
+        if place is not None:
+            variables = rank_environment(place, self.options.environment)
+            stack.enter_context(environment(variables))
+        elif self.options.environment:
+            stack.enter_context(environment(self.options.environment))
+        if place is not None and place.local_rank < self.mode.devices:
+            self.mode.own_device = place.local_rank
+        if not distributed.is_available():
+            return
+        register_backend()
+        groups = ProcessGroups(self.mode, place, self._communicators)
+        collectives = Collectives(self.mode, self._communicators)
+        self.mode.collectives.update(collectives.handlers())
+        self.mode.collectives[torch.ops.aten.is_pinned.default] = _is_pinned
+        self.mode.observe(torch.ops.aten.copy_.default, _learn_copied)
+        stack.callback(collectives.works.clear)
+        stack.callback(groups.close)
+        self._replace(stack, patches, groups)
+
+    def _replace(self, stack: ExitStack, patches: Patches, groups: ProcessGroups) -> None:
+        spawn_module = sys.modules["torch.multiprocessing.spawn"]
+        originals: dict[str, tuple[Any, Any]] = {}
+        for name in ("init_process_group", "new_group", "split_group", "get_backend"):
+            originals[name] = (getattr(c10d, name), getattr(groups, name))
+        for name in ("get_backend_config", "monitored_barrier"):
+            originals[name] = (getattr(c10d, name), getattr(groups, name))
+        for name, stand_in in ObjectCollectives(self.mode).stand_ins().items():
+            originals[name] = (getattr(c10d, name), stand_in)
+        originals["is_nccl_available"] = (c10d.is_nccl_available, lambda: True)
+        for name in ("TCPStore", "FileStore"):
+            originals[name] = (getattr(_distributed_c10d, name), LocalStore)
+        for name in ("spawn", "start_processes"):
+            original = getattr(spawn_module, name)
+            originals[name] = (original, make_spawn(self.mode, self.options.place, original))
+        replace_by_name(patches, {id(old): new for old, new in originals.values()})
+        # Modules that are imported meanwhile take the stand-ins by name.
+        back = {id(new): old for old, new in originals.values() if new is not LocalStore}
+        stack.callback(release_by_name, back)
+        stack.callback(lambda: originals.clear())  # alive until then: they are known by their ids
+        # The timer of DDP's statistics is CUDA's own, and absent from a build without it.
+        patches.set(_distributed_c10d.Logger, "set_runtime_stats_and_log", lambda _logger: None)
+        for module in (distributed, c10d, _distributed_c10d):
+            if not hasattr(module, "ProcessGroupNCCL"):
+                patches.set(module, "ProcessGroupNCCL", ProcessGroupNCCL)
+
+    def communicators(self) -> list[Communicator]:
+        """Those of NCCL so far."""
+        place = self.options.place
+        rank = place.rank if place is not None else 0
+        return self._communicators.listed(rank)
+
+
+def _is_pinned(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    """C++ asks for the buffers that it has pinned, which needs a driver."""
+    return bool(args[0].device.type == "cpu")
+
+
+def _learn_copied(mode: CaptureMode, _func: Any, args: Any, _kwargs: Any, _result: Any) -> None:
+    """A tensor that is filled whole from a known one is known: so DDP tells its buckets."""
+    target, source = args[0], args[1]
+    if mode.values.of(target) is None:
+        value = mode.values.of(source)
+        if value is not None and value.numel() == target.numel():
+            mode.values.write(target, value.reshape(target.shape).to(target.dtype))
