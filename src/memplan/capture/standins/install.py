@@ -65,6 +65,7 @@ class StandIns:
 
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
         return {
+            "bitsandbytes.functional": partial(kernels.bitsandbytes.adapt_functional, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
             "triton.runtime.driver": partial(launch.adapt_driver, patches),
