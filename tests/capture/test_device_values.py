@@ -71,6 +71,15 @@ def test_conditions_on_a_healthy_loss() -> None:
     record(job)
 
 
+def test_real_values_are_compared_for_real() -> None:
+    def job() -> None:
+        items = torch.arange(8.0).cuda()
+        found = [torch.allclose(items, items + 1), torch.allclose(items, items.clone())]
+        assert found == [False, True]
+
+    assert list(record(job).meta.assumptions) == []
+
+
 # Shapes that depend on data
 
 

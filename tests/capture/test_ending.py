@@ -112,6 +112,38 @@ def test_evaluation_after_the_epoch_is_seen(tmp_path: Path) -> None:
     assert trace.meta.optimizer_steps == 4  # one more after the epoch that was cut short
 
 
+def test_a_script_that_stumbles_over_a_short_epoch_was_seen(tmp_path: Path) -> None:
+    check = """
+seen = 0
+for (batch,) in loader:
+    forward(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen += 1
+assert seen == len(loader), "an epoch is incomplete"
+"""
+    trace = run(tmp_path, check)
+    assert trace.meta.optimizer_steps == 3
+    (assumption,) = [item for item in trace.meta.assumptions if item.kind == "ending"]
+    assert "AssertionError: an epoch is incomplete" in assumption.text
+    assert assumption.source.endswith("train.py:19")
+
+
+def test_checks_of_unknown_values_pass(tmp_path: Path) -> None:
+    """What an `assert` or an `if … raise` asks for is taken to be as it should."""
+    checks = """
+before, after = (torch.randn(8, device="cuda") for _ in range(2))
+assert not torch.equal(before, after)
+assert not torch.allclose(before, after), "training changed nothing"
+assert (before < after).any() and not (before == after).all()
+if not (before > 0).any() or torch.equal(before, after):
+    raise ValueError("no positive score")
+forward(torch.randn(4, 512)).backward()
+optimizer.step()
+"""
+    assert run(tmp_path, checks).meta.optimizer_steps == 1
+
+
 def test_as_many_steps_as_asked(tmp_path: Path) -> None:
     trace = run(tmp_path, EPOCHS, steps=5)
     assert trace.meta.optimizer_steps == 5

@@ -103,6 +103,8 @@ class Answers:
             if who.goes_on is not None and origin not in _HEALTH:
                 patience = _PATIENCE if usual == who.goes_on else None
                 return self._goes_on(source, origin, patience) == who.goes_on
+            if who.holds is not None and origin not in _HEALTH:
+                usual = who.holds
             answer = usual != impatient
             self._assumptions.add(
                 "branch", f"a condition on a device value is {answer}", op=origin, source=source

@@ -36,6 +36,9 @@ class Asking:
     """A number with which that loop goes on, where a number is compared."""
     ends: float | None = None
     """A number with which it ends."""
+    holds: bool | None = None
+    """The truth of the condition with which the `assert` passes that it is part of, or the `if`
+    that does nothing but raise; None elsewhere."""
     lbfgs: str = ""
     """The comparison, where `torch.optim.LBFGS` asks; `value` when it reads a number."""
 
@@ -52,23 +55,40 @@ def asking() -> Asking:
             )
             return Asking(lbfgs="value" if compared is None else ast.unparse(compared))
         if shown_path(filename):
-            return _in_header(frame.f_code, frame.f_lasti)
+            path = _expressions(frame.f_code, frame.f_lasti)
+            return _in_header(path) or Asking(holds=_in_check(path))
         frame = frame.f_back
     return Asking()
 
 
-def _in_header(code: CodeType, instruction: int) -> Asking:
-    path = _expressions(code, instruction)
+def _in_check(path: list[ast.AST]) -> bool | None:
+    """What a condition has to be for its `assert` to pass, or for its `if` not to raise."""
+    for position, node in enumerate(path[:-1]):
+        rest = path[position + 1 :]
+        raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+        if not (isinstance(node, ast.Assert) or raises) or rest[0] is not node.test:  # type: ignore[attr-defined]
+            continue
+        if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
+            return _negated(rest) == raises
+    return None
+
+
+def _negated(path: list[ast.AST]) -> bool:
+    """Whether the last of these conditions stands in the first one negated."""
+    nots = sum(isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not) for n in path[:-1])
+    return nots % 2 == 1
+
+
+def _in_header(path: list[ast.AST]) -> Asking | None:
     inside = [i for i, node in enumerate(path) if isinstance(node, ast.While)]
     if not inside or inside[-1] + 1 == len(path):
-        return Asking()
+        return None
     loop, rest = path[inside[-1]], path[inside[-1] + 1 :]
     assert isinstance(loop, ast.While)
     if rest[0] is not loop.test:
-        return Asking()
+        return None
     asker = rest[-1]
-    negations = sum(isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not) for n in rest[:-1])
-    goes_on = negations % 2 == 0
+    goes_on = not _negated(rest)
     for node, child in pairwise(rest):
         if isinstance(node, ast.Compare):
             large = _goes_on_if_large(node, child)

@@ -76,7 +76,9 @@ def capture_script(
             raise
         if elsewhere:
             raise device_error(elsewhere[0]) from error
-        raise _script_failed(error, target, box.refused) from error
+        if not session.ending.draining:
+            raise _script_failed(error, target, box.refused) from error
+        _assume_nothing_follows(session, error, target)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
     session.notes.extend(map(device_note, elsewhere))
@@ -149,6 +151,20 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
         f"{where}: the script raised {type(error).__name__}: {detail}",
         "if it runs by itself on a GPU, leave that part out when estimating, it cannot be followed "
         "here; MEMPLAN_DEBUG=1 shows the whole traceback",
+    )
+
+
+def _assume_nothing_follows(
+    session: CaptureSession, error: BaseException, target: ScriptTarget
+) -> None:
+    """The training was seen, and then its data loaders ran dry: a script that counts what they gave
+    may well stumble over it."""
+    detail = _beginning(str(error)) or "(no message)"
+    session.mode.assumptions.add(
+        "ending",
+        f"after its epoch was cut short the script raised {type(error).__name__}: {detail}; what "
+        "comes after that was not seen and is taken to need no more",
+        source=_place(error) or target.name,
     )
 
 
