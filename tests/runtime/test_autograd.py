@@ -246,3 +246,30 @@ def test_changed_between_forward_and_backward(kind: str) -> None:
         assert "modified" in str(error)
     else:
         assert taped.differences(right) == []
+
+
+def test_what_a_backward_modified_is_an_error_in_the_next() -> None:
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sigmoid()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            x: Tensor = ctx.saved_tensors[0]
+            return x.mul_(grad)
+
+    class Spoiled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = Spoils.apply(self.first(x) * 2)
+            return made
+
+    def step(model: Any) -> list[Any]:
+        loss, x = begin(model)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return [loss, x.grad]
+
+    check(Job(Spoiled, step))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memplan.runtime.tape import recording
+from memplan.runtime.tape import recording, storages
 from memplan.runtime.tape.storages import alias
 from memplan.types.errors import MemplanError
 from tests.runtime.harness import Job, check, everything, naive_way_fails, outcome
@@ -231,5 +231,6 @@ def test_without_copies_of_old_versions_replays_read_the_new_ones(
     job = Job(lambda: Net(counter), step)
     decisions = everything(job)
     monkeypatch.setattr(recording, "copy_of_storage", alias)
+    monkeypatch.setattr(storages, "copy_of_storage", alias)
     with pytest.raises(MemplanError, match=r"modified in place|gave other values"):
         outcome(job, decisions)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -317,6 +319,61 @@ def test_other_modes() -> None:
         return [loss, x.grad, forward]
 
     check(Job(Net, counted))
+
+
+@contextmanager
+def set_to(set_: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(back)
+
+
+def default_dtype(x: Tensor) -> Tensor:
+    with set_to(torch.set_default_dtype, torch.float64, torch.float32):
+        return x * torch.sqrt(torch.arange(8)).float()
+
+
+def without_onednn(x: Tensor) -> Tensor:
+    with set_to(torch._C._set_mkldnn_enabled, False, True):
+        image = torch.sin(torch.linspace(0, 99, 2**15)).view(1, 8, 64, 64) * x.detach().sum()
+        made = nn.functional.conv2d(image, torch.linspace(-1, 1, 576).view(8, 8, 3, 3))
+        return x * torch.sin(made.sum() * 1e4)
+
+
+def two_threads(x: Tensor) -> Tensor:
+    many = torch.linspace(-1, 1, 300_000) * x.detach().sum()
+    with set_to(torch.set_num_threads, 2, 1):
+        return x * torch.sin(many.sum() * 1e4)
+
+
+def filled(x: Tensor) -> Tensor:
+    with set_to(torch.use_deterministic_algorithms, True, False):
+        made = torch.empty(6, 8)
+        made[:3] = 1.0
+        return x * torch.nan_to_num(made, 3.0)
+
+
+@pytest.mark.parametrize("middle", [default_dtype, without_onednn, two_threads, filled])
+def test_settings_are_those_of_the_first_run(middle: Callable[[Tensor], Tensor]) -> None:
+    class Sets(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(middle(super().forward(x))).exp()
+
+    check(Job(Sets, step))
+
+
+def test_nested_tensors() -> None:
+    """Tensors that are more than a view of a storage are saved as they are."""
+
+    class Ragged(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = [torch.exp(x[:2]), x[2:]]
+            made = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            return super().forward(torch.cat(list(self.first(made).sin().unbind())))
+
+    check(Job(Ragged, step))
 
 
 def test_profiles_name_what_is_recomputed() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,10 +16,18 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memplan.runtime.tape import Decisions, Needed, Recording, decisions_by_call
+from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
 
 _MOST_SURPRISES = 3
+
+
+class _Running(threading.local):
+    """The calls that have begun on a thread, the innermost last: the frame that PyTorch runs each
+    in, its recording, and which of the pass it is."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[FrameType | None, Recording | None, int]] = []
 
 
 class _Calls:
@@ -43,11 +53,13 @@ class _Calls:
         self._verified: set[int] = set()
         self._on_cuda = False
         self._pass: list[Recording] = []
-        self._running: list[tuple[Recording | None, int]] = []
+        self._inputs = Inputs()
+        self._running = _Running()
         self._to_compare: tuple[Recording, Decisions] | None = None
 
-    def enter(self, root: torch.nn.Module) -> None:
-        """A root module's forward begins."""
+    def enter(self, root: torch.nn.Module, frame: FrameType | None) -> None:
+        """A root module's forward begins; `frame` is that of its call, if it has one."""
+        self.end_interrupted()
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
             self._on_cuda = parameter.is_cuda
@@ -67,25 +79,40 @@ class _Calls:
                 verify=first,
                 on_cuda=self._on_cuda,
                 needed=self._needed.get(call),
+                inputs=self._inputs,
             )
             self._pass.append(recording)
             if decisions is None:
                 recording = None
             elif first:
                 self._to_compare = recording, decisions
-        self._running.append((recording, call))
+        self._running.calls.append((frame, recording, call))
         if recording is not None:
             recording.__enter__()
 
     def leave(self) -> None:
         """The forward that began last ends, with or without an error."""
-        recording, call = self._running.pop() if self._running else (None, 0)
+        calls = self._running.calls
+        _, recording, call = calls.pop() if calls else (None, None, 0)
         if recording is not None:
             recording.__exit__(None, None, None)
             self._learn(recording, call)
         if self._to_compare is not None and recording is self._to_compare[0]:
             self._compare(*self._to_compare)
             self._to_compare = None
+
+    def end_interrupted(self) -> bool:
+        """Whether a forward ended with KeyboardInterrupt or its like, of which no hook is told."""
+        calls = self._running.calls
+        found = False
+        while calls and calls[-1][0] is not None and not _is_running(calls[-1][0]):
+            _, recording, call = calls.pop()
+            found = True
+            if recording is not None:
+                recording.abandon()
+                self._verified.discard(call)
+                self._pass = [other for other in self._pass if other is not recording]
+        return found
 
     def _learn(self, recording: Recording, call: int) -> None:
         """Calls that keep changing what they do are recorded whole."""
@@ -105,6 +132,20 @@ class _Calls:
 
     def new_pass(self) -> None:
         self._pass.clear()
+        self._inputs.forget_what_was_used()
+
+
+def _caller() -> FrameType | None:
+    """The frame that calls a hook, which calls this."""
+    return None if torch.compiler.is_compiling() else sys._getframe(2)
+
+
+def _is_running(frame: FrameType) -> bool:
+    """Whether it is one of those that lead to here."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 class AppliedToModule:
@@ -116,15 +157,16 @@ class AppliedToModule:
 
     def __init__(self, module: torch.nn.Module, part: RecomputePart) -> None:
         self.part = part
-        calls = _Calls(part, every_call=True)
+        self._calls = _Calls(part, every_call=True)
         self._handles = [
-            module.register_forward_pre_hook(_Enter(calls), prepend=True),
-            module.register_forward_hook(_Leave(calls), always_call=True),
+            module.register_forward_pre_hook(_Enter(self._calls), prepend=True),
+            module.register_forward_hook(_Leave(self._calls), always_call=True),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._calls.end_interrupted()
 
     def __enter__(self) -> AppliedToModule:
         return self
@@ -141,7 +183,7 @@ class _Enter:
 
     def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
         if self.calls is not None:
-            self.calls.enter(module)
+            self.calls.enter(module, _caller())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -164,6 +206,8 @@ class AppliedEverywhere:
         self._calls = _Calls(part, every_call=False, on_note=on_note)
         self._thread = threading.get_ident()
         self._depth = 0
+        """Of modules that call each other, the root among them."""
+        self._root: torch.nn.Module | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> AppliedEverywhere:
@@ -177,12 +221,16 @@ class AppliedEverywhere:
     def __exit__(self, *_exc: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._calls.end_interrupted()
 
     def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        if self._depth and module is self._root and self._calls.end_interrupted():
+            self._depth = 0
         if self._depth == 0:
-            self._calls.enter(module)
+            self._root = module
+            self._calls.enter(module, _caller())
         self._depth += 1
 
     def _after(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
@@ -190,6 +238,7 @@ class AppliedEverywhere:
             return
         self._depth -= 1
         if self._depth == 0:
+            self._root = None
             self._calls.leave()
 
     def _stepped(self, *_arguments: Any) -> None:

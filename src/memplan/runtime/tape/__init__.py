@@ -8,5 +8,6 @@ nothing of the user's Python: no module hook, no counter, no batch norm statisti
 from memplan.runtime.tape.decisions import Decisions, decisions_by_call
 from memplan.runtime.tape.needed import Needed
 from memplan.runtime.tape.recording import Recording
+from memplan.runtime.tape.storages import Inputs
 
-__all__ = ["Decisions", "Needed", "Recording", "decisions_by_call"]
+__all__ = ["Decisions", "Inputs", "Needed", "Recording", "decisions_by_call"]

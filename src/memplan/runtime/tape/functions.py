@@ -53,6 +53,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
         _use(-1)
 
 
+def top_hooks() -> Any:
+    """The saved-tensor hooks in force; None where there are none."""
+    return _top_hooks(True)
+
+
 def _use(change: int) -> None:
     global _users
     with _lock:
@@ -83,7 +88,7 @@ def _without_hooks(message: str) -> Iterator[None]:
     """`torch.func.grad` and its kin raise while anybody's hooks are set: ours step aside."""
     ours = {watcher.hooks for watcher in _watchers.innermost_last}
     aside = []
-    while (top := _top_hooks(True)) is not None and top in ours:
+    while (top := top_hooks()) is not None and top in ours:
         aside.append(top)
         _pop_hooks()
     try:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 
 from memplan.runtime.tape.replay import recompute
-from memplan.runtime.tape.values import View
+from memplan.runtime.tape.values import View, version_of
 from memplan.types.errors import RecomputeError
 
 _one_at_a_time = threading.RLock()
@@ -43,7 +43,8 @@ class Group:
         """The tensor that `handle` stands for; recomputes the group where it must.
 
         Raises RecomputeError where the result differs from what forward had, or where an input of
-        the recomputation was modified in between.
+        the recomputation was modified in between, and RuntimeError where an earlier backward
+        modified the result.
         """
         value = handle.view.value
         with _one_at_a_time:
@@ -54,6 +55,8 @@ class Group:
                     self._check(other)
         base = value.base
         assert base is not None
+        if value.modified():
+            raise modified_error(base, value.version)
         return handle.view.on(base)
 
     def _check(self, handle: Handle) -> None:
@@ -82,13 +85,18 @@ class SavedTensor:
 
     def get(self) -> torch.Tensor:
         """Raises RuntimeError, as autograd itself would, when it was modified in place."""
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
-                f"version {self.tensor._version}; expected version {self.version} instead."
-            )
+        if version_of(self.tensor) != self.version:
+            raise modified_error(self.tensor, self.version)
         return self.tensor
+
+
+def modified_error(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """In autograd's words."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+        f"expected version {version} instead."
+    )
 
 
 _PIECES, _SHORTEST, _LONGEST = 16, 2**10, 2**18

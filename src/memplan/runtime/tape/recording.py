@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from memplan.runtime.tape.decisions import HOLD, Decisions
-from memplan.runtime.tape.functions import watched_by
+from memplan.runtime.tape.functions import top_hooks, watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
 from memplan.runtime.tape.needed import Needed, needed_by
 from memplan.runtime.tape.real_cuda import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
-from memplan.runtime.tape.storages import Storages, alias, is_plain, share_storage
+from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
 
 
@@ -38,10 +38,12 @@ class Recording(TorchDispatchMode):
         verify: bool = False,
         on_cuda: bool = False,
         needed: Needed | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         """`verify`: check what is recomputed against a checksum of what was dropped. `on_cuda`:
         the model is on CUDA, and ops between host tensors do not count, as in a captured trace.
-        `needed`: by an earlier call like this one; None: record every op."""
+        `needed`: by an earlier call like this one; None: record every op. `inputs`: of all calls
+        whose backwards may be to come."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._verify = verify
@@ -49,7 +51,8 @@ class Recording(TorchDispatchMode):
         self._needed = needed
         self._ops: list[Traits] = []
         """Of the call so far, while every op is recorded."""
-        self._storages = Storages()
+        self._inputs = inputs if inputs is not None else Inputs()
+        self._storages = Storages(self._inputs)
         self._counts: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
         self._number = 0
@@ -101,6 +104,16 @@ class Recording(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
 
+    def abandon(self) -> None:
+        """Leave it late. What has been entered since keeps its place above it; then it stays, and
+        lets everything pass."""
+        modes = _get_current_dispatch_mode_stack()
+        if modes and modes[-1] is self and top_hooks() == self.hooks:
+            self._stack.close()
+        else:
+            self._off += 1
+            self._forget()
+
     @property
     def hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """What autograd calls with a tensor to save, and with what is saved in its place."""
@@ -150,7 +163,7 @@ class Recording(TorchDispatchMode):
         can = can and self._freeze_arguments(record, traits, written)
         if can and traits.draws(args, kwargs):
             _note_generator(record, args, kwargs, self._symbolic)
-        statistics = self._known(_updated_statistics(traits, args)) if traits.statistics else []
+        statistics = _updated_statistics(traits, args) if traits.statistics else []
         for tensor in statistics:
             self._before_writing(tensor)
         result = func(*args, **kwargs)
@@ -159,7 +172,7 @@ class Recording(TorchDispatchMode):
             can = not any(tensor.is_cuda for tensor in tensors)
         for tensor in written:
             self._after_writing(tensor, record if can else None)
-        for tensor in statistics:
+        for tensor in self._known(statistics):
             self._after_writing(tensor, None)
         self._note_results(record, traits, tensors, can)
         return result
@@ -184,11 +197,10 @@ class Recording(TorchDispatchMode):
         written = _written_tensors(traits, args, kwargs) if traits.written else []
         if traits.statistics:
             written += _updated_statistics(traits, args)
-        known = self._known(written)
-        for tensor in known:
+        for tensor in written:
             self._before_writing(tensor)
         result = func(*args, **kwargs)
-        for tensor in known:
+        for tensor in self._known(written):
             self._after_writing(tensor, None)
         return result
 
@@ -268,13 +280,12 @@ class Recording(TorchDispatchMode):
         """Whether the version that a write makes can be recomputed. If the one before is kept, what
         others need of it is copied."""
         value = self._storages.find(tensor)
-        if value is None:
-            return False
-        if value.base is None or not share_storage(value.base, tensor):
-            return True
+        made = value is not None and (value.base is None or not share_storage(value.base, tensor))
         with self.pause_recording(), torch.no_grad():
-            value.keep(copy_of_storage(tensor))
-        return False
+            if value is not None and not made:
+                value.keep(copy_of_storage(tensor))
+            self._inputs.before_writing(tensor)
+        return made
 
     def _after_writing(self, tensor: torch.Tensor, record: OpRecord | None) -> None:
         """`record` made a new version; None: something that cannot be replayed did."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.runtime.tape.replayable import Scratch
+from memplan.runtime.tape.settings import changing_settings
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors
 from memplan.types.errors import InternalError, RecomputeError
 
@@ -21,10 +22,10 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 def recompute(group: str, targets: list[Value]) -> None:
     """Make `targets` available by replaying what leads to them from available values.
 
-    The ops run in their first order, each on the same inputs, in the same geometry and with its
-    generator's state, so the results are the same bits where kernels are deterministic. What is
-    only needed on the way is freed after its last use. Errors of an op pass through with a note
-    that says what was being recomputed.
+    The ops run in their first order, each on the same inputs, in the same geometry, under the same
+    settings and with its generator's state, so the results are the same bits where kernels are
+    deterministic. What is only needed on the way is freed after its last use. Errors of an op pass
+    through with a note that says what was being recomputed.
 
     Raises RecomputeError where an input was modified in place since.
     """
@@ -33,8 +34,9 @@ def recompute(group: str, targets: list[Value]) -> None:
     last_use = _last_uses(records)
     values: dict[Value, torch.Tensor] = {}
     wanted = set(targets)
-    with _plain_execution(group):
+    with _plain_execution(group), changing_settings() as use_settings:
         for record in records:
+            use_settings(record.settings)
             try:
                 _replay(record, made[record], values, wanted)
             except Exception as error:

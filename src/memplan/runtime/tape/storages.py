@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.values import Value
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -22,6 +23,28 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
+class Inputs:
+    """Values that calls found and kept, with the storages that they are on: a later call that
+    writes there while backward has not used them yet copies them first."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, weakref.WeakSet[Value]] = {}
+
+    def add(self, value: Value, tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        self._by_storage.setdefault(key, weakref.WeakSet()).add(value)
+
+    def before_writing(self, tensor: torch.Tensor) -> None:
+        for value in list(self._by_storage.get(tensor.untyped_storage()._cdata, ())):
+            base = value.base
+            if base is not None and share_storage(base, tensor) and not value.modified():
+                value.keep(copy_of_storage(base))
+
+    def forget_what_was_used(self) -> None:
+        for key in [key for key, values in self._by_storage.items() if not values]:
+            del self._by_storage[key]
+
+
 class Storages:
     """From storages to the values that they hold.
 
@@ -31,7 +54,8 @@ class Storages:
     reads it keeps it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
         self._live: dict[int, tuple[Value | weakref.ref[Value] | None, _StorageRef]] = {}
         self.kept = 0
         """How many values were kept because they were read and not known."""
@@ -53,6 +77,7 @@ class Storages:
         if value is None:
             value = Value(None, 0)
             self.keep(value, tensor)
+            self._inputs.add(value, tensor)
             self.kept += 1
         return value
 
@@ -90,6 +115,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether it is more than its storage: fake, nested, distributed tensors and others."""
+    own = type(tensor).__torch_dispatch__
+    return own is not torch.Tensor.__torch_dispatch__
+
+
 def share_storage(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == two.untyped_storage()._cdata)
 
@@ -102,7 +133,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     if below:
         _exclude(_VERSIONS, False)
     try:
-        if type(tensor) is FakeTensor:
+        if has_own_dispatch(tensor):
             return tensor.detach()
         with torch._C._DisableTorchDispatch():
             return tensor.detach()

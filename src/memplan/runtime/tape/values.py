@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.runtime.tape.settings import current_settings
+
 if TYPE_CHECKING:
     from memplan.runtime.tape.groups import Group
 
@@ -128,6 +130,7 @@ class OpRecord:
         "kwargs",
         "nth",
         "number",
+        "settings",
         "state",
         "written",
     )
@@ -144,6 +147,7 @@ class OpRecord:
         self.kwargs = kwargs
         self.grad = torch.is_grad_enabled()
         """Some kernels choose by it what they compute."""
+        self.settings = current_settings()
         self.inputs: list[Value] = []
         """What the views in its arguments are of."""
         self.written: list[Value] = []
