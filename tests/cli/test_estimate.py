@@ -189,5 +189,5 @@ def test_what_cannot_be_captured_ends_with_4(
 )
 def test_the_next_command(card: str | None, own: str, output: str | None, line: str) -> None:
     answer = estimate(training_job(), find_profile(card) if card else None)
-    program = ScriptTarget("script", "train.py", ("--lr", "3 4"))
+    program = ["train.py", "--lr", "3 4"]
     assert advice.next_command(answer, own.split(), program, output) == line

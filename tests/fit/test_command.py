@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -32,7 +33,7 @@ class FakeCapture:
     asked: list[ScriptTarget]
     weight = 8 * MIB
 
-    def __init__(self, options: list[str]) -> None:
+    def __init__(self, options: list[str], words: Callable[[ScriptTarget], list[str]]) -> None:
         type(self).options, type(self).asked = options, []
         card = options[options.index("--gpu") + 1] if "--gpu" in options else "l4"
         self._job = ChainProgram(find_profile(card), weight=self.weight)

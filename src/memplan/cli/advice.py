@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.capture.options import ScriptTarget
 from memplan.types.device import known_profiles
 
 if TYPE_CHECKING:
@@ -14,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def next_command(
-    result: Estimate, own_words: list[str], program: ScriptTarget, output: str | None
+    result: Estimate, own_words: list[str], rest: list[str], output: str | None
 ) -> str:
-    """What the reader will most likely type next, ready to be pasted."""
-    rest = [*(["-m"] if program.kind == "module" else []), program.name, *program.argv]
+    """What the reader will most likely type next, ready to be pasted. `rest`: the program, and
+    launchers before it."""
     # A trace that was kept is not written over, so the same -o would be refused.
     own = _without(own_words, "-o", "--output")
     if result.fits is None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
 from memplan.cli.command import CONF_VARIABLES, EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path, output_path
+from memplan.cli.job import Job, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
-from memplan.cli.program import check_program
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
@@ -37,7 +37,8 @@ _USAGE = "memplan estimate --gpu 24GiB train.py"
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "memplan estimate [options] SCRIPT [ARGS…]\n"
-        "       memplan estimate [options] -m MODULE [ARGS…]"
+        "       memplan estimate [options] -m MODULE [ARGS…]\n"
+        "       memplan estimate [options] torchrun|accelerate launch|srun|… SCRIPT [ARGS…]"
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
@@ -46,6 +47,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
+    add("--with", dest="packages", metavar="PACKAGE|RULES.py", action="append", default=[],
+        help="a package that the GPU machine has and this one lacks, or a file of rules")  # fmt: skip
+    add_rank_options(parser, several=True)
     add("--plan", metavar="PLAN", help="with this plan in effect, as memplan run would have it")
     add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
@@ -58,28 +62,51 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    program = check_program(args.program, _USAGE)
-    script = program.name if program.kind == "script" else ""
+    job = read_job(args, _USAGE)
+    target = job.launch.target
+    script = target.name if target.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
     plan = load_plan(input_path(args.plan)) if args.plan else None
-    from memplan.estimate import estimate
     from memplan.simulate import AllocatorSettings
 
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
-    captured = _capture(args, program, named, path, plan)
-    trace = _with_settings(captured, args.alloc_conf, plan.alloc_conf if plan else "")
+    if job.rank is None:
+        from memplan.cli.ranks import estimate_ranks
+
+        result = estimate_ranks(job, args.own_words, path, force=args.force)
+    else:
+        result = _estimate_rank(args, job, named, path, plan)
+    if args.json:
+        write_json(result)
+    else:
+        _print(result, next_command(result, args.own_words, job.launch.words(), args.output))
+    return EXIT_NO if result.fits is False else EXIT_YES
+
+
+def _estimate_rank(
+    args: argparse.Namespace,
+    job: Job,
+    named: DeviceProfile | None,
+    path: Path | None,
+    plan: Plan | None,
+) -> Estimate:
+    from memplan.estimate import estimate
+
+    captured = _capture(args, job, named, path, plan)
+    trace = _with_settings(captured, args.alloc_conf, job, plan.alloc_conf if plan else "")
     if path is not None:
         from memplan.types.trace_file import save_trace
 
         save_trace(trace, path, overwrite=args.force)
     result = estimate(trace, named)
-    if args.json:
-        write_json(result)
-    else:
-        _print(result, next_command(result, args.own_words, program, args.output))
-    return EXIT_NO if result.fits is False else EXIT_YES
+    return msgspec.structs.replace(
+        result,
+        notes=[*result.notes, *job.launch.notes],
+        rank=job.place.rank if job.place else None,
+        world_size=job.place.world_size if job.place else None,
+    )
 
 
 def _count(text: str) -> int:
@@ -90,7 +117,7 @@ def _count(text: str) -> int:
 
 def _capture(
     args: argparse.Namespace,
-    program: ScriptTarget,
+    job: Job,
     named: DeviceProfile | None,
     path: Path | None,
     plan: Plan | None,
@@ -104,15 +131,18 @@ def _capture(
             steps=args.steps,
             routing=args.routing,
             allow_network=args.allow_network,
+            packages=tuple(args.packages),
+            place=job.place,
+            environment=job.environment,
             progress=progress,
             only_writes=_results(path) if args.own_process else None,
         )
         if plan is None or plan.recompute is None or not plan.recompute.groups:
-            return capture_script(program, options)
+            return capture_script(job.target, options)
         from memplan.runtime.apply import AppliedEverywhere
 
         said: list[str] = []
-        trace = capture_script(program, options, AppliedEverywhere(plan.recompute, said.append))
+        trace = capture_script(job.target, options, AppliedEverywhere(plan.recompute, said.append))
         meta = msgspec.structs.replace(trace.meta, notes=[*trace.meta.notes, *said])
         return replace(trace, meta=meta)
 
@@ -122,10 +152,11 @@ def _results(path: Path | None) -> tuple[Path, ...]:
     return () if path is None else (path.parent,)
 
 
-def _with_settings(trace: Trace, alloc_conf: str | None, planned: str) -> Trace:
+def _with_settings(trace: Trace, alloc_conf: str | None, job: Job, planned: str) -> Trace:
     """The option wins over what the script set, that over the environment, in PyTorch's order, and
     that over the plan."""
-    inherited = [os.environ.get(name, "") for name in CONF_VARIABLES]
+    around = {**os.environ, **job.environment}
+    inherited = [around.get(name, "") for name in CONF_VARIABLES]
     conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, *inherited, planned)), "")
     return replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=conf))
 

@@ -17,14 +17,15 @@ import msgspec
 from memplan.capture.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
+from memplan.cli.job import Job, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
-from memplan.cli.program import check_program
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, write_json, write_report
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
+    from memplan.cli.launchers.launch import Launch
     from memplan.fit.answer import Fit
 
 TAKES_PROGRAM = True
@@ -33,13 +34,15 @@ _USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "memplan fit [options] SCRIPT [ARGS…]\n       memplan fit [options] -m MODULE [ARGS…]"
+        "memplan fit [options] SCRIPT [ARGS…]\n       memplan fit [options] -m MODULE [ARGS…]\n"
+        "       memplan fit [options] torchrun|accelerate launch|srun|… SCRIPT [ARGS…]"
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
     add("--steps", type=int, metavar="N", help="optimizer steps to run in each capture")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")
@@ -53,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    program = check_program(args.program, _USAGE)
+    job = read_job(args, _USAGE)
+    program = job.launch.target
     if args.steps is not None and args.steps < 1:
         raise UsageError(f"--steps {args.steps}: a plan needs a training step", "--steps 3")
     script = program.name if program.kind == "script" else ""
@@ -69,7 +73,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
     try:
-        with ChildCapture(_child_options(args)) as capture, progress_line() as progress:
+        with (
+            ChildCapture(_child_options(args, job), job.launch.words) as capture,
+            progress_line() as progress,
+        ):
             fitted = fit(program, profile, capture, solve, progress)
     except CaptureFailedError as error:
         sys.stderr.write(error.said)  # empty where it has said so itself
@@ -83,12 +90,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(answer)
     else:
-        _print(answer, next_command(answer, args.own_words, program))
+        _print(answer, next_command(answer, args.own_words, job.launch))
     return EXIT_YES if answer.fits else EXIT_NO
 
 
-def _child_options(args: argparse.Namespace) -> list[str]:
-    words = ["--routing", args.routing]
+def _child_options(args: argparse.Namespace, job: Job) -> list[str]:
+    words = ["--routing", args.routing, *job.rank_options()]
+    words += ["--rank", str(job.rank or 0)] if job.world else []
     for option, value in (
         ("--gpu", args.gpu),
         ("--steps", args.steps),
@@ -98,16 +106,14 @@ def _child_options(args: argparse.Namespace) -> list[str]:
     return [*words, *(["--allow-network"] if args.allow_network else [])]
 
 
-def next_command(answer: Fit, own_words: list[str], program: ScriptTarget) -> str:
+def next_command(answer: Fit, own_words: list[str], launch: Launch) -> str:
     """What the reader will most likely type next, ready to be pasted; empty when nothing helps."""
-    from memplan.fit.child import program_words
-
-    rest = program_words(program)
+    rest = launch.words()
     fits_as_it_is = answer.fits and answer.after is None
     if answer.plan:
-        return shlex.join(["memplan", "run", "--plan", answer.plan, *rest])
+        return shlex.join(launch.words_below("memplan", "run", "--plan", answer.plan))
     if fits_as_it_is:
-        return shlex.join(["python", *rest])
+        return shlex.join(rest if launch.layers else ["python", *rest])
     own = own_words if "-o" in own_words else [*own_words, "-o", "job.plan"]
     if answer.fits:
         return shlex.join(["memplan", "fit", *own, *rest])
@@ -115,8 +121,8 @@ def next_command(answer: Fit, own_words: list[str], program: ScriptTarget) -> st
     if change is None:
         return ""
     name, *argv = change.command
-    changed = ScriptTarget(program.kind, name, tuple(argv))
-    return shlex.join(["memplan", "fit", *own, *program_words(changed)])
+    changed = ScriptTarget(launch.target.kind, name, tuple(argv))
+    return shlex.join(["memplan", "fit", *own, *launch.words(changed)])
 
 
 def _print(answer: Fit, hint: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from memplan.capture.options import ScriptTarget
+from memplan.fit.processes import CommandProcess
 from memplan.types.errors import InternalError
 from memplan.types.estimate import Estimate
 from memplan.types.plan import Plan
@@ -21,10 +22,8 @@ from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 
 _ANSWERED = (0, 3)
-_SECONDS_BY_ITSELF = 1.0
-"""A signal from a terminal reaches the child too; a second one would disturb its clearing up."""
-_SECONDS_TO_END = 8.0
-"""What a child that was told to end has for removing what it made."""
+_OUR_FAULT, _NO_ANSWER = 1, 4
+"""Exit codes for a capture that died."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,17 @@ class CaptureProgram(Protocol):
 class ChildCapture:
     """Runs `memplan estimate` on a program, each time in a fresh process.
 
-    A context manager: traces and plans live in a folder of its own, which goes with it.
+    A context manager: traces and plans live in a folder of its own, which goes with it. `words`
+    puts a program on a command line; with launchers before it they are part of that.
     """
 
-    def __init__(self, options: list[str]) -> None:
+    def __init__(
+        self,
+        options: list[str],
+        words: Callable[[ScriptTarget], list[str]] | None = None,
+    ) -> None:
         self._options = options
+        self._words = words or program_words
         self._folder = tempfile.TemporaryDirectory(prefix="memplan-fit-")
 
     def __enter__(self) -> ChildCapture:
@@ -87,52 +92,38 @@ class ChildCapture:
     ) -> Captured:
         folder = Path(self._folder.name)
         trace, planned = folder / "job.trace", folder / "job.plan"
-        words = [*self._options, "-f", "-o", str(trace), "--json"]
+        options = list(self._options)
         if plan is not None:
             save_plan(plan, planned, overwrite=True)
-            words += ["--plan", str(planned)]
-        command = [sys.executable, "-m", "memplan", "estimate", *words, *program_words(program)]
-        code, out, said = _run(command, quiet=quiet)
-        if code not in _ANSWERED:
-            raise CaptureFailedError(code, said)
-        try:
-            return Captured(load_trace(trace), msgspec.json.decode(out, type=Estimate))
-        except msgspec.DecodeError as error:
-            raise InternalError(f"the capture's answer cannot be read: {error}") from error
+            options += ["--plan", str(planned)]
+        words = estimate_words(options, trace, self._words(program))
+        with CommandProcess(words, quiet=quiet) as process:
+            process.wait()
+            estimate = read_estimate(process)
+        return Captured(load_trace(trace), estimate)
+
+
+def estimate_words(options: list[str], trace: Path, program: list[str]) -> list[str]:
+    """Our command that captures a program, leaves its trace and answers in JSON."""
+    return ["estimate", *options, "-f", "-o", str(trace), "--json", *program]
+
+
+def read_estimate(process: CommandProcess) -> Estimate:
+    """The answer of a capture that has ended. Raises CaptureFailedError where it gave none."""
+    code = process.wait()
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = ", as Linux does where memory runs out" if name == "SIGKILL" else ""
+        said = f"{process.said()}memplan: error: the capture was ended by {name}{why}\n"
+        raise CaptureFailedError(_NO_ANSWER if why else _OUR_FAULT, said)
+    if code not in _ANSWERED:
+        raise CaptureFailedError(code, process.said())
+    try:
+        return msgspec.json.decode(process.answer(), type=Estimate)
+    except msgspec.DecodeError as error:
+        raise InternalError(f"the capture's answer cannot be read: {error}") from error
 
 
 def program_words(program: ScriptTarget) -> list[str]:
     """The program as it stands at the end of a command line of ours."""
     return [*(["-m"] if program.kind == "module" else []), program.name, *program.argv]
-
-
-def _run(command: list[str], *, quiet: bool) -> tuple[int, bytes, str]:
-    """Exit code, stdout, and stderr where it was kept back."""
-    with tempfile.TemporaryFile() as kept:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=kept if quiet else None,
-        )
-        try:
-            out, _ = child.communicate()
-        except BaseException:
-            _end(child)
-            raise
-        kept.seek(0)
-        return child.returncode, out, kept.read().decode(errors="replace")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Terminated, not killed: it has temporary files and workers of its own."""
-    for ask, seconds in ((None, _SECONDS_BY_ITSELF), (child.terminate, _SECONDS_TO_END)):
-        if ask is not None:
-            ask()
-        try:
-            child.communicate(timeout=seconds)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-    child.kill()
-    child.communicate()

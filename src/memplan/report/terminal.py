@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from memplan.report.plot import memory_plot, room_is_near
-from memplan.report.text import clean, format_bytes, headline, short_op, shorten
+from memplan.report.text import (
+    clean,
+    format_bytes,
+    headline,
+    interval_text,
+    short_op,
+    shorten,
+)
 from memplan.types.estimate import Estimate, TensorInfo
 
 _MAX_WIDTH = 110
@@ -31,6 +38,7 @@ def estimate_lines(
 ) -> Iterator[Text]:
     """The report's lines."""
     yield _headline(estimate, ascii_only)
+    yield from _ranks(estimate, ascii_only)
     yield Text()
     yield from _breakdown(estimate, ascii_only)
     yield Text()
@@ -49,6 +57,22 @@ def _headline(estimate: Estimate, ascii_only: bool) -> Text:
         line = line.replace("–", "-")
     style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
     return Text(line, style=style)
+
+
+def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+    """Which rank the answer is about, and the others beside it."""
+    if estimate.world_size is None:
+        return
+    largest = ", the largest of those captured" if len(estimate.ranks) > 1 else ""
+    yield Text(f"rank {estimate.rank} of {estimate.world_size}{largest}", style="bold")
+    for item in estimate.ranks:
+        peak = interval_text(item.low_bytes, item.peak_bytes, item.high_bytes)
+        if ascii_only:
+            peak = peak.replace("–", "-")
+        verdict = {True: "fits", False: "does not fit", None: ""}[item.fits]
+        same = f"as rank {item.same_as}" if item.same_as is not None else ""
+        said = ", ".join(filter(None, (verdict, same, item.why)))
+        yield Text(f"  {item.rank:>6}  peak {peak}  {said}", style="dim")
 
 
 def _breakdown(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:

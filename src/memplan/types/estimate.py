@@ -85,6 +85,22 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: list[int]
 
 
+class RankEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured rank of a job of several."""
+
+    rank: int
+    why: str
+    """Why this rank was captured."""
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    reserved_peak_bytes: int
+    allocated_peak_bytes: int
+    fits: bool | None
+    same_as: int | None = None
+    """The lowest rank that asks for exactly the same memory; None when this is the lowest."""
+
+
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Peak memory of a job on a card, with the reasons."""
 
@@ -130,3 +146,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     host_peak_bytes: int
     command: list[str]
     notes: list[str]
+    rank: int | None = None
+    """The rank that this is about; None for a job of one process."""
+    world_size: int | None = None
+    ranks: list[RankEstimate] = []
+    """Every rank that was captured, when several were; this is the one with the largest peak."""
