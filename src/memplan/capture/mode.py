@@ -497,13 +497,15 @@ class CaptureMode(TorchDispatchMode):
                 self.values.learn(tensor, value)
 
     def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
-        """Say what a live tensor's storage is for; of a distributed tensor, this rank's part."""
-        if not isinstance(tensor, FakeTensor):
-            tensor = getattr(tensor, "_local_tensor", tensor)
+        """Say what a live tensor's storage is for, or the storages of what a wrapper holds (this
+        rank's part of a distributed tensor, a quantised one's data and scales)."""
         if isinstance(tensor, FakeTensor):
             number = self.number_of(tensor)
             if number >= 0:
                 self.recorder.builder.set_role(number, role, name)
+        elif hasattr(tensor, "__tensor_flatten__"):
+            for attribute in tensor.__tensor_flatten__()[0]:
+                self.role_of(getattr(tensor, attribute), role, name)
 
 
 def _caller() -> FrameType | None:
