@@ -31,6 +31,7 @@ VERSIONS = {
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
+_PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
 EXTENSIONS = {"flash_attn_2_cuda": "flash_attn"}
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
@@ -101,7 +102,9 @@ class StandInFinder:
 
     def want(self, package: str) -> None:
         """From now on a package that is not installed seems to be."""
-        self.wanted.add(package)
+        if package not in self.wanted and not installed(package):
+            self.wanted.add(package)
+            forget_probes()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -124,6 +127,9 @@ class StandInFinder:
         if spec is not None and not probe:
             if package == "triton":
                 has_triton_package()  # remembers the answer: PyTorch goes on without
+            if package not in self.served and package not in self.wanted:
+                self.served.add(package)
+                forget_probes()
             self.served.add(package)
             self._modules.append(fullname)
         return spec
@@ -263,6 +269,15 @@ class _Distribution(importlib.metadata.Distribution):
 
     def locate_file(self, path: Any) -> Any:
         return PACKAGES / path
+
+
+def forget_probes() -> None:
+    """Packages that remember which others are there look again."""
+    for name in _PROBING:
+        module = sys.modules.get(name)
+        for function in vars(module).values() if module is not None else ():
+            if callable(forget := getattr(function, "cache_clear", None)):
+                forget()
 
 
 def installed(package: str) -> bool:

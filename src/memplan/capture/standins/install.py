@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import runpy
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplan.capture.standins import kernels, launch, subclasses
-from memplan.capture.standins.finder import StandInFinder
+from memplan.capture.standins.finder import VERSIONS, StandInFinder, installed
 from memplan.capture.standins.registry import RuleActor, function_names
+from memplan.types.errors import MemplanError, UsageError
 
 if TYPE_CHECKING:
+    import types
+
     from memplan.capture.importing import Adapter, ImportWatcher
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
@@ -28,19 +34,36 @@ def _not_expected(record: logging.LogRecord) -> bool:
 class StandIns:
     """What stands in for what in one capture."""
 
-    def __init__(self, wanted: Iterable[str]) -> None:
-        self.finder = StandInFinder(wanted, function_names)
+    def __init__(self, packages: Iterable[str]) -> None:
+        """`packages`: names of packages, and paths of files of rules. Raises UsageError for a name
+        without a stand-in, and a file that is not there or fails."""
+        packages = list(packages)
+        self._files = [name for name in packages if name.endswith(".py")]
+        names = [name.replace("-", "_") for name in packages if name not in self._files]
+        for name in names:
+            if name not in VERSIONS and not installed(name):
+                raise UsageError(
+                    f"memplan has no stand-in for {name}",
+                    f"it has them for {', '.join(VERSIONS)}; for another package give a file of "
+                    "rules (memplan.register_rule, docs/packages.md)",
+                )
+        for path in self._files:
+            if not Path(path).is_file():
+                raise UsageError(f"{path}: no such file of rules", "check the path")
+        self.finder = StandInFinder(names, function_names)
 
     def install(
         self, stack: ExitStack, patches: Patches, mode: CaptureMode, watcher: ImportWatcher
     ) -> None:
         """Until the stack unwinds."""
+        for path in self._files:
+            _run_rules(path)
         self.finder.start()
         stack.callback(self.finder.stop)
         actor = RuleActor(mode, patches, watcher)
         actor.start(kernels.rules())
         stack.callback(actor.stop)
-        self._follow_functions(patches, mode)
+        _follow_functions(patches, mode)
         subclasses.install(patches, mode)
         loading = logging.getLogger("bitsandbytes.cextension")
         loading.addFilter(_not_expected)
@@ -48,28 +71,35 @@ class StandIns:
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
 
-    def _follow_functions(self, patches: Patches, mode: CaptureMode) -> None:
-        context = mode.context
-        apply: Any = torch.autograd.Function.__dict__["apply"].__func__
-
-        def follow(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return apply(cls, *args, **kwargs)
-            context.in_function += 1
-            try:
-                return apply(cls, *args, **kwargs)
-            finally:
-                context.in_function -= 1
-
-        patches.set(torch.autograd.Function, "apply", classmethod(follow))
-
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
         return {
             "bitsandbytes.functional": partial(kernels.bitsandbytes.adapt_functional, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
             "triton.runtime.driver": partial(launch.adapt_driver, patches),
+            "transformers.modeling_utils": partial(self._asked_for_flash, patches),
+            "transformers.utils.quantization_config": partial(self._asked_for_bits, patches),
         }
+
+    def _asked_for_flash(self, patches: Patches, module: types.ModuleType) -> None:
+        """A model that is told to use flash-attention raises where that is not installed."""
+        model = module.PreTrainedModel
+        for name in ("_flash_attn_can_dispatch", "_flash_attn_2_can_dispatch"):
+            if (check := vars(model).get(name)) is not None:
+                patches.set(model, name, self._wanting("flash_attn", check))
+
+    def _asked_for_bits(self, patches: Patches, module: types.ModuleType) -> None:
+        """So does one whose weights are to be quantised by bitsandbytes."""
+        config = module.BitsAndBytesConfig
+        patches.set(config, "__init__", self._wanting("bitsandbytes", config.__init__))
+
+    def _wanting(self, package: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.finder.want(package)
+            return function(*args, **kwargs)
+
+        return call
 
     def notes(self) -> list[str]:
         """What the user should know of packages that the program did without."""
@@ -77,4 +107,34 @@ class StandIns:
             f"{where}: {package} is not installed here and the script goes on without it; where "
             f"the job has it, pass --with {package}"
             for package, where in self.finder.done_without.items()
+            if package not in self.finder.served
         ]
+
+
+def _run_rules(path: str) -> None:
+    try:
+        runpy.run_path(path)
+    except MemplanError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{path}: the file of rules raised {type(error).__name__}: {error}",
+            "it must run by itself: memplan.register_rule is all it needs",
+        ) from error
+
+
+def _follow_functions(patches: Patches, mode: CaptureMode) -> None:
+    """The forward of a `torch.autograd.Function` runs without gradients, in the job's forward."""
+    context = mode.context
+    apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+    def follow(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return apply(cls, *args, **kwargs)
+        context.in_function += 1
+        try:
+            return apply(cls, *args, **kwargs)
+        finally:
+            context.in_function -= 1
+
+    patches.set(torch.autograd.Function, "apply", classmethod(follow))
