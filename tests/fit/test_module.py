@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 from typing import Any, cast
@@ -160,10 +161,16 @@ def test_a_budget_below_the_least_says_what_is_possible() -> None:
     assert applied.peak_bytes <= possible
 
 
-@pytest.mark.parametrize("budget", ["much", "-3GiB", 0, -5])
+@pytest.mark.parametrize("budget", ["much", "-3GiB", 0, -5, math.nan, [1]])
 def test_no_size(budget: Any) -> None:
     with pytest.raises(UsageError):
         auto_checkpoint(network(), *SAMPLE, budget=budget)
+
+
+def test_no_such_cost() -> None:
+    cost: Any = "bananas"
+    with pytest.raises(UsageError, match="bananas"):
+        auto_checkpoint(network(), *SAMPLE, cost=cost)
 
 
 def test_a_mapping_is_keywords_and_a_loss_of_the_output_is_used() -> None:

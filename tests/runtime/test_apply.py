@@ -122,6 +122,8 @@ def test_what_was_entered_after_an_interrupt_stays() -> None:
         assert names == ["call 0"]
         assert _get_current_dispatch_mode_stack() == [left, other]
     applied.remove()
+    left.__exit__(None, None, None)
+    assert nothing_left()
 
 
 def counts(net: Any, x: Tensor) -> Tensor:
@@ -207,3 +209,17 @@ def test_one_module_in_two_threads_at_once() -> None:
         results.append(grads)
     assert results[1].keys() == {"first", "second"}
     assert all(same_bits(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("apply", [to_module, everywhere], ids=["module", "everywhere"])
+def test_a_compiled_module_is_compiled_whole(apply: Apply) -> None:
+    net = Net()
+    x = torch.randn(6, 8, requires_grad=True)
+    (plain,) = torch.autograd.grad(net(x).sum(), x)
+    torch._dynamo.reset()
+    with apply(net):
+        compiled = torch.compile(net, backend="eager", fullgraph=True)
+        (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert same_bits(plain, grad)
+    assert nothing_left()

@@ -96,8 +96,10 @@ def auto_checkpoint(
     as before.
     """
     limit = parse_size(budget) if isinstance(budget, str) else budget
-    if limit is not None and limit <= 0:
+    if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
         raise UsageError(f"a budget of {limit} bytes", "a size such as 8GiB")
+    if cost not in ("time", "flops"):
+        raise UsageError(f"cost={cost!r}", "time or flops")
     if not most_added >= 0:
         raise UsageError(f"most_added={most_added}", "a fraction of the step's time, such as 0.3")
     profile = find_profile(gpu) if gpu is not None else _profile_of(module)

@@ -27,7 +27,7 @@ class _Running(threading.local):
     in, its recording, and which of the pass it is."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[FrameType | None, Recording | None, int]] = []
+        self.calls: list[tuple[FrameType, Recording | None, int]] = []
 
 
 class _Calls:
@@ -57,15 +57,15 @@ class _Calls:
         self._running = _Running()
         self._to_compare: tuple[Recording, Decisions] | None = None
 
-    def enter(self, root: torch.nn.Module, frame: FrameType | None) -> None:
-        """A root module's forward begins; `frame` is that of its call, if it has one."""
+    def enter(self, root: torch.nn.Module, frame: FrameType) -> None:
+        """A root module's forward begins; `frame` is that of its call."""
         self.end_interrupted()
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
             self._on_cuda = parameter.is_cuda
         recording, call = None, 0
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpointed block runs again
-        if torch.is_grad_enabled() and not in_backward and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not in_backward:
             if any(earlier.backward_began for earlier in self._pass):
                 self.new_pass()
             call = 0 if self._every_call else len(self._pass)
@@ -105,7 +105,7 @@ class _Calls:
         """Whether a forward ended with KeyboardInterrupt or its like, of which no hook is told."""
         calls = self._running.calls
         found = False
-        while calls and calls[-1][0] is not None and not _is_running(calls[-1][0]):
+        while calls and not _is_running(calls[-1][0]):
             _, recording, call = calls.pop()
             found = True
             if recording is not None:
@@ -135,9 +135,9 @@ class _Calls:
         self._inputs.forget_what_was_used()
 
 
-def _caller() -> FrameType | None:
+def _caller() -> FrameType:
     """The frame that calls a hook, which calls this."""
-    return None if torch.compiler.is_compiling() else sys._getframe(2)
+    return sys._getframe(2)
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -182,7 +182,7 @@ class _Enter:
         self.calls = calls
 
     def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
-        if self.calls is not None:
+        if self.calls is not None and not torch.compiler.is_compiling():
             self.calls.enter(module, _caller())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -191,7 +191,7 @@ class _Enter:
 
 class _Leave(_Enter):
     def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
-        if self.calls is not None:
+        if self.calls is not None and not torch.compiler.is_compiling():
             self.calls.leave()
 
 
@@ -224,7 +224,7 @@ class AppliedEverywhere:
         self._calls.end_interrupted()
 
     def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         if self._depth and module is self._root and self._calls.end_interrupted():
             self._depth = 0
@@ -234,7 +234,7 @@ class AppliedEverywhere:
         self._depth += 1
 
     def _after(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         self._depth -= 1
         if self._depth == 0:
