@@ -30,7 +30,7 @@ if __name__ == "__main__":
     for (batch,) in DataLoader(data, num_workers=1, multiprocessing_context="spawn"):
         model(batch.cuda()).sum().backward()
 """
-WORKER = "else call the worker function (train) directly"
+WORKER = "memplan estimate --world-size N --rank R captures one rank of a job"
 
 
 def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:

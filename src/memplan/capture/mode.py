@@ -39,6 +39,8 @@ from memplan.types.trace import Role
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 _unsafe_view = aten._unsafe_view.default  # a view, although its schema does not say so
+_no_dispatch = torch.Tensor.__torch_dispatch__
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _device_query = torch.ops.prim.device.default
 
 
@@ -137,6 +139,7 @@ class CaptureMode(TorchDispatchMode):
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
         self._op_names: dict[Any, str] = {}
+        self._composite: dict[Any, bool] = {}
         self.work = Work()
         self._lock = threading.RLock()
 
@@ -169,6 +172,11 @@ class CaptureMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
+            return func(*args, **(kwargs or {}))  # shapes that somebody works out in advance
+        for kind in types:
+            if kind.__torch_dispatch__ is not _no_dispatch and not issubclass(kind, FakeTensor):
+                return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
         if func is _device_query and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -266,9 +274,9 @@ class CaptureMode(TorchDispatchMode):
                 if reused is not None:
                     self.values.forget(reused)
                     return reused
-            if torch.is_inference_mode_enabled() and func._can_decompose():
-                # Outside autograd an operator made of others arrives whole: take it apart, to see
-                # what its parts ask for.
+            if self._is_made_of_others(func):
+                # Outside autograd, and below it (DTensor), such an operator arrives whole: take it
+                # apart, to see what its parts ask for.
                 with self:
                     return func.decompose(*args, **kwargs)
             return self.fake(func, args, kwargs, fakes, has_real)
@@ -298,6 +306,12 @@ class CaptureMode(TorchDispatchMode):
                     self.values.forget(tensor)
             finally:
                 recorder.stream = stream_before
+
+    def _is_made_of_others(self, func: Any) -> bool:
+        known = self._composite.get(func)
+        if known is None:
+            known = self._composite[func] = bool(func._can_decompose())
+        return known
 
     def fake(
         self,
