@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.metadata
 import sys
@@ -140,9 +141,7 @@ class StandInFinder:
             self.done_without.setdefault(package, f"{where}:{frame.f_lineno}")
 
     def _spec(self, fullname: str, rules: set[str]) -> importlib.machinery.ModuleSpec | None:
-        parent, _, _ = fullname.rpartition(".")
-        folder = PACKAGES.joinpath(*parent.split(".")) if parent else PACKAGES
-        found = importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
+        found = _in_packages(fullname)
         if found is not None and found.loader is not None:
             found.loader = _PackageLoader(found.loader)
             if found.submodule_search_locations is not None:
@@ -243,6 +242,12 @@ class _EmptyLoader(Loader):
         _make_permissive(module)
 
 
+def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    parent = fullname.rpartition(".")[0]
+    folder = PACKAGES.joinpath(*parent.split(".")) if parent else PACKAGES
+    return importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
+
+
 def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
     return importlib.machinery.ModuleSpec(fullname, _EmptyLoader(), is_package=True)
 
@@ -250,6 +255,8 @@ def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
 def _make_permissive(module: ModuleType) -> None:
     def missing(name: str) -> Any:
         frame, _ = importing_frame()
+        if not name.startswith("__") and _in_packages(f"{module.__name__}.{name}") is not None:
+            return importlib.import_module(f"{module.__name__}.{name}")
         if name.startswith("__") or is_guarded(frame):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         return Unknown(f"{module.__name__}.{name}")
