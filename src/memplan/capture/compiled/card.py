@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo import device_interface
 from torch._inductor import scheduler
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import hints
 from torch.utils import _triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from memplan.capture.patching import Patches
@@ -27,6 +29,22 @@ _ANSWERS = (
 )
 
 
+class OnHost(TorchDispatchMode):
+    """Computes on the host what is asked for on the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        moved = {name: _moved(item) for name, item in (kwargs or {}).items()}
+        return func(*map(_moved, args), **moved)
+
+
+def _moved(item: Any) -> Any:
+    if isinstance(item, torch.device) and item.type == "cuda":
+        return torch.device("cpu")
+    return item
+
+
 def install(patches: Patches) -> None:
     """Answer as `torch.cuda` does in this capture, until `patches.undo()`."""
     cuda: Any = device_interface.CudaInterface  # it took hold of the functions when it was made
@@ -39,6 +57,15 @@ def install(patches: Patches) -> None:
     properties = [torch.cuda.get_device_properties(0)]
     patches.set(device_interface, "caching_worker_device_properties", {"cuda": properties})
     hints.DeviceProperties.create.cache_clear()
+    folder = joint_graph.UniformValueConstantFolder
+    fold: Any = folder.run
+
+    def fold_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Constants of a graph are computed as it is compiled."""
+        with OnHost():  # type: ignore[no-untyped-call]
+            return fold(self, *args, **kwargs)
+
+    patches.set(folder, "run", fold_on_host)
     # Triton's kernels are written here and never compiled: it need not be installed.
     patches.set(scheduler, "has_triton", lambda: True)
     patches.set(_triton, "triton_hash_with_backend", lambda: "memplan")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,12 +43,15 @@ _AUTOGRAD_SETTINGS = {
     "enable_remote_autograd_cache": False,
     # Else the backward graph is compiled in the autograd engine's thread, with modes in force.
     "force_non_lazy_backward_lowering": True,
+    # It hands over generators of the device; without it, states of the host's, of no size here.
+    "graphsafe_rng_functionalization": False,
 }
 _SHOWN = 120
 _OF_A_CUDA_BUILD: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": object,
     "_set_cached_tensors_enabled": lambda _enabled: None,
     "_cuda_getCurrentRawStream": lambda _index: 0,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
 }
 """What PyTorch's compilers import from a build for CUDA, which this one says it is."""
 
@@ -57,6 +61,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     compiles, until `patches.undo()` and `stack` is closed."""
     stack.enter_context(dynamo_config.patch(_SETTINGS))
     stack.enter_context(functorch_config.patch(_AUTOGRAD_SETTINGS))
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     _know_answers(stack, of_capture)
     suspension = _Suspension(of_capture)
     compile_frame: Any = convert_frame.CatchErrorsWrapper.__call__
@@ -73,11 +78,11 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
 
     def call_user_compiler(output: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return compile_graph(output, module, *args, **kwargs)
+            return _as_forward(mode, compile_graph(output, module, *args, **kwargs))
         except BackendCompilerFailed as error:
             code = output.root_tx.f_code
             where = f"{shown_path(code.co_filename)}:{code.co_firstlineno}"
-            _not_compiled(mode, where, error.__cause__ or error)
+            _not_compiled(mode, where, error.inner_exception)
             return module.forward
 
     for name, stand_in in _OF_A_CUDA_BUILD.items():
@@ -90,6 +95,22 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
+
+
+def _as_forward(mode: CaptureMode, compiled: Any) -> Any:
+    """AOTAutograd's forward is an `autograd.Function`, in which autograd is off."""
+    context = mode.context
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        context.in_function += 1
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            context.in_function -= 1
+
+    return run
 
 
 def _know_answers(stack: ExitStack, of_capture: Patches) -> None:

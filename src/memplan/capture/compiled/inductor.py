@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _TRITON_IMPORT = re.compile(r"^(?:import triton|from triton)\b.*$", re.MULTILINE)
 _SETTINGS: dict[str, Any] = {
     # What another run cached is not for this card, and what this one makes is not for another.
-    "force_disable_caches": True,
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
@@ -59,7 +58,8 @@ def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: Devi
     for name in ("wakeup", "warm_pool"):
         patches.set(compiler, name, staticmethod(lambda: None))
     tuning = Tuning(mode, profile)
-    patches.set(pad_mm, "should_pad_bench", tuning.pads)
+    patches.set(pad_mm, "has_triton", lambda: True)
+    patches.set(pad_mm, "_should_pad", tuning.pads)
     patches.set(compile_fx, "cudagraphify", Pool(mode).cudagraphify)
     patches.set(graph.GraphLowering, "compile_to_module", _loader(mode, tuning))
     compile_for_real: Any = compile_fx.compile_fx

@@ -40,7 +40,9 @@ class Compiled:
             if not options.get("disable"):
                 backend = options.get("backend", "inductor")
                 self._prepare("dynamo" if backend in _WITHOUT_INDUCTOR else "inductor")
-            return compile_for_real(model, **options)
+            # A compiled module keeps the `__call__` that it finds now, for Dynamo to trace.
+            with self._of_capture.suspended(_is_module_call):
+                return compile_for_real(model, **options)
 
         self._of_capture.set(torch, "compile", compiled)
         if "torch._dynamo.eval_frame" in sys.modules:  # something may be compiled already
@@ -65,3 +67,7 @@ class Compiled:
             from memplan.capture.compiled import inductor
 
             inductor.install(self._stack, self._patches, self._mode, self._profile)
+
+
+def _is_module_call(owner: Any, name: str, _before: Any) -> bool:
+    return owner is torch.nn.Module and name == "__call__"
