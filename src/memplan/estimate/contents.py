@@ -46,12 +46,15 @@ class Contents:
         self._alive = alive[self._bytes[alive] > 0]
         self._roles = derive_roles(trace, timeline)
 
-    def breakdown(self, reserved: int, context: int) -> Breakdown:
-        """Bytes by purpose; sums to `reserved + context`."""
+    def breakdown(self, reserved: int, context: int, communicators: int = 0) -> Breakdown:
+        """Bytes by purpose; sums to `reserved + context + communicators`, where the last are what
+        NCCL holds for itself."""
         sums = np.zeros(max(Role) + 1, np.int64)
         np.add.at(sums, self._roles[self._alive], self._bytes[self._alive])
         by_key = {key: int(sums[role]) for role, key in _KEYS.items()}
-        return Breakdown(**by_key, fragmentation=reserved - sum(by_key.values()), context=context)
+        fragmentation = reserved - sum(by_key.values())
+        by_key["communication"] += communicators
+        return Breakdown(**by_key, fragmentation=fragmentation, context=context)
 
     def point(self) -> PeakPoint:
         """Where the job stands."""

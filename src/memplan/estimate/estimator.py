@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from memplan import __version__
+from memplan.estimate.communication import Bounds, communication_bytes
 from memplan.estimate.contents import Contents, peak_event
 from memplan.estimate.curve import thin
 from memplan.estimate.interval import Interval, find_interval
@@ -35,7 +38,10 @@ def estimate(
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     card = profile or _seen_card(trace)
-    interval = find_interval(trace, settings, card, limited=profile is not None)
+    communication = communication_bytes(trace.meta.communicators, card.capability)
+    interval = find_interval(
+        trace, settings, _with_communicators(card, communication), limited=profile is not None
+    )
     timeline = interval.expected.timeline
     contents = Contents(trace, timeline, peak_event(timeline))
     low, peak, high = interval.peak
@@ -59,7 +65,9 @@ def estimate(
         allocated_low_bytes=interval.allocated[0],
         allocated_high_bytes=interval.allocated[2],
         requested_peak_bytes=timeline.requested_peak_bytes,
-        breakdown=contents.breakdown(interval.reserved[1], card.context_bytes),
+        breakdown=contents.breakdown(
+            interval.reserved[1], card.context_bytes, communication.expected
+        ),
         peak=contents.point(),
         largest=contents.largest(),
         assumptions=list(meta.assumptions),
@@ -73,7 +81,12 @@ def estimate(
         events=len(trace),
         host_peak_bytes=meta.host_peak_bytes,
         command=list(meta.command),
-        notes=[*_notes(interval, profile, card), *why_wide(trace, interval), *meta.notes],
+        notes=[
+            *_notes(interval, profile, card),
+            *_communication_notes(trace, communication),
+            *why_wide(trace, interval),
+            *meta.notes,
+        ],
     )
 
 
@@ -92,6 +105,29 @@ def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: Device
         allowed = int(total * settings.per_process_memory_fraction)
         missing = max(missing, interval.reserved[2] - allowed)
     return missing if interval.expected.fits and interval.high.fits else max(missing, 1)
+
+
+def _with_communicators(card: DeviceProfile, communication: Bounds) -> DeviceProfile:
+    """The card as it is left beside NCCL's own memory, which lies outside the allocator's like the
+    context."""
+    return msgspec.structs.replace(
+        card,
+        context_bytes=card.context_bytes + communication.expected,
+        context_low_bytes=card.context_low_bytes + communication.low,
+        context_high_bytes=card.context_high_bytes + communication.high,
+    )
+
+
+def _communication_notes(trace: Trace, communication: Bounds) -> list[str]:
+    number = len(trace.meta.communicators)
+    if not number:
+        return []
+    low, expected, high = (size / (1 << 30) for size in communication)
+    plural = "s" if number > 1 else ""
+    return [
+        f"NCCL's own memory, {number} communicator{plural}, is {expected:.2f} GiB by a rule "
+        f"({low:.2f}-{high:.2f}): it depends on the links between the GPUs."
+    ]
 
 
 def _gpu_info(profile: DeviceProfile) -> GpuInfo:

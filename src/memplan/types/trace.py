@@ -136,6 +136,8 @@ class Communicator(msgspec.Struct, frozen=True):
     """Made with its group, which was given its device, and not at the first collective."""
     collectives: list[str] = []
     """Kinds used, in the order of their first use: `all_gather`, `reduce_scatter`, `send`, …"""
+    settings: dict[str, str] = {}
+    """`NCCL_…` variables in force that say how much memory it takes."""
 
 
 class Block(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ the pair, unless the group was made with its device (`ProcessGroupNCCL::pointToP
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from memplan.capture.torch_cuda import FakeEvent
 from memplan.types.trace import Communicator
 
+_SETTINGS = ("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
 DEFAULT_LOCAL = 8
 """GPUs of a node where no place says it."""
 
@@ -26,6 +28,7 @@ class _Made:
     name: str
     eager: bool
     stream: int
+    settings: dict[str, str]
     collectives: list[str] = field(default_factory=list)
 
 
@@ -70,7 +73,9 @@ class Communicators:
         made = self._made.get(key)
         if made is None:
             name = group.group_desc or group.group_name
-            made = self._made[key] = _Made(list(ranks), name, False, self._new_stream())
+            made = self._made[key] = _Made(
+                list(ranks), name, False, self._new_stream(), _settings()
+            )
         return made
 
     def listed(self, rank: int) -> list[Communicator]:
@@ -84,6 +89,11 @@ class Communicators:
                 name=made.name,
                 eager=made.eager,
                 collectives=list(made.collectives),
+                settings=made.settings,
             )
             for made in self._made.values()
         ]
+
+
+def _settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in _SETTINGS if os.environ.get(name)}
