@@ -11,7 +11,7 @@ from types import TracebackType
 
 _SECONDS_BY_ITSELF = 1.0
 """A signal from a terminal reaches the child too; a second one would disturb its clearing up."""
-_SECONDS_TO_END = 8.0
+_SECONDS_TO_END = 20.0
 """What a child that was told to end has for removing what it made."""
 _SECONDS_BETWEEN_LOOKS = 0.05
 

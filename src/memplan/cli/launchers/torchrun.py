@@ -80,6 +80,9 @@ def agent_environment(world: World, threads: str | None, role: str = "default") 
         "ROLE_WORLD_SIZE": str(world.size),
         "GROUP_WORLD_SIZE": str(world.nodes),
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     if threads is None and world.local_size > 1:
         found["OMP_NUM_THREADS"] = "1"
@@ -90,12 +93,16 @@ def _fixed(given: Given, world: World, context: Context) -> dict[str, str]:
     found = agent_environment(
         world, context.variable("OMP_NUM_THREADS"), last(given, "role", "default")
     )
-    found["TORCHELASTIC_MAX_RESTARTS"] = last(given, "max-restarts", "0")
-    if context.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None:
-        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    for option, variable in (("master-addr", "MASTER_ADDR"), ("master-port", "MASTER_PORT")):
+    for option, variable in (
+        ("max-restarts", "TORCHELASTIC_MAX_RESTARTS"),
+        ("signals-to-handle", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
+        ("master-addr", "MASTER_ADDR"),
+        ("master-port", "MASTER_PORT"),
+    ):
         if value := last(given, option):
             found[variable] = value
+    if said := context.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = said
     return found
 
 

@@ -1,0 +1,362 @@
+"""Launchers' commands, read as users type them; held to what the launchers themselves do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memplan.capture.options import RankPlace, ScriptTarget
+from memplan.cli import main
+from memplan.cli.launchers import torchrun
+from memplan.cli.launchers.launch import Launch, World
+from memplan.cli.launchers.read import read_launch
+from memplan.types.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing from this machine: variables that launchers read, settings of accelerate."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "PET_", "ACCELERATE_", "FSDP_")) or name in (
+            "OMP_NUM_THREADS",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-settings"))
+
+
+def read(line: str, gpus_per_node: int | None = None) -> Launch:
+    name, *argv = shlex.split(line)
+    if name == "-m":
+        return read_launch(ScriptTarget("module", argv[0], tuple(argv[1:])), gpus_per_node)
+    return read_launch(ScriptTarget("script", name, tuple(argv)), gpus_per_node)
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "program"),
+    [
+        ("train.py --x 1", None, "train.py --x 1"),
+        ("-m pkg.train a", None, "-m pkg.train a"),
+        ("python -u -X dev -W ignore train.py -m x", None, "train.py -m x"),
+        ("/opt/venv/bin/python3.12 -um pkg.train -c", None, "-m pkg.train -c"),
+        ("env A=1 B=2 python train.py", None, "train.py"),
+        ("A=1 torchrun train.py", (1, 1), "train.py"),
+        ("torchrun --nproc-per-node 8 train.py --lr 1", (8, 8), "train.py --lr 1"),
+        ("torchrun --nproc_per_node=4 --nnodes=2 train.py --nnodes 3", (8, 4),
+         "train.py --nnodes 3"),
+        ("torchrun --nproc-p 2 --standalone -m pkg.train -m y", (2, 2), "-m pkg.train -m y"),
+        ("torchrun -m --nproc-per-node 2 pkg.train", (2, 2), "-m pkg.train"),
+        ("torchrun -r 3 -t0:1,1:2 --nproc-per-node 2 -- train.py", (2, 2), "train.py"),
+        ("torchrun --nnodes 1:4 --nproc-per-node 2 train.py", (2, 2), "train.py"),
+        ("torchrun --nproc-per-node 2 --no-python python -u train.py", (2, 2), "train.py"),
+        ("python -m torch.distributed.run --nproc-per-node 2 train.py", (2, 2), "train.py"),
+        ("-m torch.distributed.run --nproc-per-node 2 train.py", (2, 2), "train.py"),
+        ("python -m torch.distributed.launch --nproc_per_node 2 train.py a", (2, 2),
+         "train.py --local-rank=1 a"),
+        ("python -m torch.distributed.launch --use-env --nproc_per_node 2 train.py", (2, 2),
+         "train.py"),
+        ("deepspeed --num_gpus 4 train.py --x", (4, 4), "train.py --local_rank=3 --x"),
+        ("deepspeed --num_nodes=2 --num_gpus=4 --no_local_rank train.py", (8, 4), "train.py"),
+        ("deepspeed --include localhost:1,3 --module pkg.train", (2, 2),
+         "-m pkg.train --local_rank=1"),
+        ("deepspeed -i a:0,1@b:0,1 --no_local_rank train.py", (4, 2), "train.py"),
+        ("srun -N 2 --ntasks-per-node 8 env X=Y python train.py", (16, 8), "train.py"),
+        ("srun -n16 -N2 -p gpu --exclusive --gres=gpu:a100:8 python train.py", (16, 8), "train.py"),
+        ("srun -n 4 --gpus-per-node=h100:2 ./train.py", (4, 2), "./train.py"),
+        ("srun -lu --kill-on-bad-exit=1 --mpi=pmix -n 2 python train.py", (2, 2), "train.py"),
+        ("srun -N 2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 train.py", (16, 8),
+         "train.py"),
+        ("mpirun -np 8 --mca btl ^openib -x A=1 python train.py", (8, 8), "train.py"),
+        ("mpirun -np 8 -npernode 4 python train.py", (8, 4), "train.py"),
+        ("mpirun -H a:2,b:2 -np 4 python -m pkg.train", (4, 2), "-m pkg.train"),
+        ("mpiexec -n 16 -ppn 8 -genv A 1 python train.py", (16, 8), "train.py"),
+        ("mpirun -np 16 --map-by ppr:4:node python train.py", (16, 4), "train.py"),
+    ],
+)  # fmt: skip
+def test_what_is_run(line: str, world: tuple[int, int] | None, program: str) -> None:
+    launch = read(line)
+    assert launch.world == (World(*world) if world else None)
+    place = launch.world.place(launch.world.size - 1) if launch.world else None
+    target = launch.target_at(place)
+    assert [
+        *(["-m"] if target.kind == "module" else []),
+        target.name,
+        *target.argv,
+    ] == program.split()
+    again = launch.words()
+    assert again == shlex.split(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "expected"),
+    [
+        ("env A=1 torchrun --nproc-per-node 2 train.py", (1, 2, 2),
+         {"A": "1", "ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}),
+        ("torchrun --nproc-per-node 2 --virtual-local-rank train.py", (1, 2, 2),
+         {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}),
+        ("torchrun --max-restarts 3 --role trainer --master-port 1 train.py", (0, 1, 1),
+         {"TORCHELASTIC_MAX_RESTARTS": "3", "ROLE_NAME": "trainer", "MASTER_PORT": "1"}),
+        ("deepspeed --include localhost:1,3 train.py", (1, 2, 2),
+         {"CUDA_VISIBLE_DEVICES": "1,3", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}),
+        ("srun -N 2 --ntasks-per-node 4 --export=ALL,A=1 env B=2 python train.py", (5, 8, 4),
+         {"A": "1", "B": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+          "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "4(x2)"}),
+        # Below srun torchrun runs once on each node: its workers share the node's SLURM_PROCID.
+        ("srun -N 2 -n 2 torchrun --nnodes 2 --nproc-per-node 4 train.py", (5, 8, 4),
+         {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "ROLE_RANK": "5"}),
+        ("mpirun -np 4 -N 2 -x A=1 python train.py", (3, 4, 2),
+         {"A": "1", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+          "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}),
+    ],
+)  # fmt: skip
+def test_what_a_rank_finds(
+    line: str, place: tuple[int, int, int], expected: dict[str, str]
+) -> None:
+    found = read(line).environment(RankPlace(*place))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("torchrun --nproc-per-node 8", "torchrun: no script given", "torchrun … train.py"),
+        ("torchrun --nproc-per-node", "--nproc-per-node needs a value", "torchrun --help"),
+        ("torchrun --nproc-per-nod3 8 train.py", "no option --nproc-per-nod3", "--nproc-per-node"),
+        ("torchrun --nproc-per-node 0 train.py", "'0' is not a whole number from 1", "8"),
+        ("torchrun --nproc-per-node gpu train.py", "not known here", "--gpus-per-node 8"),
+        ("torchrun --nnodes 4:2 train.py", "--nnodes 4:2 is no range", "2:4"),
+        ("torchrun --standalone=1 train.py", "--standalone takes no value", "--standalone"),
+        ("deepspeed train.py", "not known here", "--num_gpus 8"),
+        ("deepspeed --num_gpus 2 --include localhost:0 train.py", "do not go with", "one or"),
+        ("deepspeed --include a:0@b:0,1 train.py", "nodes with 1, 2 GPUs are not alike", "slots"),
+        ("srun -N 3 -n 8 python train.py", "8 processes do not divide into nodes of 3", "of 3"),
+        ("srun -n 12 python train.py", "12 processes do not divide", "--gpus-per-node 6"),
+        ("srun -N 4 torchrun --nnodes 2 --nproc-per-node 8 train.py",
+         "srun starts torchrun 4 times", "the same number of nodes"),
+        ("srun -n 2 bash run.sh", "what a shell would run cannot be followed", "the command"),
+        ("mpirun python train.py", "without -np", "mpirun -np 8"),
+        ("mpirun --nope 1 python train.py", "mpirun: no option --nope", ""),
+        ("python -c pass", "python -c", "script"),
+        ("env -u A python train.py", "env --unset", "shell"),
+        ("accelerate config", "accelerate config starts no training", "accelerate launch"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(line: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(line)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--world-size 12 train.py", "--world-size 12 does not divide into nodes of 8 GPUs"),
+        ("--world-size 4 --rank 4 train.py", "--rank 4: the job has 4 ranks, counted from 0"),
+        ("--rank 3 train.py", "--rank 3 of a job of one process"),
+        ("--gpus-per-node 3 train.py", "--gpus-per-node 3 of a job of one process"),
+        ("--world-size 0 train.py", "'0' is not a number from 1 on"),
+        ("--world-size 4 --rank x train.py", "'x' is not the number of a rank"),
+        ("--world-size 4 torchrun --nproc-per-node 8 train.py",
+         "--world-size 4, but torchrun starts 8 processes"),
+        ("--gpus-per-node 4 torchrun --nproc-per-node 8 train.py",
+         "--gpus-per-node 4, but torchrun starts 8 processes"),
+        ("--world-size 8 srun -N 2 --ntasks-per-node 8 python train.py",
+         "--world-size 8, but srun starts 16 processes (2 nodes of 8)"),
+        ("--rank 8 torchrun --nproc-per-node 8 train.py", "--rank 8: the job has 8 ranks"),
+        ("torchrun --nproc-per-node 8 trian.py", "no script trian.py"),
+        ("torchrun -m --nproc-per-node 8 nosuchmodule", "no module nosuchmodule"),
+    ],
+)  # fmt: skip
+def test_ranks_that_contradict(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["estimate", *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_gpus_per_node_answers_for_words_that_count_gpus() -> None:
+    assert read("torchrun --nnodes 2 --nproc-per-node gpu train.py", 4).world == World(8, 4)
+    assert read("deepspeed train.py", 4).world == World(4, 4)
+    assert read("srun -n 12 python train.py", 6).world == World(12, 6)
+
+
+def test_an_allocation_and_a_job_description_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert read("srun python train.py").world == World(8, 4)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    assert read("torchrun train.py").world == World(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "below"),
+    [
+        ("train.py a", "memplan run train.py a"),
+        ("-m pkg a", "memplan run -m pkg a"),
+        ("torchrun --nproc-per-node 2 train.py",
+         "torchrun --nproc-per-node 2 -m memplan run train.py"),
+        ("torchrun -m --nproc-per-node 2 pkg", "torchrun -m --nproc-per-node 2 memplan run -m pkg"),
+        ("srun -n 2 python -u train.py", "srun -n 2 python -u -m memplan run train.py"),
+        ("srun -n 2 ./train.py", "srun -n 2 python -m memplan run ./train.py"),
+        ("deepspeed --num_gpus 2 train.py",
+         "deepspeed --num_gpus 2 --no_local_rank --module memplan run train.py"),
+    ],
+)  # fmt: skip
+def test_a_command_of_ours_below_the_launcher(line: str, below: str) -> None:
+    assert read(line).words_below("memplan", "run") == below.split()
+
+
+# Held to the launchers themselves
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, int]:
+    """Option strings with the number of words that each takes."""
+    return {
+        name: 0 if action.nargs == 0 else 1
+        for action in parser._actions
+        for name in action.option_strings
+        if name not in ("-h", "--help")
+    }
+
+
+def test_every_option_of_torchrun_is_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    theirs = _options(get_args_parser())
+    ours = {name: option.values for name, option in torchrun.TORCHRUN.names.items()}
+    assert {name.replace("_", "-"): count for name, count in theirs.items()} == ours
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--nproc-per-node 2 train.py --nnodes 3 -m",
+        "--nproc_per_node=2 --rdzv-backend c10d --rdzv_endpoint=a:1 train.py",
+        "-r 3 -t 0:1 --standalone -m pkg.train --role x",
+        "-r3 --max-rest 2 train.py",
+    ],
+)
+def test_torchruns_own_parser_agrees(line: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    theirs = get_args_parser().parse_args(line.split())
+    given, rest = torchrun.TORCHRUN.read(line.split())
+    assert rest == [theirs.training_script, *theirs.training_script_args]
+    for key, values in given.items():
+        assert str(getattr(theirs, key.replace("-", "_"))) == (values[-1] or "True")
+
+
+PRINTS_ITS_ENVIRONMENT = """
+import json, os, sys
+rank = os.environ.get("RANK", "0")
+with open(f"rank-{rank}.json", "w") as file:
+    json.dump({"environment": dict(os.environ), "argv": sys.argv[1:]}, file)
+"""
+# Ports and names that differ from run to run, what Python's own start adds, and the store of an
+# agent that a capture does not have.
+NOT_COMPARED = {
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *("LC_CTYPE", "CUDA_MODULE_LOADING", "TORCHELASTIC_USE_AGENT_STORE"),
+}
+OF_THE_PLACE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc-per-node 2 --max-restarts 0 --role trainer script.py --x 1",
+        "accelerate-launch --num_processes 2 --multi_gpu --mixed_precision bf16 script.py --x 1",
+    ],
+)
+def test_the_environment_of_real_workers(line: str, tmp_path: Path) -> None:
+    """A real launcher, two real processes, no GPU: both find what our reading says."""
+    from memplan.capture.distributed.place import rank_environment
+
+    (tmp_path / "script.py").write_text(PRINTS_ITS_ENVIRONMENT)
+    before = {**os.environ, "MASTER_PORT": "0"}
+    name, *words = line.split()
+    done = subprocess.run(
+        [str(BIN / name), *words], cwd=tmp_path, env=before, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    launch = read(line)
+    assert launch.world == World(2, 2)
+    for rank in range(2):
+        place = launch.world.place(rank)
+        real = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert tuple(real["argv"]) == launch.target_at(place).argv
+        theirs = {k: v for k, v in real["environment"].items() if before.get(k) != v}
+        ours = rank_environment(place, launch.environment(place))
+        assert theirs.keys() >= OF_THE_PLACE
+        assert _compared(ours) == _compared(theirs)
+
+
+def _compared(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in NOT_COMPARED}
+
+
+# accelerate, read by itself
+
+
+def test_accelerate_says_what_fsdp_is_told() -> None:
+    line = "accelerate launch --num_processes 8 --use_fsdp --fsdp_offload_params true train.py --y"
+    launch = read(line)
+    found = launch.environment(RankPlace(3, 8, 8))
+    assert launch.world == World(8, 8)
+    assert launch.target == ScriptTarget("script", "train.py", ("--y",))
+    assert found["ACCELERATE_USE_FSDP"] == "true" and found["FSDP_OFFLOAD_PARAMS"] == "true"
+
+
+def test_a_settings_file_of_accelerate(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 2\n"
+        "num_processes: 16\nmachine_rank: 0\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
+        "mixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    )
+    launch = read(f"accelerate launch --config_file {settings} -m pkg.train --y")
+    found = launch.environment(RankPlace(15, 16, 8))
+    assert launch.world == World(16, 8)
+    assert launch.target == ScriptTarget("module", "pkg.train", ("--y",))
+    assert found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert launch.notes == (f"accelerate launch: settings from {settings}",)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--nope 4 train.py", "--nope"),
+        ("train.py", "one process for each GPU"),
+        ("--config_file no.yaml train.py", "no.yaml"),
+    ],
+)
+def test_accelerate_refuses(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(f"accelerate launch {words}")
+
+
+def test_accelerate_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="accelerate is not installed") as caught:
+        read("accelerate launch --num_processes 2 train.py")
+    assert "pip install accelerate" in caught.value.hint
