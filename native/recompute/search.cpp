@@ -1,14 +1,18 @@
 #include "recompute/search.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
+#include <ctime>
 #include <random>
 
 namespace memplan::recompute {
 namespace {
 
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+double processor_seconds() {
+  return static_cast<double>(std::clock()) / static_cast<double>(CLOCKS_PER_SEC);
+}
 
 struct Change {
   Value value;
@@ -32,9 +36,7 @@ class Search {
         sizes_(model.values(), 0),
         row_bytes_(model.rows()),
         group_seconds_(model.values()),
-        end_(std::chrono::steady_clock::now() +
-             std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                 std::chrono::duration<double>(settings.deadline_seconds))) {
+        end_(processor_seconds() + settings.deadline_seconds) {
     for (const std::int32_t number : group_) {
       if (number >= 0) ++sizes_[at(number)];
     }
@@ -58,7 +60,7 @@ class Search {
 
  private:
   bool out_of_time() const {
-    return cancelled_.load(std::memory_order_relaxed) || std::chrono::steady_clock::now() >= end_;
+    return cancelled_.load(std::memory_order_relaxed) || processor_seconds() >= end_;
   }
 
   Outcome judge() {
@@ -263,7 +265,7 @@ class Search {
   std::vector<std::int32_t> sizes_;
   std::vector<std::int64_t> row_bytes_;
   std::vector<double> group_seconds_;
-  std::chrono::steady_clock::time_point end_;
+  double end_;  // In processor seconds.
   std::vector<Change> undo_;
   Outcome now_, best_;
   std::vector<std::int32_t> best_group_;

@@ -16,7 +16,7 @@ struct SearchSettings {
   double end_temperature = 0.0;
   std::int64_t iterations = 0;
   std::uint64_t seed = 0;
-  double deadline_seconds = 0.0;  // From the call on.
+  double deadline_seconds = 0.0;  // Processor seconds of the process, from the call on.
 };
 
 // Simulated annealing over which values are dropped, in which groups, and which are held; then

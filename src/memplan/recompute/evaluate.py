@@ -67,7 +67,7 @@ class SearchSettings:
     end_temperature: float
     iterations: int
     deadline_seconds: float
-    """From the call on."""
+    """Processor seconds of this process, from the call on."""
     seed: int = 0
 
 

@@ -46,6 +46,8 @@ HEAT, SMALL_HEAT = 0.3, (0.1, 0.5, 2.0)
 """Temperature at the start in forwards: per droppable value, and of small graphs by restart."""
 POLL_SECONDS = 0.05
 """Between two looks at whether a search was cancelled."""
+PATIENCE = 4.0
+"""Seconds by the clock that a search may take for each processor second it was given."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,24 @@ class Candidate:
 
 
 class Clock:
-    """A deadline that work takes shares of, and a question whether to stop."""
+    """A deadline that work takes shares of, and a question whether to stop.
+
+    It counts this process's processor seconds, so that a plan does not depend on what else the
+    machine does, and by the clock at most `PATIENCE` times as many.
+    """
 
     def __init__(self, seconds: float, cancel: Callable[[], bool] | None) -> None:
-        self._end = time.monotonic() + seconds
+        self._end = time.process_time() + seconds
+        self._latest = time.monotonic() + PATIENCE * seconds
         self._cancel = cancel
 
     @property
     def left(self) -> float:
-        """Seconds; 0 once cancelled."""
+        """Processor seconds; 0 once cancelled."""
         if self._cancel is not None and self._cancel():
             return 0.0
-        return max(0.0, self._end - time.monotonic())
+        latest = (self._latest - time.monotonic()) / PATIENCE
+        return max(0.0, min(self._end - time.process_time(), latest))
 
     def part(self, parts: int, most_seconds: float = math.inf) -> Clock:
         """An equal share of what is left, and no more than so much."""
