@@ -1,6 +1,6 @@
 """Checkpoints and data sets in the formats of torchtune, LitGPT and Ultralytics, made on the spot.
 
-    python -m bench.scripts.local llama OUT | litgpt OUT NAME | images OUT COUNT
+    python -m bench.scripts.local llama OUT | litgpt OUT NAME | tokens OUT | images OUT COUNT
 
 Checkpoints have the real shapes and no contents: sparse files, as large as the real ones to read.
 """
@@ -115,6 +115,19 @@ def litgpt(folder: Path, name: str) -> None:
         (text / f"{part}.txt").write_text(" ".join(words), encoding="utf-8")
 
 
+def tokens(folder: Path) -> None:
+    """The text of LitGPT's checkpoint folder, tokenised by LitGPT itself as on a first run."""
+    from memplan.capture.packages import make_torchvision_importable
+
+    make_torchvision_importable()
+    from litgpt.data import TextFiles
+    from litgpt.tokenizer import Tokenizer
+
+    data = TextFiles(train_data_path=folder / "text", num_workers=1)
+    data.connect(Tokenizer(folder), batch_size=4, max_seq_length=2048)
+    data.prepare_data()
+
+
 def instructions(folder: Path) -> None:
     """Instructions in Alpaca's format, of different lengths."""
     chance = random.Random(0)
@@ -159,6 +172,8 @@ def main() -> None:
         llama(folder)
     elif kind == "litgpt":
         litgpt(folder, rest[0])
+    elif kind == "tokens":
+        tokens(folder)
     else:
         images(folder, int(rest[0]))
 

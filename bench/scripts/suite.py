@@ -6,7 +6,7 @@ from importlib import import_module
 
 from bench.scripts.case import Case
 
-MODULES = ("trl", "accelerate")
+MODULES = ("trl", "accelerate", "torchtune", "litgpt", "yolo")
 
 
 def cases() -> list[Case]:

@@ -1,0 +1,107 @@
+"""torchtune's recipes with its own configurations of Llama 3.2 1B.
+
+Only what a user must say is overridden: where the checkpoint, the tokenizer and the data are. The
+full recipe's optimizer is PyTorch's, as the one in its configuration needs another package.
+"""
+
+from __future__ import annotations
+
+from bench.scripts.case import Case, Check, Setup
+from bench.scripts.checks import share, share_at_least
+
+SETUP = Setup(
+    "torchtune",
+    wheels=(
+        "antlr4-python3-runtime==4.9.3",
+        "blobfile==3.3.0",
+        "certifi==2026.10.18",
+        "charset-normalizer==3.5.2",
+        "datasets==5.2.0",
+        "dill==0.4.1",
+        "kagglehub==1.0.3",
+        "kagglesdk==0.1.38",
+        "lxml==6.1.3",
+        "multiprocess==0.70.19",
+        "omegaconf==2.4.0",
+        "pyarrow==26.0.1",
+        "pycryptodomex==3.24.2",
+        "requests==2.34.2",
+        "sentencepiece==0.2.3",
+        "tiktoken==0.14.0",
+        "torchao==0.10.0",
+        "torchdata==0.11.0",
+        "torchtune==0.6.1",
+        "urllib3==2.8.0",
+        "xxhash==4.1.0",
+    ),
+)
+
+_EMBEDDING = 128_256 * 2048
+_LINEAR = 16 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+_PARAMETERS = _EMBEDDING + _LINEAR + 33 * 2048
+"""Of Llama 3.2 1B, the tied embedding counted once."""
+_LORA = 16 * 64 * (2 * (2048 + 2048) + (2048 + 512) + 3 * (2048 + 8192))
+"""Rank 64 on the query, value and output projections and the three of the MLP."""
+_ROPE = 131_072 * 32 * 2 * 4
+"""Cosines and sines for every position, in fp32."""
+_NF4 = _LINEAR // 2 + _LINEAR // 64 + 2 * _LINEAR // (64 * 256)
+"""Four bits each, an 8-bit scale for every 64, a bf16 one for every 256 of those."""
+
+
+def _case(name: str, recipe: str, config: str, *arguments: str, checks: tuple[Check, ...]) -> Case:
+    return Case(
+        name=f"torchtune-{name}",
+        setup=SETUP,
+        package="torchtune==0.6.1",
+        argv=(
+            f"{{site}}/recipes/{recipe}.py",
+            "--config",
+            f"{{site}}/recipes/configs/llama3_2/{config}.yaml",
+            "checkpointer.checkpoint_dir={work}/model",
+            "tokenizer.path={work}/model/tokenizer.model",
+            "dataset.source=json",
+            "dataset.data_files={work}/model/alpaca.json",
+            "dataset.split=train",
+            "output_dir={work}/out",
+            *arguments,
+        ),
+        prepare=(("-m", "bench.scripts.local", "llama", "{work}/model"),),
+        checks=checks,
+        timeout_seconds=900.0,
+    )
+
+
+def _adapter(base_bytes: int) -> tuple[Check, ...]:
+    """Everything in bf16: base weights, LoRA, its gradients and AdamW's two moments."""
+    return (
+        share("parameters", base_bytes + 2 * _LORA + _ROPE, tolerance=0.04),
+        share("optimizer_state", 4 * _LORA),
+        share("gradients", 2 * _LORA),
+    )
+
+
+CASES = (
+    _case(
+        "full",
+        "full_finetune_single_device",
+        "1B_full_single_device",
+        "optimizer._component_=torch.optim.AdamW",
+        checks=(
+            share("parameters", 2 * _PARAMETERS),
+            share("optimizer_state", 4 * _PARAMETERS),
+            share_at_least("gradients", 2 * _EMBEDDING),
+        ),
+    ),
+    _case(
+        "lora",
+        "lora_finetune_single_device",
+        "1B_lora_single_device",
+        checks=_adapter(2 * _PARAMETERS),
+    ),
+    _case(
+        "qlora",
+        "lora_finetune_single_device",
+        "1B_qlora_single_device",
+        checks=_adapter(2 * (_PARAMETERS - _LINEAR) + _NF4),
+    ),
+)
