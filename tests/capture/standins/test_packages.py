@@ -1,0 +1,292 @@
+"""Small jobs on packages that are not installed: sizes counted by hand from the sources."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.capture.standins.kernels import bitsandbytes as bnb_kernels
+from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace
+from tests.capture.jobs import allocations, assumed, bytes_of, operators, record
+
+MIB = 1 << 20
+
+
+def absent(package: str) -> pytest.MarkDecorator:
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(found, reason=f"{package} is installed")
+
+
+def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:
+    return [
+        event.bytes
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and event.op == op
+        and (phase is None or event.phase == phase)
+    ]
+
+
+# Triton
+
+
+@absent("triton")
+def test_a_triton_kernel_allocates_nothing_and_writes_what_it_is_given() -> None:
+    def job() -> None:
+        import triton  # type: ignore[import-not-found]
+        import triton.language as tl  # type: ignore[import-not-found]
+
+        @triton.autotune([triton.Config({"BLOCK": 128}, num_warps=4)], key=["n"])
+        @triton.jit
+        def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(out + offsets, tl.load(x + offsets) + tl.load(y + offsets))
+
+        x = torch.arange(256, device="cuda")
+        out = torch.empty_like(x)
+        add[lambda meta: (triton.cdiv(256, meta["BLOCK"]),)](x, x, out, 256)
+        assert triton.next_power_of_2(100) == 128
+
+    trace = record(job)
+    assert operators(trace)["add"] == 1
+    assert [event.bytes for event in allocations(trace)] == [2048, 2048]
+    assert any("Triton kernels are not run" in text for text in assumed(trace))
+    assert ("add", "triton") in {(c.op, c.kernel) for c in trace.meta.kernels}
+
+
+@absent("triton")
+def test_pytorch_itself_goes_on_without_triton() -> None:
+    def job() -> None:
+        import triton  # noqa: F401
+        from torch.utils._triton import has_triton_package
+
+        assert not has_triton_package()
+
+    record(job)
+
+
+# flash-attention
+
+
+def attention(heads_kv: int, head: int = 64, dtype: torch.dtype = torch.bfloat16) -> Trace:
+    def job() -> None:
+        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+        q = torch.empty(2, 300, 8, head, device="cuda", dtype=dtype, requires_grad=True)
+        k, v = (
+            torch.empty(2, 300, heads_kv, head, device="cuda", dtype=dtype, requires_grad=True)
+            for _ in range(2)
+        )
+        flash_attn_func(q, k, v, causal=True).sum().backward()
+
+    return record(job)
+
+
+@absent("flash_attn")
+def test_flash_attention_keeps_the_log_sum_exp_and_no_scores() -> None:
+    trace = attention(8)
+    query = 2 * 300 * 8 * 64 * 2
+    forward, backward = (f"flash_attn::_flash_attn_{way}" for way in ("forward", "backward"))
+    # out, log-sum-exp in fp32, random state; the grid is too small, so that keys are split
+    lse = 2 * 8 * 300 * 4
+    assert made(trace, forward)[:2] == [query, lse]
+    assert made(trace, forward)[-1] == 16
+    # a copy of the sum's expanded gradient, row sums and dQ in fp32, of sequences rounded up to 128
+    assert made(trace, backward) == [query, 2 * 8 * 384 * 4, 2 * 384 * 8 * 64 * 4]
+    assert (
+        max(event.bytes for event in trace if event.kind == EventKind.ALLOC) < 2 * 8 * 300 * 300 * 2
+    )
+
+
+@absent("flash_attn")
+def test_flash_attention_expands_grouped_heads_in_the_backward() -> None:
+    expanded = 2 * 300 * 8 * 64 * 2
+    trace = attention(2)
+    assert made(trace, "flash_attn::_flash_attn_backward")[3:] == [expanded, expanded]
+
+
+@absent("flash_attn")
+def test_flash_attention_of_variable_length_and_packed() -> None:
+    def job() -> None:
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+        from flash_attn.bert_padding import pad_input, unpad_input  # type: ignore[import-not-found]
+
+        mask = torch.ones(2, 10, dtype=torch.int64)
+        mask[1, 4:] = 0
+        hidden = torch.empty(2, 10, 3 * 4 * 32, device="cuda", dtype=torch.bfloat16)
+        hidden.requires_grad_()
+        tokens, indices, cu, longest, _ = unpad_input(hidden, mask.cuda())
+        assert tokens.shape == (14, 384)
+        assert longest == 10
+        out = flash_attn_varlen_qkvpacked_func(tokens.view(14, 3, 4, 32), cu, longest)
+        assert pad_input(out.reshape(14, 128), indices, 2, 10).shape == (2, 10, 128)
+        out.sum().backward()
+
+    trace = record(job)
+    assert made(trace, "flash_attn::_flash_attn_varlen_forward") == [14 * 128 * 2, 4 * 14 * 4, 16]
+    padded = 14 + 2 * 128
+    assert made(trace, "flash_attn::_flash_attn_varlen_backward") == [
+        14 * 128 * 2,
+        4 * padded * 4,
+        padded * 4 * 32 * 4,
+    ]
+
+
+# bitsandbytes
+
+
+def step_of(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Trace:
+    def job() -> None:
+        parameters = [
+            nn.Parameter(torch.empty(1024, 1024, device="cuda")),
+            nn.Parameter(torch.empty(1024, device="cuda")),
+        ]
+        made = optimizer(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        made.step()
+
+    return record(job, steps=1)
+
+
+STATES = [("AdamW8bit", 2), ("Adam8bit", 2), ("Lion8bit", 1), ("SGD8bit", 1)]
+
+
+@absent("bitsandbytes")
+@pytest.mark.parametrize(("name", "states"), STATES)
+def test_states_of_eight_bits(name: str, states: int) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import bitsandbytes as bnb  # type: ignore[import-not-found]
+
+        made: torch.optim.Optimizer = getattr(bnb.optim, name)(parameters, lr=1e-3)
+        return made
+
+    trace = step_of(optimizer)
+    sizes = [event.bytes for event in allocations(trace)]
+    assert sizes.count(MIB) == states  # a byte a value
+    assert sizes.count(MIB // 256 * 4) == states  # a maximum for each 256
+    # fewer than 4,096 values: fp32, as large as the parameter and its gradient
+    assert sizes.count(4096) == 2 + states
+    assert sizes.count(1024) == states  # the codes
+
+
+@absent("bitsandbytes")
+def test_paged_states_are_not_in_the_devices_pool() -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import bitsandbytes as bnb
+
+        made: torch.optim.Optimizer = bnb.optim.PagedAdamW8bit(parameters)
+        return made
+
+    trace = step_of(optimizer)
+    assert MIB not in [event.bytes for event in allocations(trace)]
+    assert any("unified memory" in text for text in assumed(trace))
+
+
+@absent("bitsandbytes")
+def test_a_weight_of_four_bits_with_statistics_of_eight() -> None:
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear4bit(
+            1024, 2048, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+        )
+        layer = layer.to(torch.bfloat16).cuda()
+        assert layer.weight.dtype == torch.uint8
+        assert isinstance(layer.weight, bnb.nn.Params4bit)
+        x = torch.empty(2000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+
+    trace = record(job)
+    count = 2048 * 1024
+    sizes = [event.bytes for event in allocations(trace, Phase.SETUP)]
+    live = [
+        event.bytes
+        for event in allocations(trace, Phase.SETUP)
+        if not any(
+            e.kind == EventKind.FREE and e.storage == event.storage and e.phase == Phase.SETUP
+            for e in trace
+        )
+    ]
+    assert count * 2 in sizes  # the whole weight, while it is quantised
+    # packed, 16 codes, a maximum of 8 bits for each 64, theirs for each 256, codes, the mean
+    live.remove(2000 * 1024 * 2)  # the input
+    assert sorted(live)[-2:] == [count // 64, count // 2]
+    kept = count // 2 + 64 + count // 64 + count // 64 // 256 * 4 + 1024 + 4
+    assert sum(live) == kept
+    # 2,000 rows are too many for the fused kernel: the weight, and its maxima twice
+    workspace = count * 2 + 2 * (count // 64) * 4
+    assert workspace in made(trace, bnb_kernels.gemm_4bit.name, Phase.FORWARD)
+    assert count * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+@absent("bitsandbytes")
+def test_a_weight_of_eight_bits() -> None:
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear8bitLt(512, 1024, bias=False, has_fp16_weights=False).cuda()
+        assert layer.weight.dtype == torch.int8
+        x = torch.empty(64, 512, device="cuda", dtype=torch.float16, requires_grad=True)
+        layer(x).sum().backward()
+
+    trace = record(job)
+    setup = [event.bytes for event in allocations(trace, Phase.SETUP)]
+    assert {512 * 1024, 1024 * 4} <= set(setup)
+    assert 512 * 1024 * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+# Liger-Kernel
+
+
+@absent("liger_kernel")
+def test_the_fused_loss_has_no_logits() -> None:
+    tokens, hidden, words = 1024, 128, 16_384
+
+    def job() -> None:
+        from liger_kernel.transformers import (  # type: ignore[import-not-found]
+            LigerFusedLinearCrossEntropyLoss,
+        )
+
+        head = nn.Linear(hidden, words, bias=False).to("cuda", torch.bfloat16)
+        x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+        LigerFusedLinearCrossEntropyLoss()(head.weight, x, target).backward()
+        assert head.weight.grad is not None
+
+    trace = record(job)
+    sizes = made(trace, "liger_kernel.fused_linear_cross_entropy")
+    # 16,384 / 128 words for each value: parts of 1,024 / 128 = 8 tokens
+    assert sizes[:2] == [tokens * hidden * 2, words * hidden * 2]
+    assert 8 * words * 2 in sizes
+    assert max(sizes) < tokens * words * 2 // 4
+
+
+@absent("liger_kernel")
+def test_normalisation_and_gated_product_of_liger() -> None:
+    def job() -> None:
+        from liger_kernel.transformers import LigerRMSNorm
+
+        norm = LigerRMSNorm(256).cuda()
+        x = torch.empty(32, 256, device="cuda", requires_grad=True)
+        norm(x).sum().backward()
+
+    trace = record(job)
+    assert made(trace, "liger_kernel.rms_norm", Phase.FORWARD) == [32 * 256 * 4, 32 * 4]
+    # partial sums of the A100's 108 processors, and their sum; the input's gradient is in place
+    backward = made(trace, "liger_kernel.rms_norm", Phase.BACKWARD)
+    assert 108 * 256 * 4 in backward
+    assert backward[-1] == 256 * 4
+
+
+def test_rules_carry_their_provenance() -> None:
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed")
+    trace = attention(8)
+    rows = [e for e in trace if e.kind == EventKind.ALLOC and e.op.startswith("flash_attn::")]
+    assert {row.provenance for row in rows} == {Provenance.RULE}
+    assert bytes_of(trace, Role.COMMUNICATION) == 0
