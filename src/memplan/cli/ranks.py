@@ -129,10 +129,13 @@ class RankCaptures:
 
     def largest(self) -> CapturedRank:
         """The rank with the largest peak by its high bound, the first of those alike."""
-        return max(
-            self.captured.values(),
-            key=lambda c: (c.estimate.fits is False, c.estimate.high_bytes, -c.rank),
-        )
+
+        def order(captured: CapturedRank) -> tuple[bool, int, int, int]:
+            estimate = captured.estimate
+            peaks = estimate.high_bytes, estimate.allocated_high_bytes
+            return estimate.fits is False, *peaks, -captured.rank
+
+        return max(self.captured.values(), key=order)
 
     def trace(self) -> Trace:
         return load_trace(self.largest().trace)
