@@ -46,8 +46,9 @@ class Pool:
         def run(new_inputs: list[Any]) -> Any:
             nonlocal runs
             runs += 1
-            recorder = self._mode.recorder
+            recorder, context = self._mode.recorder, self._mode.context
             stream_before, recorder.stream = recorder.stream, POOL_STREAM
+            held_before, context.held_stream = context.held_stream, POOL_STREAM
             try:
                 if runs == 1:  # the warm-up takes the inputs as they are
                     return model(new_inputs)
@@ -58,7 +59,7 @@ class Pool:
                 new_inputs.clear()
                 return model(inputs)
             finally:
-                recorder.stream = stream_before
+                recorder.stream, context.held_stream = stream_before, held_before
 
         return run
 
