@@ -40,8 +40,8 @@ def test_a_triton_kernel_allocates_nothing_and_writes_what_it_is_given() -> None
         import triton  # type: ignore[import-not-found]
         import triton.language as tl  # type: ignore[import-not-found]
 
-        @triton.autotune([triton.Config({"BLOCK": 128}, num_warps=4)], key=["n"])
-        @triton.jit
+        @triton.autotune([triton.Config({"BLOCK": 128}, num_warps=4)], key=["n"])  # type: ignore[untyped-decorator]
+        @triton.jit  # type: ignore[untyped-decorator]
         def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
             offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             tl.store(out + offsets, tl.load(x + offsets) + tl.load(y + offsets))

@@ -42,7 +42,7 @@ def attention_rule() -> None:
         call.save(q, k, out, lse)
         return out
 
-    @attention.backward  # type: ignore[untyped-decorator]
+    @attention.backward
     def _(call: Call, gradient: torch.Tensor) -> Any:
         q, k, _, _ = call.saved
         call.workspace(1 << 20)
@@ -156,7 +156,7 @@ def test_an_operator_can_be_differentiated_by_its_rule() -> None:
             call.save(x)
             return torch.empty_like(x)
 
-        @square.backward  # type: ignore[untyped-decorator]
+        @square.backward
         def _(call: Call, gradient: torch.Tensor) -> torch.Tensor:
             return torch.empty_like(call.saved[0])
 

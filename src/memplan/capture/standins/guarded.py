@@ -67,6 +67,8 @@ def _ours(frame: FrameType) -> bool:
 
 
 def _caught(frame: FrameType, names: frozenset[str]) -> bool:
+    if not frame.f_code.co_exceptiontable:
+        return False
     line = frame.f_lineno
     return any(
         start <= line <= stop and caught & names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 _rules: dict[str, Rule] = {}
 """By the name they were registered for."""
 _actors: list[RuleActor] = []
+
+
+@overload
+def register_rule(
+    name: str, function: None = None, *, source: str = ""
+) -> Callable[[Callable[..., Any]], Rule]: ...
+
+
+@overload
+def register_rule(name: str, function: Callable[..., Any], *, source: str = "") -> Rule: ...
 
 
 def register_rule(

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
 
 aten = torch.ops.aten
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _modes: list[CaptureMode] = []
 """The capture that is running, if one is."""
@@ -94,7 +96,7 @@ class Rule:
         except (TypeError, ValueError) as error:
             raise UsageError(f"the rule for {name} is not a function that takes a call") from error
 
-    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self, function: _Function) -> _Function:
         """Say what the backward pass makes: `function(call, *gradients of the outputs)` returns a
         gradient (or None) for each tensor among the arguments, in order. A decorator."""
         self.of_backward = function

@@ -138,7 +138,7 @@ def dequantize_4bit(
     """The whole weight in the dtype that it had."""
     if quant_state is None:
         raise ValueError("dequantize_4bit needs a quant_state")
-    if quant_state.state2 is not None:
+    if quant_state.state2 is not None and quant_state.offset is not None:
         largest = dequantize_blockwise(quant_state.absmax, quant_state.state2)
         largest += quant_state.offset
     return A.new_empty(tuple(quant_state.shape), dtype=quant_state.dtype)

@@ -58,10 +58,12 @@ class Params4bit(torch.nn.Parameter):
         self.bnb_quantized = True
         return self
 
-    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    def cuda(  # type: ignore[override]
+        self: Any, device: Any = None, non_blocking: bool = False
+    ) -> Any:
         return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
 
-    def cpu(self: Any) -> Any:
+    def cpu(self: Any) -> Any:  # type: ignore[override]
         return self.to(device="cpu")
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,10 +155,12 @@ class Int8Params(torch.nn.Parameter):
         parameter: Int8Params = made
         return parameter
 
-    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    def cuda(  # type: ignore[override]
+        self: Any, device: Any = None, non_blocking: bool = False
+    ) -> Any:
         return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
 
-    def cpu(self: Any) -> Any:
+    def cpu(self: Any) -> Any:  # type: ignore[override]
         return self.to(device="cpu")
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +210,8 @@ class Linear8bitLt(nn.Linear):
             bias = bias.to(x.dtype)
         out = matmul(x, self.weight, bias=bias, state=self.state)
         if not self.state.has_fp16_weights and self.state.CB is not None:
-            self.weight.data = self.state.CB
+            weight: Any = self.weight
+            weight.data = self.state.CB
         return out
 
 

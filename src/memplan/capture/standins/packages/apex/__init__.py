@@ -1,0 +1,3 @@
+"""Stand-in for NVIDIA Apex."""
+
+from __future__ import annotations
