@@ -19,6 +19,11 @@ from memplan.capture.patching import Patches
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
+_STEPS_AHEAD = 1
+"""Optimizer steps on batches that were fetched before the loader ran dry: Accelerate's loaders look
+one batch ahead, to know the last one when they give it out."""
+_FORWARDS_AHEAD = 8
+"""The same, where a step is not completed."""
 
 
 class Ending:
@@ -31,6 +36,11 @@ class Ending:
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._deadline = 0.0
         self._evaluated = False
+        self._opened_another = False
+        """A loader has given batches that was not being read when all ran dry."""
+        self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._steps_left = _STEPS_AHEAD
+        self._forwards_left = _FORWARDS_AHEAD
 
     def install(self, patches: Patches) -> None:
         """Let data loaders run dry on demand, until `patches.undo()`."""
@@ -63,8 +73,16 @@ class Ending:
         if not training:
             self._evaluated = True
         elif not self._evaluated:
-            self.stop()
+            self._forwards_left -= 1
+            if self._opened_another or self._forwards_left < 0:
+                self.stop()
         self._watch_time()
+
+    def after_step(self) -> None:
+        """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
+        self._steps_left -= 1
+        if self._evaluated or self._opened_another or self._steps_left < 0:
+            self.stop()
 
     def _watch_time(self) -> None:
         """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
@@ -81,12 +99,16 @@ class Ending:
         """Raises StopIteration for a loader that has given enough."""
         if loader in self._reading and loader not in self._batches:
             self._reading.discard(loader)
+            self._dry.add(loader)
+        if loader in self._dry:
             raise StopIteration
+        self._opened_another = True
         self._batches[loader] = self._batches.get(loader, 0) + 1
         if self._batches[loader] > _BATCHES_AFTER:
             raise StopIteration
 
     @property
     def saw_evaluation(self) -> bool:
-        """Whether anything ran without gradients since the loaders began to run dry."""
-        return self._evaluated
+        """Whether anything ran without gradients, on batches of another loader, since the loaders
+        began to run dry."""
+        return self._evaluated and self._opened_another

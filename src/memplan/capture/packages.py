@@ -7,11 +7,15 @@ import functools
 import importlib.util
 import types
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplan.capture.importing import Adapter
 from memplan.capture.patching import Patches
+
+if TYPE_CHECKING:
+    from memplan.capture.ending import Ending
 
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -45,8 +49,8 @@ def _loads(binary: Path) -> bool:
     return True
 
 
-def adapters(patches: Patches) -> dict[str, Adapter]:
-    """What to adapt in a capture, by module name."""
+def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
+    """What to adapt in a capture that ends as `ending` says, by module name."""
 
     def transformers(module: types.ModuleType) -> None:
         # It takes fake tensors for an export, and then masks attention where a job on real data
@@ -54,4 +58,24 @@ def adapters(patches: Patches) -> dict[str, Adapter]:
         if hasattr(module, "is_fake_tensor"):
             patches.set(module, "is_fake_tensor", lambda _tensor: False)
 
-    return {"transformers.utils.import_utils": transformers}
+    def trainer(module: types.ModuleType) -> None:
+        # Every so many steps it evaluates and saves: in a capture, after the last step.
+        flow = getattr(module, "DefaultFlowCallback", None)
+        if flow is None:
+            return
+        on_step_end = flow.on_step_end
+
+        def on_last_step_end(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+            control = on_step_end(self, args, state, control, **more)
+            if ending.draining:
+                control.should_evaluate |= args.eval_strategy != "no"
+                control.should_save |= args.save_strategy != "no"
+                control.should_training_stop = True
+            return control
+
+        patches.set(flow, "on_step_end", on_last_step_end)
+
+    return {
+        "transformers.utils.import_utils": transformers,
+        "transformers.trainer_callback": trainer,
+    }

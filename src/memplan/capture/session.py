@@ -99,7 +99,7 @@ class CaptureSession:
             patches = Patches()
             stack.callback(patches.undo)
             packages.make_torchvision_importable()
-            watcher = ImportWatcher(packages.adapters(patches))
+            watcher = ImportWatcher(packages.adapters(patches, self.ending))
             stack.callback(watcher.stop)
             watcher.start()
             if self.method == "fake-cuda":

@@ -130,9 +130,9 @@ class StepWatcher:
         if self.ending is None:
             self.mode.answers.finishing = self.steady or self._out_of_patience()
             return
-        if self.enough:  # a step after the epoch that was cut short
-            self.ending.stop()
-        if self._seen_enough():
+        if self.enough:
+            self.ending.after_step()
+        elif self._seen_enough():
             self.enough = True
             self.ending.begin(at_once=self.max_steps is not None)
 
@@ -170,9 +170,11 @@ class StepWatcher:
     def notes(self) -> list[str]:
         """What a reader should know about the steps that were seen."""
         if self.enough and self.max_steps is None:
+            seen = self.ending is not None and self.ending.saw_evaluation
+            later = "layers unfrozen" if seen else "an evaluation in mid-epoch, layers unfrozen"
             return [
-                "the rest of the run is taken to be like these steps; what happens later (an "
-                "evaluation in mid-epoch, layers unfrozen) was not seen: --steps N shows more"
+                "the rest of the run is taken to be like these steps; what happens later "
+                f"({later}) was not seen: --steps N shows more"
             ]
         if not self.enough and 0 < self.completed <= _STATE_STEPS:
             return [f"the job ended by itself after {self.completed} optimizer step(s)"]
