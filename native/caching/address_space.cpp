@@ -1,12 +1,14 @@
 #include "caching/address_space.hpp"
 
 #include <iterator>
+#include <stdexcept>
 #include <utility>
 
 namespace memplan::caching {
 
 namespace {
 constexpr std::int64_t kChunk = 32 * kMiB;
+constexpr int kMostRounds = 2;
 }
 
 AddressSpace::AddressSpace(std::vector<ObservedSegment> observed)
@@ -34,6 +36,12 @@ std::int64_t AddressSpace::model(std::int64_t bytes) {
     return address;
   }
   const std::int64_t chunk = round_up(bytes, kChunk);
+  if (chunk >= lowest_) {  // From the top again: what was released leaves room.
+    if (chunk >= kTop || ++rounds_ > kMostRounds) {
+      throw std::length_error("the segments alive leave no address space for another one");
+    }
+    lowest_ = kTop;
+  }
   lowest_ -= chunk;
   chunk_next_ = lowest_ + bytes;
   chunk_left_ = chunk - bytes;
@@ -52,6 +60,7 @@ std::int64_t AddressSpace::place(std::int64_t event, std::int64_t bytes, std::in
     }
   }
   if (seen >= 0 && claim(seen, bytes)) return seen;
+  rounds_ = 0;
   std::int64_t address = model(bytes);
   while (!claim(address, bytes)) address = model(bytes);
   return address;

@@ -21,8 +21,9 @@ struct ObservedSegment {
 //
 // The model follows what logs of cudaMalloc on Linux show: address space is taken in chunks of
 // 32 MiB, each below all earlier ones; a segment that fits into what is left of the latest chunk
-// goes there instead. Addresses are not used twice. Where the log shows the address that the
-// device gave for the same size on the same stream just before this event, that one is used.
+// goes there instead. Addresses are not used twice until they run out. Where the log shows the
+// address that the device gave for the same size on the same stream just before this event, that
+// one is used.
 class AddressSpace {
  public:
   explicit AddressSpace(std::vector<ObservedSegment> observed);
@@ -41,9 +42,11 @@ class AddressSpace {
   std::size_t next_observed_ = 0;
   std::map<std::int64_t, std::int64_t> taken_;  // Address to bytes.
   // Below any address that CUDA gives on 64-bit Linux, so modelled segments sort like new ones.
-  std::int64_t lowest_ = std::int64_t{1} << 46;
+  static constexpr std::int64_t kTop = std::int64_t{1} << 46;
+  std::int64_t lowest_ = kTop;
   std::int64_t chunk_next_ = 0;
   std::int64_t chunk_left_ = 0;
+  int rounds_ = 0;  // Times that the search for one place began at the top.
 };
 
 }  // namespace memplan::caching

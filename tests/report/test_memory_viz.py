@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz as viewer
 
@@ -170,6 +170,7 @@ def test_frames_say_what_is_known(exported: tuple[Trace, dict[str, Any]]) -> Non
 
 
 @several
+@example(seed=3137, conf="expandable_segments:True", device=0, streams=3)
 @given(
     seed=st.integers(0, 10**6),
     conf=st.sampled_from(CONFS),

@@ -173,3 +173,13 @@ def test_they_agree_with_hundreds_of_cached_blocks(expandable: bool) -> None:
         program.append(("alloc", rng.randrange(1, 400) * 512, 0))
         program.append(("free", rng.randrange(10**6), 0))
     agree(build(program), AllocatorSettings(expandable_segments=expandable))
+
+
+def test_they_agree_when_expandable_segments_have_used_all_addresses() -> None:
+    """Each reserves 1 TiB, and there are 64 TiB to begin with."""
+    program = [("alloc", 20 * MIB, 0), ("alloc", 20 * MIB, 1)]
+    program += [("free", 1, 0), ("empty", 0, 0), ("alloc", 20 * MIB, 1)] * 100
+    trace = build(program)
+    agree(trace, AllocatorSettings(expandable_segments=True))
+    address = simulate(trace, AllocatorSettings(expandable_segments=True)).address
+    assert (address[trace.events.kind == EventKind.ALLOC] > 0).all()

@@ -14,6 +14,7 @@ from memplan.simulate.rounding import block_size
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.types.trace import EventKind, Provenance, Role, Trace
 
+_TOP = 1 << 46
 _CHUNK = 32 * MIB
 
 
@@ -74,13 +75,13 @@ class Oracle:
         if settings.per_process_memory_fraction < 1.0:
             assert total is not None
             self.allowed = int(settings.per_process_memory_fraction * float(total))
-        self.reservation = 1 << 42 if total is None else total + total // 8
+        self.reservation = 1 << 40 if total is None else total + total // 8
         self.segments: list[_Segment] = []
         self.searches = {True: 0, False: 0}
         self.reserved = 0
         self.event = 0
         self.result = OracleResult()
-        self.lowest = 1 << 46
+        self.lowest = _TOP
         self.chunk = (0, 0)
 
     # Blocks
@@ -112,12 +113,24 @@ class Oracle:
         segment.blocks[at : at + 1] = [part for part in parts if part.size]
 
     def place(self, size: int) -> int:
-        """The address model: chunks of 32 MiB downwards, the rest of the last one upwards."""
+        """The address model: below everything before, from the top again when that runs out."""
+        while True:
+            address = self.next_place(size)
+            if all(
+                address + size <= held.address or held.address + held.size <= address
+                for held in self.segments
+            ):
+                return address
+
+    def next_place(self, size: int) -> int:
+        """Chunks of 32 MiB downwards, the rest of the last one upwards."""
         start, left = self.chunk
         if size <= left:
             self.chunk = (start + size, left - size)
             return start
         chunk = -(-size // _CHUNK) * _CHUNK
+        if chunk >= self.lowest:
+            self.lowest = _TOP
         self.lowest -= chunk
         self.chunk = (self.lowest + size, chunk - size)
         return self.lowest

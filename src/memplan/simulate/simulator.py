@@ -14,7 +14,7 @@ from memplan.types.trace import I64, EventKind, Provenance, Role, Trace
 BOUNDS = {"expected": "bytes", "low": "bytes_low", "high": "bytes_high"}
 REUSES = ("latest", "earliest")
 
-_UNKNOWN_DEVICE_RESERVE = 1 << 42
+_UNKNOWN_DEVICE_RESERVE = 1 << 40
 """Address space of an expandable segment when the device's memory is not known."""
 
 
