@@ -2,17 +2,21 @@
 
     python -m bench.scripts [--list] [--show] [--only NAME …]
 
-Writes `bench/results/scripts.json` when all were run. Exit code 1 when an answer is not as it
-should be; a case whose package or data cannot be had is reported and counts as failed.
+Writes `bench/results/scripts.json`; what was not run stays in it as it was, each result has its own
+date. Exit code 1 when an answer is not as it should be; a case whose package or data cannot be had
+is reported and counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Container
+from datetime import UTC, datetime
 from typing import Any
 
-from bench.results import write_result
+from bench.results import result_path, write_result
 from bench.scripts.case import Case
 from bench.scripts.environment import CannotPrepareError
 from bench.scripts.runner import run
@@ -35,9 +39,17 @@ def main() -> int:
         print(f"no case {unknown}; there are {sorted(known)}", file=sys.stderr)
         return 2
     results = {name: _one(known[name], show=options.show) for name in names}
-    if not options.only:
-        print(write_result("scripts", results))
+    print(write_result("scripts", {**_earlier(known), **results}))
     return 0 if all(result["ok"] for result in results.values()) else 1
+
+
+def _earlier(known: Container[str]) -> dict[str, Any]:
+    """The results that are there, of cases that still are."""
+    path = result_path("scripts")
+    if not path.exists():
+        return {}
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    return {name: result for name, result in data.items() if name in known}
 
 
 def _one(case: Case, *, show: bool) -> dict[str, Any]:
@@ -45,6 +57,7 @@ def _one(case: Case, *, show: bool) -> dict[str, Any]:
         result = run(case, show=show)
     except CannotPrepareError as error:
         result = {"package": case.package, "ok": False, "complaints": [f"cannot prepare: {error}"]}
+    result["date"] = datetime.now(UTC).isoformat(timespec="minutes")
     peak = result.get("peak_bytes")
     size = f"{peak / 2**30:8.2f} GiB" if peak else f"exit {result.get('exit_code', '-')!s:>7}"
     print(f"{case.name:28s} {size} {result.get('seconds', 0):6.1f} s", flush=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.script import capture_script
 from memplan.capture.session import CaptureSession
@@ -360,6 +361,23 @@ try:
 """
     said = [note for note in run(tmp_path, body).meta.notes if "not exercised" in note]
     assert [f"train.py:{line}: what" in note for note in said] == ([True] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--auto_find_batch_size", "True"), True),
+        (("--auto-find-batch-size=true",), True),
+        (("--auto_find_batch_size=False",), False),
+        (("--batch_size", "8"), False),
+    ],
+)
+def test_a_search_for_a_batch_size_may_be_asked_for_by_argument(
+    tmp_path: Path, arguments: tuple[str, ...], said: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')\n")
+    assert bool(oom_note(ScriptTarget("script", str(script), arguments))) == said
 
 
 def test_a_loop_on_the_loss_ends_where_nothing_ends_the_job() -> None:

@@ -15,8 +15,12 @@ _RETRIES = frozenset({"find_executable_batch_size", "auto_find_batch_size"})
 
 
 def oom_note(target: ScriptTarget) -> list[str]:
-    """One sentence when the program's own file handles running out of memory, else none."""
+    """One sentence when the program's own file handles running out of memory, or one of its
+    arguments asks a library to, else none."""
     filename = _filename(target)
+    asked = [word for word in target.argv if _asks(word)]
+    if asked:
+        return [_said(asked[0])]
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -24,10 +28,20 @@ def oom_note(target: ScriptTarget) -> list[str]:
     lines = sorted(node.lineno for node in ast.walk(tree) if _waits(node))  # type: ignore[attr-defined]
     if not lines:
         return []
-    return [
-        f"{filename}:{lines[0]}: what the script does when memory runs out was not exercised: it "
-        "was captured as if the card were large enough"
-    ]
+    return [_said(f"{filename}:{lines[0]}")]
+
+
+def _said(where: str) -> str:
+    return (
+        f"{where}: what the script does when memory runs out was not exercised: it was captured as "
+        "if the card were large enough"
+    )
+
+
+def _asks(word: str) -> bool:
+    """Whether an argument switches such a thing on: `--auto_find_batch_size`, also with `=true`."""
+    name, _, value = word.partition("=")
+    return name.lstrip("-").replace("-", "_") in _RETRIES and value.lower() not in ("false", "0")
 
 
 def _filename(target: ScriptTarget) -> str:
