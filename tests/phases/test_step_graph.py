@@ -562,6 +562,12 @@ def test_jobs_without_backward_say_so() -> None:
         step_graph(record(job))
     assert "backward()" in caught.value.hint
 
+    def copies() -> None:
+        torch.randn(2, 4).to("cuda")
+
+    with pytest.raises(NoAnswerError, match="forward and a backward"):
+        step_graph(record(copies))
+
 
 def test_steps_that_are_not_there() -> None:
     trace = record(JOBS["mlp"])

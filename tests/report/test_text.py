@@ -39,11 +39,11 @@ def answer(low: float, peak: float, high: float, total: float | None) -> Estimat
         ((20.9, 21.4, 22.0, None), "peak 21.4 GiB (20.9–22.0)"),
         (
             (26.5, 27.1, 28.0, 24.0),
-            "peak 27.1 GiB (26.5–28.0) of 24.0 GiB: does not fit, 4.0 GiB missing",
+            "peak 27.1 GiB (26.5–28.0) of 24.0 GiB: does not fit, up to 4.0 GiB missing",
         ),
         (
             (23.0, 23.5, 24.5, 24.0),
-            "peak 23.5 GiB (23.0–24.5) of 24.0 GiB: may not fit, 512 MiB missing",
+            "peak 23.5 GiB (23.0–24.5) of 24.0 GiB: may not fit, up to 512 MiB missing",
         ),
         ((0.25, 0.5, 0.75, 24.0), "peak 512 MiB (256–768) of 24.0 GiB: fits, 23.5 GiB spare"),
     ],

@@ -23,12 +23,19 @@ def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     return path
 
 
-def input_path(text: str) -> Path:
-    """The path to read. Raises UsageError when no file is there."""
+def input_path(
+    text: str, *, made_by: str = "memplan estimate -o job.trace SCRIPT writes a trace"
+) -> Path:
+    """The path to read. Raises UsageError when no file is there, with how one is made."""
     path = Path(text)
     if path.is_file():
         return path
     what = "is a folder" if path.is_dir() else "does not exist"
     if path.exists() and not path.is_dir():
         what = "is not a regular file"
-    raise UsageError(f"{text} {what}", "memplan estimate -o job.trace SCRIPT writes a trace")
+    raise UsageError(f"{text} {what}", made_by)
+
+
+def plan_path(text: str) -> Path:
+    """The path of a plan to read. Raises UsageError when no file is there."""
+    return input_path(text, made_by="memplan fit -o job.plan SCRIPT writes a plan")

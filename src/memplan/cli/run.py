@@ -15,7 +15,7 @@ from pathlib import Path
 
 import memplan
 from memplan.cli.command import CONF_VARIABLES
-from memplan.cli.files import input_path
+from memplan.cli.files import plan_path
 from memplan.cli.program import check_program
 from memplan.types.errors import MemplanError
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         program = check_program(args.program, _USAGE)
-        plan = load_plan(input_path(args.plan)) if args.plan else Plan()
+        plan = load_plan(plan_path(args.plan)) if args.plan else Plan()
         _set_allocator(plan.alloc_conf)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error

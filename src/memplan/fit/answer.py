@@ -32,7 +32,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the job with which it fits, or one that was tried in vain."""
 
-    kind: Literal["batch_size", "sequence_length", "sharded_optimizer"]
+    kind: Literal["batch_size", "sequence_length", "image_size", "sharded_optimizer"]
     option: str
     """The script's option; empty for a sharded optimizer."""
     before: int
@@ -85,6 +85,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     after: Estimate | None
     """With the plan in effect, recomputation captured anew; when `fits` is false, the least peak
     that was found. None where no plan was needed or none could be made."""
+    least_card_bytes: int | None
+    """Only where `fits` is false: the least card, like this one but for its size, that the job fits
+    with the levers, within 0.4 %."""
     step_seconds: float | None
     """Forward and backward of a step without a plan, by the card's data sheet; None where no plan
     was looked for."""

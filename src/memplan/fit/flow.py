@@ -10,7 +10,7 @@ from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change, Fit, Lever
 from memplan.fit.child import Captured, CaptureProgram
-from memplan.fit.judge import Verdict, judge
+from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.plans import Planned, Planner, Solver, envelope
@@ -73,10 +73,13 @@ def fit(
         return Fitted(answer, plan)
     lowest = planner.lowest() if planner is not None else None
     changes, tried = nearest_changes(program, plain, lowest, profile, capture, progress)
+    verdict = lowest.verdict if lowest else verdict
+    least = lowest.outcome.needed if lowest else least_card(plain.trace, profile, verdict)
     answer = _answer(
         plain,
-        lowest.verdict if lowest else verdict,
+        verdict,
         lowest,
+        least_card_bytes=least,
         planned=planned,
         changes=changes,
         tried=tried,
@@ -99,6 +102,7 @@ def _answer(
     verdict: Verdict,
     chosen: Planned | None,
     *,
+    least_card_bytes: int | None = None,
     planned: Sequence[Planned] = (),
     changes: list[Change] | None = None,
     tried: list[str] | None = None,
@@ -116,6 +120,7 @@ def _answer(
         fits=verdict.fits,
         before=estimate,
         after=verdict.estimate if chosen or verdict.alloc_conf else None,
+        least_card_bytes=least_card_bytes,
         step_seconds=evaluation.plain_seconds if evaluation else None,
         added_seconds=evaluation.added_seconds if evaluation else 0.0,
         added_fraction=evaluation.added_fraction if evaluation else 0.0,
@@ -131,7 +136,7 @@ def _answer(
 
 def _levers(verdict: Verdict, chosen: Planned | None) -> list[Lever]:
     levers = []
-    if verdict.alloc_conf:
+    if verdict.alloc_conf and (verdict.saved_bytes or chosen is None):
         levers.append(
             Lever(kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes)
         )

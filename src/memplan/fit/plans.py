@@ -28,6 +28,8 @@ _SOLVE_SECONDS = 6.0
 """For a plan; the first one, from which lifetimes are learnt, need not be the best."""
 _ENOUGH_SECONDS = 25.0
 """Of search, after which a plan that fits is good enough: a better one takes another capture."""
+_WASTEFUL = 1.08
+"""A looser budget by so much is worth that capture however long the search took."""
 
 
 class Solver(Protocol):
@@ -104,7 +106,9 @@ class Planner:
         budget: int | None = self._first_budget
         enough = time.monotonic() + _ENOUGH_SECONDS
         while budget is not None and len(self.planned) < _MOST_ATTEMPTS:
-            if self.best() is not None and time.monotonic() > enough:
+            best = self.best()
+            late = time.monotonic() > enough
+            if best is not None and late and budget < _WASTEFUL * best.outcome.planned:
                 break
             found = self._selection(budget)
             if any(found[0] == done.selection for done in self.planned):

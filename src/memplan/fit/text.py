@@ -9,9 +9,12 @@ from rich.text import Text
 
 from memplan.fit.answer import Change, Fit, Lever
 from memplan.report.text import clean, format_bytes, headline, interval_text, peak_text, shorten
+from memplan.types.estimate import Breakdown
 
 _LEVERS = 8
 _NAME = 36
+_SAME = 0.005
+"""Of the peak: parts that differ by less are not listed by themselves."""
 
 
 def print_fit(answer: Fit, console: Console, *, next_command: str = "") -> None:
@@ -29,9 +32,11 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     if answer.after is not None:
         yield Text(f"without a plan: {headline(answer.before)}", style="dim")
     yield from _levers(answer)
+    if answer.after is not None:
+        yield from _difference(answer.before.breakdown, answer.after.breakdown)
     yield from _changes(answer)
-    for text in answer.notes:
-        yield Text(f"note: {clean(text)}")
+    for text in (*answer.notes, *(answer.after or answer.before).notes):
+        yield Text.assemble(("note  ", "dim"), clean(text))
     if answer.plan:
         yield Text(f"wrote {clean(answer.plan)}")
     if next_command:
@@ -41,13 +46,12 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
 
 def _verdict(answer: Fit) -> str:
     if answer.after is None:
-        line = headline(answer.before)
-        return f"fits without a plan: {line}" if answer.fits else line
+        return headline(answer.before)
     if answer.fits:
         more = _percent(answer.added_fraction)
         return f"fits with a plan: {peak_text(answer.after)}, {more} time"
-    missing = format_bytes(answer.after.missing_bytes or 0)
-    return f"does not fit: least possible {peak_text(answer.after)}, {missing} missing"
+    least = format_bytes(answer.least_card_bytes or 0)
+    return f"does not fit: least possible {peak_text(answer.after)}; a card of {least} would do"
 
 
 def _levers(answer: Fit) -> Iterator[Text]:
@@ -62,12 +66,27 @@ def _levers(answer: Fit) -> Iterator[Text]:
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
-    captures = len(answer.attempts) + 1
-    yield Text(
-        f"time by the card's data sheet; peak of the script captured again with the plan "
-        f"({captures} captures, {answer.seconds:.0f} s)",
-        style="dim",
-    )
+    if answer.attempts:
+        captures = len(answer.attempts) + 1
+        yield Text(
+            f"time by the card's data sheet; peak of the script captured again with the plan "
+            f"({captures} captures, {answer.seconds:.0f} s)",
+            style="dim",
+        )
+
+
+def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:
+    """What the two peaks consist of, side by side: the parts that differ, and what is fixed."""
+    yield Text()
+    fixed = 0
+    for (name, old), (_, new) in zip(before.items(), after.items(), strict=True):
+        if max(old, new) and abs(new - old) < _SAME * max(before.total(), 1):
+            fixed += new
+        elif max(old, new):
+            words = name.replace("_", " ")
+            yield Text(f"  {words:<16}{format_bytes(old):>10}  ->{format_bytes(new):>10}")
+    if fixed:
+        yield Text(f"  {'the rest':<16}{'':>10}    {format_bytes(fixed):>10}")
 
 
 def _lever(lever: Lever) -> Text:

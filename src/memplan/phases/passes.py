@@ -48,6 +48,8 @@ def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
     start, stop, first, last = _range(trace, step)
     phase = ops.phase[first:last]
     of_interest = np.flatnonzero((phase == Phase.FORWARD) | (phase == Phase.BACKWARD)) + first
+    if not len(of_interest):
+        raise _no_pass()
     forward = ops.phase[of_interest] == Phase.FORWARD
     begins = np.flatnonzero(forward & np.concatenate(([True], ~forward[:-1])))
     passes = []
@@ -59,11 +61,15 @@ def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
                 _pass(trace, int(rows[0]), int(rows[backward[0]]), int(rows[-1]) + 1, first, stop)
             )
     if not passes:
-        raise NoAnswerError(
-            "the trace has no step with a forward and a backward pass",
-            "capture a training job: one that calls loss.backward()",
-        )
+        raise _no_pass()
     return StepPasses(start, stop, passes)
+
+
+def _no_pass() -> NoAnswerError:
+    return NoAnswerError(
+        "the trace has no step with a forward and a backward pass",
+        "capture a training job: one that calls loss.backward()",
+    )
 
 
 def _no_operators(trace: Trace) -> NoAnswerError:

@@ -21,7 +21,7 @@ def headline(estimate: Estimate) -> str:
     if estimate.fits:
         return f"{line}: fits, {format_bytes(estimate.spare_bytes or 0)} spare"
     verdict = "does not fit" if estimate.peak_bytes > estimate.gpu.total_bytes else "may not fit"
-    return f"{line}: {verdict}, {format_bytes(estimate.missing_bytes or 0)} missing"
+    return f"{line}: {verdict}, up to {format_bytes(estimate.missing_bytes or 0)} missing"
 
 
 def peak_text(estimate: Estimate) -> str:

@@ -125,9 +125,10 @@ class _Calls:
     def _compare(self, recording: Recording, decisions: Decisions) -> None:
         if self._on_note is not None and recording.found < decisions.named:
             self._on_note(
-                f"the plan names {decisions.named} values of a forward pass, and this one made "
-                f"{recording.found} of them: was the plan made for other arguments? What it does "
-                "not name is kept; `memplan fit` makes a plan for this job"
+                f"{recording.found} of the {decisions.named} values that the plan drops were met "
+                "in this forward pass: was the plan made for other arguments? The numbers are the "
+                "same in any case; the peak may be higher than the plan promises. `memplan fit` "
+                "makes a plan for this job"
             )
 
     def new_pass(self) -> None:
