@@ -205,13 +205,12 @@ class Linear8bitLt(nn.Linear):
         if self.weight.CB is not None:
             self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
             self.weight.CB = self.weight.SCB = None
-        bias = self.bias
+        bias: torch.Tensor | None = self.bias
         if bias is not None and bias.dtype != x.dtype:
             bias = bias.to(x.dtype)
         out = matmul(x, self.weight, bias=bias, state=self.state)
         if not self.state.has_fp16_weights and self.state.CB is not None:
-            weight: Any = self.weight
-            weight.data = self.state.CB
+            setattr(self.weight, "data", self.state.CB)  # noqa: B010
         return out
 
 
