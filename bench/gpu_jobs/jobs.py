@@ -54,4 +54,20 @@ JOBS: dict[str, str] = {
     ),
     "convnext-fp32-sgd": "--model convnext --batch 32 --length 224 --optimizer sgd",
     "lstm-fp32-adam": "--model lstm --batch 64 --length 128 --optimizer adam --dropout 0.2",
+    "gpt2-ampbf16-aot-eager": (
+        "--model gpt2 --batch 8 --length 512 --precision amp-bf16 --compile aot_eager"
+    ),
+    "gpt2-ampbf16-inductor": (
+        "--model gpt2 --batch 8 --length 512 --precision amp-bf16 --dropout 0.1 --compile inductor"
+    ),
+    "decoder-bf16-inductor": (
+        "--model decoder --batch 8 --length 1024 --precision bf16 --compile inductor"
+    ),
+    "decoder-bf16-reduce-overhead": (
+        "--model decoder --batch 8 --length 1024 --precision bf16 --compile reduce-overhead"
+    ),
+    "resnet50-ampbf16-inductor": (
+        "--model resnet50 --batch 64 --length 224 --precision amp-bf16 --optimizer sgd"
+        " --compile inductor"
+    ),
 }

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 PRECISIONS = ("fp32", "amp-fp16", "amp-bf16", "bf16")
+COMPILERS = ("", "aot_eager", "inductor", "reduce-overhead", "max-autotune-no-cudagraphs")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw-fused")
 
 
@@ -34,6 +35,14 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype)
 
 
+def compile_in_place(model: torch.nn.Module, how: str) -> None:
+    """By a backend, or by Inductor in a mode."""
+    if how in ("aot_eager", "inductor"):
+        model.compile(backend=how)
+    else:
+        model.compile(mode=how)
+
+
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device(options.device)
@@ -48,6 +57,8 @@ def train(options: argparse.Namespace) -> None:
     if options.channels_last:
         model = model.to(memory_format=torch.channels_last)
     model.train()
+    if options.compile:
+        compile_in_place(model, options.compile)
     optimizer = make_optimizer(options.optimizer, model)
     scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "amp-fp16")
     micro_batches: list[dict[str, torch.Tensor]] = [sample] * (options.steps * options.accumulate)
@@ -91,6 +102,7 @@ def main() -> None:
     parser.add_argument("--mask", action="store_true")
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--compile", choices=COMPILERS, default="")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
