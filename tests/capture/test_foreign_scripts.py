@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils.data import DataLoader, TensorDataset
 
 from memplan.capture import ending
 from memplan.types.errors import CaptureError
@@ -82,6 +83,9 @@ def test_nccl_is_there() -> None:
 class Halves(torch.Tensor):
     """A tensor kept as two others, as quantised weights are."""
 
+    data_: torch.Tensor
+    scale: torch.Tensor
+
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Halves:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (data.shape[0], data.shape[1] * 2), dtype=torch.bfloat16, device=data.device
@@ -154,7 +158,7 @@ def test_the_host_has_a_time_limit_after_the_epoch(monkeypatch: pytest.MonkeyPat
         nonlocal rounds
         model = torch.nn.Linear(4, 4, device="cuda")
         optimizer = torch.optim.SGD(model.parameters())
-        for batch in torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=2):
+        for (batch,) in DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2):
             model(batch.cuda()).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
