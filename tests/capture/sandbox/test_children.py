@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from memplan.capture.sandbox import confine, sandbox
 from memplan.capture.sandbox.children import is_worker, only_looks
+from memplan.types.errors import CaptureError
 
 confined = pytest.mark.skipif(
     not confine.can_confine_commands(), reason="this kernel has no Landlock"
@@ -194,3 +195,24 @@ def test_lockdown_holds_native_code_too(tmp_path: Path) -> None:
 
 def test_lockdown_says_when_it_cannot(no_landlock: None) -> None:
     assert confine.lockdown("/tmp") is False
+
+
+LAUNCH = """
+import subprocess, sys
+
+def simple_launcher(words):
+    subprocess.Popen([sys.executable, "-u", *words]).wait()
+"""
+
+
+def test_what_a_launcher_starts_is_named(tmp_path: Path) -> None:
+    """A package that launches its training by itself is told from any other program."""
+    launch: dict[str, object] = {"__name__": "accelerate.commands.launch"}
+    exec(LAUNCH, launch)
+    start: Callable[[list[str]], None] = launch["simple_launcher"]  # type: ignore[assignment]
+    with sandbox():
+        with pytest.raises(CaptureError, match=r"it starts `train.py --lr 0.1`") as refused:
+            start(["train.py", "--lr", "0.1"])
+        assert subprocess.run([sys.executable, "-c", "pass"]).returncode == 0
+    assert refused.value.hint.endswith("memplan estimate accelerate launch train.py --lr 0.1")
+    start(["-c", "pass"])

@@ -15,6 +15,7 @@ from typing import Any
 
 from memplan.capture.patching import Patches
 from memplan.capture.sandbox import confine
+from memplan.capture.sandbox.launchers import refuse_launch
 from memplan.capture.sandbox.patches import replace_by_name
 from memplan.capture.sandbox.view import ABSENT, UPPER, View
 
@@ -89,6 +90,8 @@ class Children:
         Raises PermissionError where the kernel cannot hold it and it is not known to be harmless.
         """
         worker = is_worker(command)
+        if not worker:
+            refuse_launch(command)
         if self.confined:
             try:
                 return self._pool(worker).submit(start).result()
