@@ -87,7 +87,7 @@ class Halves(torch.Tensor):
     scale: torch.Tensor
 
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Halves:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, (data.shape[0], data.shape[1] * 2), dtype=torch.bfloat16, device=data.device
         )
         made.data_, made.scale = data, scale
@@ -97,7 +97,9 @@ class Halves(torch.Tensor):
         return ["data_", "scale"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             held = args[0]
             made = cls(func(held.data_), func(held.scale))
