@@ -214,6 +214,7 @@ class CaptureMode(TorchDispatchMode):
             return self.collectives[func](func, args, kwargs)
         finally:
             recorder.stream = stream_before
+            self.caller = None  # a frame keeps its variables alive
 
     def in_engine(self) -> bool:
         """Whether the collective being answered is one of C++'s own in the backward pass."""
@@ -310,8 +311,10 @@ class CaptureMode(TorchDispatchMode):
     def _is_made_of_others(self, func: Any) -> bool:
         known = self._composite.get(func)
         if known is None:
-            known = self._composite[func] = bool(func._can_decompose())
-        return known
+            known = self._composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+            )
+        return known or (torch.is_inference_mode_enabled() and bool(func._can_decompose()))
 
     def fake(
         self,

@@ -120,7 +120,7 @@ class CaptureSession:
             resizing.install(patches, self.mode)
             if self.method != "cuda":  # there the job's own processes run
                 self._distributed = Distributed(self.mode, self.options, self._cuda)
-                self._distributed.install(stack, patches)
+                self._distributed.install(stack, patches, watcher)
             host_methods.install(patches, self.mode)
             constructors.install(patches)
             shape_rules.install(patches, self.mode)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.distributed import arithmetic
@@ -150,6 +150,7 @@ _FORMS: dict[Any, _Form] = {
     c10d.recv_any_source_.default: _Form("recv", 0, 0, 1, _lose, returns=False),
     c10d.barrier.default: _Form("barrier", 0, 0, 1, _keep, returns=False),
 }
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _POINT_TO_POINT = ("send", "recv")
 
 
@@ -281,4 +282,5 @@ def _tensors(items: Any) -> Iterator[torch.Tensor]:
 
 def _op_name(boxed: Any) -> str:
     """`SUM`, `AVG`, …"""
-    return str(boxed.op()).rpartition(".")[2]
+    op = boxed.op()
+    return next((name for name in _REDUCTIONS if op == getattr(ReduceOp, name)), "PREMUL_SUM")

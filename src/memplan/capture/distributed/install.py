@@ -11,6 +11,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from memplan.capture.distributed import dtensor
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
 from memplan.capture.distributed.groups import ProcessGroups, register_backend
@@ -19,6 +20,7 @@ from memplan.capture.distributed.objects import ObjectCollectives
 from memplan.capture.distributed.place import environment, rank_environment
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
+from memplan.capture.importing import ImportWatcher
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
@@ -38,7 +40,7 @@ class Distributed:
         numbered = (lambda: cuda.new_stream_number(0)) if cuda is not None else (lambda: 0)
         self._communicators = Communicators(numbered, local)
 
-    def install(self, stack: ExitStack, patches: Patches) -> None:
+    def install(self, stack: ExitStack, patches: Patches, watcher: ImportWatcher) -> None:
         """In place until the stack unwinds, which comes before `patches.undo()`."""
         place = self.options.place
         if place is not None:
@@ -50,6 +52,7 @@ class Distributed:
             self.mode.own_device = place.local_rank
         if not distributed.is_available():
             return
+        dtensor.install(patches, watcher)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
         collectives = Collectives(self.mode, self._communicators)

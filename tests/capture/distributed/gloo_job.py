@@ -1,0 +1,75 @@
+"""Small jobs for a real run on CPU processes and for a capture of one of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+SMALL = 64
+"""Bytes: the profiler does not see all of the engine's own scalars."""
+Step = Callable[[], None]
+
+
+def _stepper(model: nn.Module, width: int, device: str) -> Step:
+    # Without foreach: PyTorch has it for CUDA, and another implementation for the CPU.
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        out = model(torch.randn(16, width, device=device))
+        (out * out).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ddp(device: str) -> Step:
+    """Two buckets: the second layer's and the first's."""
+    model = nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 70)).to(device)
+    return _stepper(DistributedDataParallel(model, bucket_cap_mb=0.1), 100, device)
+
+
+def fsdp2(device: str) -> Step:
+    """Dimensions that the ranks do not divide."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(100, 301), nn.Tanh(), nn.Linear(301, 70)).to(device)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _stepper(model, 100, device)
+
+
+JOBS = {"ddp": ddp, "fsdp2": fsdp2}
+
+
+def main(name: str, rank: int, size: int, folder: Path) -> None:
+    """Run for real, and write the sizes that the third step asks for."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{name}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    torch.manual_seed(0)
+    step = JOBS[name]("cpu")
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    events = prof.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    memory.sort(key=lambda event: event.start_ns())
+    sizes = [event.nbytes() for event in memory if event.nbytes() > SMALL]
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(sizes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
