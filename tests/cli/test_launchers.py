@@ -19,6 +19,8 @@ from memplan.cli.launchers import torchrun
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
 from memplan.types.errors import UsageError
+from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
+from memplan.types.plan_file import save_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -360,3 +362,51 @@ def test_accelerate_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UsageError, match="accelerate is not installed") as caught:
         read("accelerate launch --num_processes 2 train.py")
     assert "pip install accelerate" in caught.value.hint
+
+
+DDP_JOB = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+body = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+net = torch.nn.parallel.DistributedDataParallel(body)
+optimizer = torch.optim.AdamW(net.parameters())
+torch.manual_seed(dist.get_rank())
+for step in range(3):
+    loss = net(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    # In one write: the ranks share stdout.
+    print(f"rank {dist.get_rank()} step {step} {loss.item().hex()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_run_below_torchrun(tmp_path: Path) -> None:
+    """Both ranks of a real job apply the plan, with the same losses to the bit."""
+    (tmp_path / "train.py").write_text(DDP_JOB)
+    drops = [OpOutput("aten.addmm.default", 0), OpOutput("aten.relu.default", 0)]
+    part = RecomputePart(groups=[RecomputeGroup("DistributedDataParallel.module", drops)])
+    save_plan(Plan(memplan_version="0.1.0", recompute=part), tmp_path / "job.plan")
+    launch = read("torchrun --nproc-per-node 2 --master-port 0 --standalone train.py")
+    below = launch.words_below("memplan", "run", "--plan", "job.plan")
+    plain, planned = (_launched(words, tmp_path) for words in (launch.words(), below))
+    assert sorted(planned.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert len(plain.stdout.splitlines()) == 6
+    # What a plan names and a job has not is said there.
+    assert "memplan:" not in planned.stderr
+
+
+def _launched(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(BIN / words[0]), *words[1:]], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_run_before_a_launcher_says_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--plan", "job.plan", "torchrun", "--nproc-per-node", "2", "a.py"]) == 125
+    hint = "torchrun --nproc-per-node 2 -m memplan run --plan job.plan a.py"
+    assert hint in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -16,8 +17,9 @@ from pathlib import Path
 import memplan
 from memplan.cli.command import CONF_VARIABLES
 from memplan.cli.files import plan_path
+from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
-from memplan.types.errors import MemplanError
+from memplan.types.errors import MemplanError, UsageError
 
 TAKES_PROGRAM = True
 EXIT_NOT_STARTED = 125
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from memplan.types.plan_file import load_plan
 
     try:
+        _refuse_launcher(args)
         program = check_program(args.program, _USAGE)
         plan = load_plan(plan_path(args.plan)) if args.plan else Plan()
         _set_allocator(plan.alloc_conf)
@@ -57,6 +60,19 @@ def run(args: argparse.Namespace) -> int:
         _print_as_python_would(error)
         return 1
     return 0
+
+
+def _refuse_launcher(args: argparse.Namespace) -> None:
+    """Raises UsageError for `memplan run torchrun …`, with the order that works: this process is
+    one of the job's, and starts no others."""
+    if args.program is None:
+        return
+    launch = read_launch(args.program)
+    if launch.layers:
+        raise UsageError(
+            f"memplan run goes between {launch.layers[-1].launcher} and the script",
+            shlex.join(launch.words_below("memplan", "run", *args.own_words)),
+        )
 
 
 def _set_allocator(conf: str) -> None:
