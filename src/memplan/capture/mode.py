@@ -41,6 +41,8 @@ _COPIES = (aten._to_copy.default, aten.copy_.default)
 _unsafe_view = aten._unsafe_view.default  # a view, although its schema does not say so
 _no_dispatch = torch.Tensor.__torch_dispatch__
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+_ONE_KERNEL_ON_CUDA = (aten._fused_rms_norm.default,)
+"""Made of others wherever there is no kernel of its own, as on the CPU."""
 _device_query = torch.ops.prim.device.default
 
 
@@ -311,8 +313,11 @@ class CaptureMode(TorchDispatchMode):
     def _is_made_of_others(self, func: Any) -> bool:
         known = self._composite.get(func)
         if known is None:
-            known = self._composite[func] = torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+            has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+            known = self._composite[func] = (
+                func not in _ONE_KERNEL_ON_CUDA
+                and has_kernel(func.name(), "CompositeImplicitAutograd")
+                and not has_kernel(func.name(), "CPU")
             )
         return known or (torch.is_inference_mode_enabled() and bool(func._can_decompose()))
 
