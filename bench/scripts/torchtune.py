@@ -48,12 +48,20 @@ _NF4 = _LINEAR // 2 + _LINEAR // 64 + 2 * _LINEAR // (64 * 256)
 """Four bits each, an 8-bit scale for every 64, a bf16 one for every 256 of those."""
 
 
-def _case(name: str, recipe: str, config: str, *arguments: str, checks: tuple[Check, ...]) -> Case:
+def _case(
+    name: str,
+    recipe: str,
+    config: str,
+    *arguments: str,
+    checks: tuple[Check, ...],
+    launcher: tuple[str, ...] = (),
+) -> Case:
     return Case(
         name=f"torchtune-{name}",
         setup=SETUP,
         package="torchtune==0.6.1",
         argv=(
+            *launcher,
             f"{{site}}/recipes/{recipe}.py",
             "--config",
             f"{{site}}/recipes/configs/llama3_2/{config}.yaml",
@@ -103,5 +111,16 @@ CASES = (
         "lora_finetune_single_device",
         "1B_qlora_single_device",
         checks=_adapter(2 * (_PARAMETERS - _LINEAR) + _NF4),
+    ),
+    _case(
+        "full-distributed",
+        "full_finetune_distributed",
+        "1B_full",
+        "gradient_accumulation_steps=1",
+        launcher=("--steps", "2", "--rank", "0", "torchrun", "--nproc-per-node", "2"),
+        checks=(
+            share("parameters", _PARAMETERS + _ROPE),
+            share("optimizer_state", 2 * _PARAMETERS),
+        ),
     ),
 )
