@@ -24,14 +24,17 @@ GPUS = {
     "lora": "rtx4090",
     "moe": "rtx4090",
     "llama3_8b": "h100",
+    "llama3_70b_fsdp": "h100",
 }
+# What is captured of a job of many processes: one of them.
+PLACES = {"llama3_70b_fsdp": ["--world-size", "64", "--rank", "0"]}
 
 
 def measure(example: str, runs: int) -> dict[str, Any]:
     """Seconds, memory and the answer of one example. Raises RuntimeError when it gives none."""
     command = [
         sys.executable, "-m", "memplan", "estimate", "--json",
-        "--gpu", GPUS[example], f"examples/{example}/train.py",
+        "--gpu", GPUS[example], *PLACES.get(example, ()), f"examples/{example}/train.py",
     ]  # fmt: skip
     done = [watch(command, cwd=ROOT) for _ in range(runs)]
     last = done[-1]
