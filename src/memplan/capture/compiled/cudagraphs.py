@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 POOL_STREAM = 1 << 16
 """Far from the numbers that `torch.cuda.Stream` hands out."""
-_BYTES_OF_A_KERNEL = 64 << 10
-"""At most, of the device's memory for one node of an instantiated graph."""
+_NODE_BYTES = (0, 16 << 10, 64 << 10)
+"""Low, expected and high bytes of the device for one kernel of an instantiated graph: the driver
+does not say, and it has not been measured here, hence the wide bounds."""
 
 
 class Pool:
@@ -57,11 +58,22 @@ class Pool:
                     for i, item in enumerate(new_inputs)
                 ]
                 new_inputs.clear()
-                return model(inputs)
+                before = recorder.builder.op
+                outputs = model(inputs)
+                if runs == 2:  # it has just been recorded
+                    self._keep_graph(recorder.builder.op - before)
+                return outputs
             finally:
                 recorder.stream, context.held_stream = stream_before, held_before
 
         return run
+
+    def _keep_graph(self, nodes: int) -> None:
+        recorder = self._mode.recorder
+        recorder.builder.begin_op("cuda.graph_instantiate", stream=recorder.stream)
+        low, expected, high = (nodes * size for size in _NODE_BYTES)
+        if expected:
+            recorder.scratch(low, expected, high, 0, name="CUDA graph")
 
     def _copied(self, item: Any) -> Any:
         """An input at a fixed address: itself where it lives in the pool already."""
