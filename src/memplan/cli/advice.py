@@ -18,11 +18,11 @@ def next_command(
     """What the reader will most likely type next, ready to be pasted. `rest`: the program, and
     launchers before it."""
     # A trace that was kept is not written over, so the same -o would be refused.
-    own = _without(own_words, "-o", "--output")
+    own = without(own_words, "-o", "--output")
     if result.fits is None:
         words = ["memplan", "estimate", "--gpu", "rtx4090", *own, *rest]
     elif not result.fits and (larger := _larger_card(result.high_bytes)):
-        words = ["memplan", "estimate", *_without(own, "--gpu"), "--gpu", larger, *rest]
+        words = ["memplan", "estimate", *without(own, "--gpu"), "--gpu", larger, *rest]
     elif output:
         picture = str(Path(output).with_suffix(".pickle"))
         words = ["memplan", "export", "--format", "memory_viz", "-o", picture, output]
@@ -36,7 +36,7 @@ def _larger_card(needed: int) -> str | None:
     return min(enough, key=lambda p: p.total_memory_bytes).name if enough else None
 
 
-def _without(words: list[str], *options: str) -> list[str]:
+def without(words: list[str], *options: str) -> list[str]:
     """The words without these options and their values."""
     kept: list[str] = []
     skip = False

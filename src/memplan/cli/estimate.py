@@ -17,12 +17,14 @@ import msgspec
 from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
 from memplan.cli.command import CONF_VARIABLES, EXIT_NO, EXIT_YES
-from memplan.cli.files import input_path, output_path
+from memplan.cli.files import output_path, plan_path
 from memplan.cli.job import Job, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
+from memplan.cli.maximize import add_maximize_options, maximize_option
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.types.errors import UsageError
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 
@@ -48,8 +50,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
     add("--with", dest="packages", metavar="PACKAGE|RULES.py", action="append", default=[],
-        help="a package that the GPU machine has and this one lacks, or a file of rules")  # fmt: skip
+        help="a package that only the GPU machine has, or a file of rules")  # fmt: skip
     add_rank_options(parser, several=True)
+    add_maximize_options(parser)
     add("--plan", metavar="PLAN", help="with this plan in effect, as memplan run would have it")
     add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
@@ -67,11 +70,15 @@ def _run(args: argparse.Namespace) -> int:
     script = target.name if target.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
-    plan = load_plan(input_path(args.plan)) if args.plan else None
+    plan = load_plan(plan_path(args.plan)) if args.plan else None
     from memplan.simulate import AllocatorSettings
 
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
+    if args.maximize is not None:
+        return maximize_option(args, job, named, path)
+    if args.multiple_of is not None:
+        raise UsageError("--multiple-of without --maximize", "--maximize batch-size")
     if job.rank is None:
         from memplan.cli.ranks import estimate_ranks
 

@@ -127,3 +127,10 @@ def read_estimate(process: CommandProcess) -> Estimate:
 def program_words(program: ScriptTarget) -> list[str]:
     """The program as it stands at the end of a command line of ours."""
     return [*(["-m"] if program.kind == "module" else []), program.name, *program.argv]
+
+
+def last_words(text: str) -> str:
+    """What memplan said last on stderr, without the hint that may follow."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("memplan: ")]
+    return (own or lines or [""])[-1].removeprefix("memplan: ").removeprefix("error: ")

@@ -8,20 +8,24 @@ from dataclasses import dataclass, field
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
+from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram, last_words
 from memplan.fit.judge import Verdict, judge
 from memplan.fit.knobs import Kind, Knob, find_knobs, with_value
 from memplan.fit.plans import Planned
 from memplan.fit.what_if import shard_optimizer
-from memplan.report.text import format_bytes
+from memplan.report.text import peak_text
 from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
 from memplan.types.plan import Plan
 from memplan.types.trace import Role
 
-_WORDS: dict[Kind, str] = {"batch_size": "batch size", "sequence_length": "sequence length"}
-_LEAST: dict[Kind, int] = {"batch_size": 1, "sequence_length": 16}
-_MULTIPLE: dict[Kind, int] = {"batch_size": 1, "sequence_length": 8}
+_WORDS: dict[Kind, str] = {
+    "batch_size": "batch size",
+    "sequence_length": "sequence length",
+    "image_size": "image size",
+}
+_LEAST: dict[Kind, int] = {"batch_size": 1, "sequence_length": 16, "image_size": 32}
+_MULTIPLE: dict[Kind, int] = {"batch_size": 1, "sequence_length": 8, "image_size": 32}
 _REFINEMENTS = 2
 _GPUS = (2, 4, 8)
 
@@ -41,17 +45,21 @@ def nearest_changes(
     """
     changes: list[Change] = []
     tried: list[str] = []
+    missing: list[str] = []
     knobs = {knob.kind: knob for knob in find_knobs(program)}
     reference = lowest.verdict.estimate if lowest else plain.estimate
     for kind, words in _WORDS.items():
         if kind not in knobs:
-            tried.append(f"no option for the {words} was found in {program.name} or after it")
+            missing.append(words)
             continue
         plan = Plan(memplan_version=__version__, recompute=lowest.part) if lowest else None
         search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
         change, reason = search.run(_share(reference, profile))
         changes += [change] if change else []
         tried += [reason] if reason else []
+    if missing:
+        words = " or ".join(missing)
+        tried.append(f"no option for the {words} was found in {program.name} or after it")
     changes.sort(key=lambda change: -change.after / change.before)
     sharded, reason = _sharded(plain, lowest, profile)
     changes += [sharded] if sharded else []
@@ -124,8 +132,8 @@ class _KnobSearch:
             return self._change(value), ""
         if self.seen:
             smallest = min(self.seen)
-            needs = format_bytes(self.seen[smallest].estimate.high_bytes)
-            return None, f"{option} {smallest} does not fit either: it needs {needs}"
+            needs = peak_text(self.seen[smallest].estimate)
+            return None, f"{option} {smallest} does not fit either: {needs}"
         if self.failed:
             smallest, said = min(self.failed.items())
             return None, f"{option} {smallest} could not be captured: {said}"
@@ -137,7 +145,7 @@ class _KnobSearch:
         try:
             captured = self.capture(program, self.plan, quiet=True)
         except CaptureFailedError as error:
-            self.failed[value] = _last_line(error.said) or f"exit code {error.code}"
+            self.failed[value] = last_words(error.said) or f"exit code {error.code}"
             return False
         found = self.seen[value] = judge(captured.trace, self.profile, captured.estimate)
         return found.fits
@@ -162,13 +170,6 @@ class _KnobSearch:
         )
 
 
-def _last_line(text: str) -> str:
-    """What memplan said last, without the hint that may follow."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("memplan: ")]
-    return (own or lines or [""])[-1].removeprefix("memplan: ").removeprefix("error: ")
-
-
 def _sharded(
     plain: Captured, lowest: Planned | None, profile: DeviceProfile
 ) -> tuple[Change | None, str]:
@@ -182,8 +183,8 @@ def _sharded(
             found = judge(shard_optimizer(job.trace, gpus), profile)
             if found.fits:
                 return _shards(found, gpus, recompute=job is not plain), ""
-    needs = format_bytes(found.estimate.high_bytes)
-    return None, f"the optimizer's state over {_GPUS[-1]} GPUs is not enough: {needs} on each"
+    needs = peak_text(found.estimate)
+    return None, f"the optimizer's state over {_GPUS[-1]} GPUs is not enough: each needs {needs}"
 
 
 def _shards(verdict: Verdict, gpus: int, *, recompute: bool) -> Change:

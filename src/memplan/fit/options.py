@@ -1,0 +1,153 @@
+"""The numeric options of a script: those on its command line, and those that its source declares.
+
+Nothing of the script is run: its command line is read, and its source is parsed for calls that
+declare options (`add_argument("--batch-size", default=8)`, click's `option`) and, where Hugging
+Face's `HfArgumentParser` makes options of them, for fields of dataclasses.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from memplan.capture.options import ScriptTarget
+
+_MOST_BYTES = 4 << 20
+_HF_DEFAULTS = {"per_device_train_batch_size": 8}
+"""Of `transformers.TrainingArguments`."""
+_HF_PARSERS = frozenset({"HfArgumentParser", "TrlParser"})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An option as the source declares it."""
+
+    names: list[str]
+    """Every spelling, with dashes."""
+    default: int
+    """0 where the source does not say, or says anything but a whole number above 0."""
+
+    @property
+    def longest(self) -> str:
+        return max(self.names, key=len)
+
+
+def plain_name(option: str) -> str:
+    """An option's name without dashes in front, with underscores, in lower case."""
+    return option.lstrip("-+").replace("-", "_").lower()
+
+
+def given_options(argv: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Options on the command line with the word that is their value, if they have one: `--name 8`,
+    `--name=8`, and `name=8` as Hydra and torchtune take it."""
+    for index, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            if equals:
+                yield name, value
+            elif index + 1 < len(argv):
+                yield name, argv[index + 1]
+        elif equals and name.replace(".", "_").lstrip("+").isidentifier():
+            yield name, value
+
+
+def set_option(program: ScriptTarget, option: str, value: int) -> ScriptTarget:
+    """The program with another value of the option; it is appended where it was not given."""
+    argv = list(program.argv)
+    for index in range(len(argv) - 1, -1, -1):
+        name, equals, _ = argv[index].partition("=")
+        if name != option:
+            continue
+        if equals:
+            argv[index] = f"{name}={value}"
+        elif index + 1 < len(argv):
+            argv[index + 1] = str(value)
+        return replace(program, argv=tuple(argv))
+    return replace(program, argv=(*argv, option, str(value)))
+
+
+def declared_options(program: ScriptTarget) -> Iterator[Declared]:
+    """Options that the source declares, in its order."""
+    tree = _parsed(program)
+    if tree is None:
+        return
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            words = [
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
+            names = [word for word in words if word.startswith("-")]
+            if names:
+                yield Declared(names, _default(node))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if used & _HF_PARSERS:
+        yield from _fields(nodes)
+        if any(name.endswith("TrainingArguments") for name in used):
+            for name, value in _HF_DEFAULTS.items():
+                yield Declared([f"--{name}"], value)
+
+
+def _fields(nodes: list[ast.AST]) -> Iterator[Declared]:
+    """Annotated fields of classes: `block_size: int = field(default=1024)`."""
+    for node in nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                value = field.value
+                default = _default(value) if isinstance(value, ast.Call) else _whole(value)
+                yield Declared([f"--{field.target.id}"], default)
+
+
+def _default(call: ast.Call) -> int:
+    return next((_whole(word.value) for word in call.keywords if word.arg == "default"), 0)
+
+
+def _whole(node: ast.expr | None) -> int:
+    """The number that a constant expression is; 0 for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return max(node.value, 0)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _whole(node.left) * _whole(node.right)
+    return 0
+
+
+def _parsed(program: ScriptTarget) -> ast.Module | None:
+    path = Path(program.name) if program.kind == "script" else _module_file(program.name)
+    try:
+        if path is None or path.stat().st_size > _MOST_BYTES:
+            return None
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _module_file(name: str) -> Path | None:
+    """Where `python -m name` finds its source. Only the top level is looked up: finding a submodule
+    would import its parents."""
+    top, *rest = name.split(".")
+    before = sys.path
+    sys.path = ["", *before]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path = before
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec.origin and not rest else None
+    for folder in spec.submodule_search_locations:
+        base = Path(folder, *rest)
+        for path in (base.with_suffix(".py"), base / "__main__.py"):
+            if path.is_file() and (rest or path.name == "__main__.py"):
+                return path
+    return None
