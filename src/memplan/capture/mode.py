@@ -115,6 +115,8 @@ class CaptureMode(TorchDispatchMode):
         """Users' and packages' rules, by `namespace::operator`."""
         self.acting = ""
         """The rule that is running; what it does is recorded under its name."""
+        self.acting_for: FrameType | None = None
+        """The frame that called it."""
         self.observers = observers or {}
         self.recordings = {}
         self.collectives: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
@@ -261,7 +263,7 @@ class CaptureMode(TorchDispatchMode):
         if recorder.finished:
             raise EnoughSeen
         recorder.flush()
-        frame = _caller()
+        frame = self.acting_for if self.acting else _caller()
         stream_before = recorder.stream
         recorder.stream = self.context.locate(frame, stream_before)
         try:

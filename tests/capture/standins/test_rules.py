@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +77,8 @@ def test_a_function_of_an_absent_package_takes_what_its_rule_makes() -> None:
     assert freed[events[2].storage] < events[3].index  # the workspace ends with the call
     assert events[1].index < freed[events[1].storage]
     assert freed[events[1].storage] > events[3].index  # what is saved does not
+    assert {event.source for event in events} == {events[0].source}
+    assert events[0].source.startswith("tests/capture/standins/test_rules.py:")
     choice = next(c for c in trace.meta.kernels if c.op == "my_extension.attention")
     assert (choice.kernel, choice.reason) == ("rule", "my_extension 1.2, attention.cu")
 
@@ -186,3 +192,18 @@ def test_a_name_must_be_one_of_an_operator_or_a_function(name: str) -> None:
 def test_a_workspace_has_its_size_between_its_bounds() -> None:
     with pytest.raises(ValueError, match="between"):
         Call().workspace(10, low=20)
+
+
+def test_the_example_from_the_command_line() -> None:
+    folder = Path(__file__).parents[3] / "examples" / "own_kernels"
+    command = ["estimate", "--json", "--steps", "1", "--with", str(folder / "rules.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan", *command, str(folder / "pretrain.py"), "--width", "64"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert {item["reason"] for item in answer["kernels"]} == {"fused_mlp 0.3, csrc/forward.cu"}
+    assert answer["low_bytes"] < answer["peak_bytes"] < answer["high_bytes"]

@@ -32,6 +32,12 @@ VERSIONS = {
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
+_INSTALL = {
+    "deepspeed": "install DeepSpeed here (DS_BUILD_OPS=0 pip install deepspeed): its own Python "
+    "runs, without its kernels",
+    "liger_kernel": "install Liger-Kernel here (pip install --no-deps liger-kernel): its own "
+    "Python runs, without its kernels",
+}
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
 EXTENSIONS = {"flash_attn_2_cuda": "flash_attn"}
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
@@ -52,11 +58,11 @@ class Unknown:
             where = f"{text}:{frame.f_lineno}" if text else ""
             frame = frame.f_back
         package = self.__name__.partition(".")[0]
+        install = _INSTALL.get(package, f"install {package} here if it imports without a GPU")
         return CaptureError(
             f"{where or 'the script'}: {self.__name__} cannot be captured: {package} is not "
             "installed here, and nothing says what it takes of the GPU's memory",
-            f"say it with memplan.register_rule({self.__name__!r}), or install {package} here if "
-            "it imports without a GPU",
+            f"{install}; or say it with memplan.register_rule({self.__name__!r})",
         )
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -232,14 +238,14 @@ class _PackageLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         if "__getattr__" not in vars(module):
-            _make_permissive(module)
+            make_permissive(module)
 
 
 class _EmptyLoader(Loader):
     """A module of which only the rules that users registered are known."""
 
     def exec_module(self, module: ModuleType) -> None:
-        _make_permissive(module)
+        make_permissive(module)
 
 
 def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:
@@ -252,7 +258,9 @@ def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
     return importlib.machinery.ModuleSpec(fullname, _EmptyLoader(), is_package=True)
 
 
-def _make_permissive(module: ModuleType) -> None:
+def make_permissive(module: ModuleType) -> None:
+    """Names that a module lacks are `Unknown`, but where the program can do without."""
+
     def missing(name: str) -> Any:
         frame, _ = importing_frame()
         if not name.startswith("__") and _in_packages(f"{module.__name__}.{name}") is not None:

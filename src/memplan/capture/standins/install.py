@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.standins import kernels, launch, subclasses
+from memplan.capture.standins import compiled_kernels, kernels, launch, subclasses
 from memplan.capture.standins.finder import VERSIONS, StandInFinder, installed
 from memplan.capture.standins.registry import RuleActor, function_names
 from memplan.types.errors import MemplanError, UsageError
@@ -72,8 +72,12 @@ class StandIns:
             watcher.add(name, adapt)
 
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
+        overflow = partial(compiled_kernels.adapt_overflow, patches)
         return {
+            **dict.fromkeys(compiled_kernels.OVERFLOW_MODULES, overflow),
             "bitsandbytes.functional": partial(kernels.bitsandbytes.adapt_functional, patches),
+            "deepspeed.ops.op_builder.builder": partial(compiled_kernels.adapt_deepspeed, patches),
+            "torch.utils.cpp_extension": partial(compiled_kernels.adapt_extensions, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
             "triton.runtime.driver": partial(launch.adapt_driver, patches),

@@ -50,8 +50,9 @@ def register_rule(
     """
     if function is None:
         return partial(register_rule, name, source=source)
-    parts = name.split("::") if "::" in name else name.split(".")
-    if len(parts) < 2 or not all(part.replace(".", "_").isidentifier() for part in parts):
+    namespace, colons, operator = name.partition("::")
+    parts = [namespace, *operator.split(".")] if colons else name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise UsageError(
             f"{name!r} names neither an operator nor a function",
             'write "namespace::operator" or "package.module.function"',
@@ -76,6 +77,12 @@ def function_names() -> Iterator[str]:
 def rule_for_function(name: str) -> Rule | None:
     """The rule for a dotted name."""
     return _rules.get(name)
+
+
+def rules_of_module(module: str) -> dict[str, Rule]:
+    """Rules for the functions of a module, by the functions' names."""
+    found = ((name.rpartition("."), rule) for name, rule in _rules.items())
+    return {parts[2]: rule for parts, rule in found if parts[0] == module}
 
 
 class RuleActor:

@@ -8,10 +8,14 @@ allocates is recorded under the rule's name with provenance RULE.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_OURS = (str(Path(__file__).parents[2]), contextlib.__file__)
 
 _modes: list[CaptureMode] = []
 """The capture that is running, if one is."""
@@ -70,6 +76,8 @@ def _bounded(nbytes: int, low: int, high: int) -> torch.Tensor:
         aten.empty.memory_format, (), ([nbytes],), {"dtype": torch.uint8, "device": device}
     )
     builder, recorder = mode.recorder.builder, mode.recorder
+    recorder.flush()
+    mode.context.locate(mode.acting_for, recorder.stream)
     builder.begin_op(mode.acting or "rule", stream=recorder.stream)
     number = recorder.track(made, 0, provenance=Provenance.RULE, low=low, high=high)
     builder.op_writes([number])
@@ -153,12 +161,20 @@ class Rule:
 @contextmanager
 def acting(mode: CaptureMode, name: str) -> Iterator[None]:
     """While entered, what is allocated belongs to `name` and is known by a rule."""
-    before, provenance = mode.acting, mode.recorder.provenance
+    before = mode.acting, mode.acting_for, mode.recorder.provenance
     mode.acting, mode.recorder.provenance = name, Provenance.RULE
+    mode.acting_for = _calling_frame() if not before[0] else before[1]
     try:
         yield
     finally:
-        mode.acting, mode.recorder.provenance = before, provenance
+        mode.acting, mode.acting_for, mode.recorder.provenance = before
+
+
+def _calling_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
 
 
 def running() -> CaptureMode | None:

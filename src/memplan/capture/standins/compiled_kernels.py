@@ -1,0 +1,102 @@
+"""Kernels that are compiled where they are used: there is no compiler for them here.
+
+`torch.utils.cpp_extension.load` of CUDA sources gives a module of which only rules are known.
+DeepSpeed's operators, which it builds itself, write to the tensors that they are given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memplan.capture.standins.finder import make_permissive
+from memplan.capture.standins.launch import record
+from memplan.capture.standins.registry import rules_of_module
+
+if TYPE_CHECKING:
+    from memplan.capture.patching import Patches
+
+
+class Kernels:
+    """Functions that write to every tensor passed in, and allocate nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> int:
+            leaves = pytree.tree_leaves((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            record(f"{self._name}.{name}", tensors, tensors)
+            return 0
+
+        return call
+
+
+def adapt_deepspeed(patches: Patches, module: ModuleType) -> None:
+    """Of an installed DeepSpeed: nothing is built."""
+
+    def load(builder: Any, verbose: Any = None) -> Kernels:
+        return Kernels(f"deepspeed.{builder.name}")
+
+    patches.set(module.OpBuilder, "load", load)
+    patches.set(module.OpBuilder, "is_compatible", lambda *_args, **_kwargs: True)
+
+
+_CHECKS = ("has_overflow", "check", "check_using_norm")
+_CHECKERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "CheckOverflow")
+OVERFLOW_MODULES = (
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.utils",
+)
+
+
+def adapt_overflow(patches: Patches, module: ModuleType) -> None:
+    """Gradients are finite, as everywhere; DeepSpeed's checks run, and their verdict is known."""
+
+    def healthy(check: Callable[..., Any]) -> Callable[..., bool]:
+        @functools.wraps(check)
+        def call(*args: Any, **kwargs: Any) -> bool:
+            check(*args, **kwargs)
+            return False
+
+        return call
+
+    for owner in (vars(module).get(name) for name in _CHECKERS):
+        for name in _CHECKS:
+            if isinstance(owner, type) and name in vars(owner):
+                patches.set(owner, name, healthy(vars(owner)[name]))
+
+
+def adapt_extensions(patches: Patches, module: ModuleType) -> None:
+    """CUDA sources are not compiled."""
+    real: dict[str, Any] = {name: getattr(module, name) for name in ("load", "load_inline")}
+
+    def stand_in(name: str) -> ModuleType:
+        made = ModuleType(name)
+        vars(made).update(rules_of_module(name))
+        make_permissive(made)
+        return made
+
+    def load(name: str, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        files = [sources] if isinstance(sources, str) else list(sources)
+        if kwargs.get("with_cuda") or any(str(file).endswith((".cu", ".cuh")) for file in files):
+            return stand_in(name)
+        return real["load"](name, sources, *args, **kwargs)
+
+    def load_inline(name: str, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cuda_sources") or kwargs.get("with_cuda") or len(args) > 1:
+            return stand_in(name)
+        return real["load_inline"](name, *args, **kwargs)
+
+    patches.set(module, "load", load)
+    patches.set(module, "load_inline", load_inline)
