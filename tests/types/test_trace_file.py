@@ -193,7 +193,7 @@ def encoded(header: object, columns: bytes) -> bytes:
         ("events", "aux", -2),
         ("ops", "name", -1),
         ("ops", "event", 41),
-        ("ops", "call", -3),
+        ("ops", "call", -(1 << 31)),
         ("ops", "flops", -1),
         ("ops", "moved_bytes", -2),
         ("ops", "reads", 40),

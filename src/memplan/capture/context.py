@@ -117,6 +117,8 @@ class Context:
         elif torch.is_grad_enabled() or self.in_function:
             builder.phase = Phase.FORWARD
             self._remember(stream)
+            if self._call >= 0 and not torch.is_grad_enabled():
+                builder.call = -3 - self._call
         else:
             builder.phase = Phase.EVALUATION if self._stack else Phase.OTHER
         return stream

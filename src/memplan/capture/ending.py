@@ -8,7 +8,6 @@ or after a time limit.
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.data import dataloader
 
 from memplan.capture.mode import CaptureMode, EnoughSeen
 from memplan.capture.patching import Patches
+from memplan.capture.patience import Patience
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
@@ -34,7 +34,7 @@ class Ending:
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._deadline = 0.0
+        self._patience: Patience | None = None
         self._evaluated = False
         self._opened_another = False
         """A loader has given batches that was not being read when all ran dry."""
@@ -63,7 +63,7 @@ class Ending:
         if at_once or lasting or not self._reading:
             self.stop()
         self.draining = self.mode.answers.finishing = True
-        self._deadline = time.monotonic() + _SECONDS_AFTER
+        self._patience = Patience(_SECONDS_AFTER)
         self.mode.on_real_op = self._watch_time
 
     def before_module(self, *, training: bool) -> None:
@@ -86,7 +86,7 @@ class Ending:
 
     def _watch_time(self) -> None:
         """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
-        if time.monotonic() > self._deadline:
+        if self._patience is not None and self._patience.over:
             self.stop()
 
     def stop(self) -> None:

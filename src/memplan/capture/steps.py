@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as optim_module
 
+from memplan.capture.patience import Patience
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StepWatcher:
         self.completed = 0
         self.steady = False
         self.stop_reason = ""
-        self._began = time.monotonic()
+        self._patience = Patience(_PATIENCE_SECONDS)
         self._forwards: list[int] = []
         self._forwards_in_a_step = 0
         self._first: int | None = None
@@ -181,10 +181,9 @@ class StepWatcher:
         return []
 
     def _out_of_patience(self) -> bool:
-        slow = time.monotonic() - self._began > _PATIENCE_SECONDS
         # The state grows step by step where it is a history (L-BFGS).
         enough = max(DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
-        return self.completed >= enough or (slow and self.completed > _STATE_STEPS)
+        return self.completed >= enough or (self._patience.over and self.completed > _STATE_STEPS)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -8,10 +8,18 @@ import numpy as np
 
 from memplan.phases.steps import StepTable, find_steps
 from memplan.types.errors import NoAnswerError, UsageError
-from memplan.types.trace import I64, EventKind, Phase, Trace
+from memplan.types.step_graph import Bools
+from memplan.types.trace import I32, I64, EventKind, Phase, Trace
 
 AGAIN = -2
 """`Ops.call` of what backward runs with gradients."""
+
+
+def call_numbers(call: I32) -> tuple[I64, Bools]:
+    """Of `Ops.call`: the number of the call, or what is negative, and which operators are inside
+    the forward of an `autograd.Function`."""
+    in_function = call < AGAIN
+    return np.where(in_function, AGAIN - 1 - call.astype(np.int64), call), in_function
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ def _range(trace: Trace, step: int | None) -> tuple[int, int, int, int]:
 def _pass(trace: Trace, start: int, backward: int, stop: int, first: int, end: int) -> Pass:
     ops = trace.ops
     # What a call of a module does without gradients before anything else belongs to it as well.
-    while start > first and ops.call[start] >= 0 and ops.call[start - 1] == ops.call[start]:
+    call, _ = call_numbers(ops.call[first : start + 1])
+    while start > first and call[start - first] >= 0 and call[start - 1 - first] == call[-1]:
         start -= 1
     last_event = int(ops.event[stop]) if stop < len(ops) else end
     return Pass(start, backward, stop, int(ops.event[start]), min(last_event, end))

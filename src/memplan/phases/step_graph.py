@@ -9,7 +9,7 @@ import numpy as np
 from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
 from memplan.phases.op_cost import op_seconds
 from memplan.phases.pass_values import PassValues, pass_values
-from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, step_passes
+from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, call_numbers, step_passes
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
@@ -47,13 +47,14 @@ def step_graph(
     base = int(alive[chosen.first_event]) - int(values.bytes[values.alloc < 0].sum())
     values = values.with_scratch(_scratch_bytes(trace, chosen, values, alive - base))
     call = _calls(trace, chosen)
+    _, in_function = call_numbers(trace.ops.call[rows])
     names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
     replayable = replayable_rows(names, call, values)
     where = RowFacts(
         forward=forward,
         call=call,
         replayable=replayable,
-        without_gradients=trace.ops.phase[rows] == Phase.EVALUATION,
+        without_gradients=(trace.ops.phase[rows] == Phase.EVALUATION) | in_function,
         again=trace.ops.call[rows] == AGAIN,
     )
     droppable = droppable_values(values, where)
@@ -162,7 +163,7 @@ def _rest_peak(found: StepPasses, alike: list[Pass], alive: I64) -> int:
 def _calls(trace: Trace, chosen: Pass) -> I64:
     """Calls of the pass renumbered from 0: those in which something runs with gradients."""
     rows = slice(chosen.start, chosen.stop)
-    call = trace.ops.call[rows].astype(np.int64)
+    call, _ = call_numbers(trace.ops.call[rows])
     call[chosen.backward - chosen.start :] = -1
     counts = np.unique(call[(trace.ops.phase[rows] == Phase.FORWARD) & (call >= 0)])
     known = np.isin(call, counts)

@@ -232,7 +232,8 @@ class Ops:
     call: I32
     """Number of the call of a root module (one that no other module called) that the op belongs
     to, counted over the run from 0; -1 outside such calls. In the backward pass -2 for what runs
-    with gradients, such as the forward of a checkpointed block that runs again, and else -1."""
+    with gradients, such as the forward of a checkpointed block that runs again, and else -1. In
+    call N, inside the forward of an `autograd.Function`, which runs without gradients: -3 - N."""
     flops: I64
     """Floating-point operations as `torch.utils.flop_counter` counts them for the op's shapes;
     0 for ops that it has no formula for."""

@@ -66,7 +66,7 @@ def _check_ops(trace: Trace, where: str) -> None:
         "step": (0, 1 << 31),
         "source": (0, strings),
         "stream": (-1, 1 << 31),
-        "call": (-2, 1 << 31),
+        "call": (-(1 << 30), 1 << 31),
         "flops": (0, MAX_FLOPS),
         "moved_bytes": (-1, MAX_MOVED_BYTES),
         "reads": (0, storages),
