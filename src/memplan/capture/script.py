@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
 from memplan.capture.context import shown_path
+from memplan.capture.distributed.peers import peers
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import CaptureOptions, ScriptTarget
@@ -38,6 +39,15 @@ def capture_script(
     Raises UsageError when the program cannot be found or refuses its arguments, and CaptureError
     when it fails, never steps an optimizer or asks nothing of the device.
     """
+    with peers(target, options, capture_script):
+        return _capture(target, options, within)
+
+
+def _capture(
+    target: ScriptTarget,
+    options: CaptureOptions,
+    within: AbstractContextManager[object] | None,
+) -> Trace:
     session = CaptureSession(options)
     box = sandbox(
         allow_network=options.allow_network,

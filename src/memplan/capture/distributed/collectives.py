@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.distributed import arithmetic
@@ -175,20 +175,39 @@ class Collectives:
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         form = _FORMS[func]
         group = ProcessGroup.unbox(args[form.group])
+        op = _op_name(args[form.reduces]) if form.reduces is not None else "AVG"
+        work = self.start(func, group, args[form.inputs], args[form.outputs], op, args)
+        handle = Work.boxed(work)
+        return (args[form.outputs], handle) if form.returns else handle
+
+    def start(
+        self,
+        func: Any,
+        group: ProcessGroup,
+        given: Any,
+        result: Any,
+        op: str = "AVG",
+        args: tuple[Any, ...] = (),
+    ) -> Work:
+        """Record the operator `func` on tensors of a group, and work out what it writes.
+
+        `args` are its arguments, where they say more (roots, splits, `async_op`).
+        """
+        form = _FORMS[func]
         call = Call(
             kind=form.kind,
-            inputs=_listed(args[form.inputs]),
-            outputs=_listed(args[form.outputs]),
+            inputs=_listed(given),
+            outputs=_listed(result),
             rank=group.rank(),
             size=group.size(),
-            op=_op_name(args[form.reduces]) if form.reduces is not None else "AVG",
+            op=op,
             args=args,
         )
         inputs, outputs = list(_tensors(call.inputs)), list(_tensors(call.outputs))
-        handle = self._record(func, form, group, call, inputs, outputs)
+        work = self._record(func, form, group, call, inputs, outputs)
         for out, value in form.rule(call, self._known):
             self._put(out, value, inputs)
-        return (args[form.outputs], handle) if form.returns else handle
+        return work
 
     # Memory
 
@@ -200,7 +219,7 @@ class Collectives:
         call: Call,
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
-    ) -> Any:
+    ) -> Work:
         mode = self.mode
         fakes = [item for item in (*inputs, *outputs) if isinstance(item, FakeTensor)]
         if not any(item.fake_device.type == mode.device_type for item in fakes):
@@ -224,7 +243,7 @@ class Collectives:
         if not asynchronous:
             return finished(outputs)
         done = (lambda: None) if own_stream is None else (lambda: self._wait(own_stream, None))
-        return self.works.boxed(RankWork(outputs, inputs, done))
+        return self.works.kept(RankWork(outputs, inputs, done))
 
     def _wait(self, ahead: int, waits: int | None) -> None:
         """A stream, by default the current one, waits for what another has been given so far."""

@@ -11,12 +11,14 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.distributed import dtensor
+from memplan.capture.distributed import dtensor, peers
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
+from memplan.capture.distributed.functional import FunctionalCollectives
 from memplan.capture.distributed.groups import ProcessGroups, register_backend
 from memplan.capture.distributed.nccl import ProcessGroupNCCL
 from memplan.capture.distributed.objects import ObjectCollectives
+from memplan.capture.distributed.pipeline import Pipelines
 from memplan.capture.distributed.place import environment, rank_environment
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
@@ -59,7 +61,11 @@ class Distributed:
         self.mode.collectives.update(collectives.handlers())
         self.mode.collectives[torch.ops.aten.is_pinned.default] = _is_pinned
         self.mode.observe(torch.ops.aten.copy_.default, _learn_copied)
+        functional = FunctionalCollectives(self.mode, collectives)
+        functional.install(patches, watcher)
+        stack.callback(functional.clear)
         stack.callback(collectives.works.clear)
+        Pipelines(self.mode, self._communicators, peers.current()).install(patches, watcher)
         stack.callback(groups.close)
         self._replace(stack, patches, groups)
 

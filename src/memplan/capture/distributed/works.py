@@ -75,9 +75,10 @@ def done(outputs: list[torch.Tensor]) -> Any:
     return future
 
 
-def finished(outputs: list[torch.Tensor]) -> Any:
-    """The handle of a collective that is done, as an operator returns it."""
-    return Work.boxed(_create_work_from_future(done(outputs)))
+def finished(outputs: list[torch.Tensor]) -> Work:
+    """The handle of a collective that is done."""
+    work: Work = _create_work_from_future(done(outputs))
+    return work
 
 
 class Works:
@@ -86,13 +87,13 @@ class Works:
     def __init__(self) -> None:
         self._kept: deque[RankWork] = deque(maxlen=_KEPT)
 
-    def boxed(self, work: RankWork) -> Any:
-        """A handle of an asynchronous collective, as an operator returns it."""
+    def kept(self, work: RankWork) -> RankWork:
+        """The same, while C++ may ask for it."""
         for kept in self._kept:
             if sys.getrefcount(kept) <= _REFERENCES_OF_THE_QUEUE:
                 kept.release()  # dropped without a wait
         self._kept.append(work)
-        return Work.boxed(work)
+        return work
 
     def clear(self) -> None:
         self._kept.clear()

@@ -1,0 +1,155 @@
+"""Functional collectives (`_c10d_functional`), which distributed tensors and traced code use.
+
+PyTorch makes each of a tensor of its own and an asynchronous collective, whose handle
+`wait_tensor` finds by the tensor (`torch/csrc/distributed/c10d/Functional.cpp`). So here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work, _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capture.importing import ImportWatcher
+from memplan.capture.patching import Patches
+
+if TYPE_CHECKING:
+    from memplan.capture.distributed.collectives import Collectives
+    from memplan.capture.mode import CaptureMode
+
+aten = torch.ops.aten
+c10d = torch.ops.c10d
+functional = torch.ops._c10d_functional
+_MODULE = "torch.distributed._functional_collectives"
+
+
+class FunctionalCollectives:
+    """Handlers of the operators."""
+
+    def __init__(self, mode: CaptureMode, collectives: Collectives) -> None:
+        self.mode = mode
+        self.collectives = collectives
+        self._pending: dict[int, Work] = {}
+        """By the result's storage, which the handle keeps alive."""
+
+    def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
+        """By operator; each takes the operator, its arguments and its keyword arguments."""
+        answers: dict[Any, Callable[..., Any]] = {
+            functional.all_reduce.default: lambda x, op, group: self._reduce(_copy, x, op, group),
+            functional.all_reduce_.default: lambda x, op, group: self._reduce(_same, x, op, group),
+            functional.all_reduce_coalesced.default: lambda xs, op, group: [
+                self._reduce(_copy, x, op, group) for x in xs
+            ],
+            functional.all_reduce_coalesced_.default: lambda xs, op, group: [
+                self._reduce(_same, x, op, group) for x in xs
+            ],
+            functional.broadcast.default: lambda x, src, group: self._broadcast(_copy, x, group),
+            functional.broadcast_.default: lambda x, src, group: self._broadcast(_same, x, group),
+            functional.all_gather_into_tensor.default: self._all_gather,
+            functional.all_gather_into_tensor_out.default: self._all_gather,
+            functional.all_gather_into_tensor_coalesced.default: lambda xs, size, group: [
+                self._all_gather(x, size, group) for x in xs
+            ],
+            functional.reduce_scatter_tensor.default: self._reduce_scatter,
+            functional.reduce_scatter_tensor_out.default: self._reduce_scatter,
+            functional.reduce_scatter_tensor_coalesced.default: lambda xs, op, size, group: [
+                self._reduce_scatter(x, op, size, group) for x in xs
+            ],
+            functional.all_to_all_single.default: self._all_to_all,
+            functional.wait_tensor.default: self._wait,
+        }
+        return {func: _adapted(answer) for func, answer in answers.items()}
+
+    def install(self, patches: Patches, watcher: ImportWatcher) -> None:
+        """Until `patches.undo()`."""
+        self.mode.collectives.update(self.handlers())
+
+        def adapt(module: ModuleType) -> None:
+            # Its rule for fake tensors makes a tensor of its own; what runs wraps the one it gets.
+            if hasattr(functional, "_wrap_tensor_autograd"):
+                self.mode.collectives[functional._wrap_tensor_autograd.default] = _adapted(
+                    module.AsyncCollectiveTensor
+                )
+
+        watcher.add(_MODULE, adapt)
+
+    def clear(self) -> None:
+        """Forget what was never waited for."""
+        self._pending.clear()
+
+    def _reduce(self, begin: Any, x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+        out = begin(self, x)
+        return self._started(c10d.allreduce_.default, group, out, out, op.upper())
+
+    def _broadcast(self, begin: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        out = begin(self, x)
+        return self._started(c10d.broadcast_.default, group, out, out)
+
+    def _all_gather(
+        self, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = self._empty(x, [x.shape[0] * size, *x.shape[1:]])
+        return self._started(c10d._allgather_base_.default, group, x, out)
+
+    def _reduce_scatter(
+        self, x: torch.Tensor, op: str, size: int, group: Any, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            out = self._empty(x, [x.shape[0] // size, *x.shape[1:]])
+        return self._started(c10d._reduce_scatter_base_.default, group, x, out, op.upper())
+
+    def _all_to_all(
+        self, x: torch.Tensor, receives: Sequence[int], sends: Sequence[int], group: Any
+    ) -> torch.Tensor:
+        out = self._empty(x, [sum(receives), *x.shape[1:]])
+        args = (out, x, None, list(receives), list(sends))
+        return self._started(c10d.alltoall_base_.default, group, x, out, args=args)
+
+    def _wait(self, x: torch.Tensor) -> torch.Tensor:
+        work = self._pending.pop(x.untyped_storage()._cdata, None)
+        if work is not None:
+            work.wait()
+        return x
+
+    def _started(
+        self,
+        func: Any,
+        group: Any,
+        given: torch.Tensor,
+        out: torch.Tensor,
+        op: str = "AVG",
+        args: tuple[Any, ...] = (),
+    ) -> torch.Tensor:
+        if not isinstance(group, ProcessGroup):
+            group = _resolve_process_group(group)
+        work = self.collectives.start(func, group, given, out, op, args)
+        self._pending[out.untyped_storage()._cdata] = work
+        return out
+
+    def _empty(self, like: torch.Tensor, shape: list[int]) -> torch.Tensor:
+        options = {"dtype": like.dtype, "device": like.device}
+        if not isinstance(like, FakeTensor):
+            return torch.empty(shape, **options)  # type: ignore[call-overload, no-any-return]
+        made: torch.Tensor = self.mode.fake(aten.empty.memory_format, (shape,), options)
+        return made
+
+
+def _copy(own: FunctionalCollectives, x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(x, FakeTensor):
+        return x.clone(memory_format=torch.contiguous_format)
+    layout = {"memory_format": torch.contiguous_format}
+    made: torch.Tensor = own.mode.fake(aten.clone.default, (x,), layout)
+    return made
+
+
+def _same(_own: FunctionalCollectives, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _adapted(answer: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    return lambda _func, args, kwargs: answer(*args, **kwargs)

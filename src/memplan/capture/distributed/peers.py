@@ -1,0 +1,143 @@
+"""What another rank would say, found out by running the script as that rank.
+
+A process forked before the capture begins, when PyTorch has computed nothing yet, waits for
+questions. For each it forks once more, runs the script under a capture of its own as the rank that
+is asked, and passes on what that rank tells; there the run ends. That rank may ask the one before
+it in the same way. Nothing of this outlives the capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+from memplan.capture.mode import EnoughSeen
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.types.errors import CaptureError, MemplanError
+
+PATIENCE_SECONDS = 600.0
+_PR_SET_PDEATHSIG = 1
+
+Run = Callable[[ScriptTarget, CaptureOptions], object]
+
+
+@dataclass
+class Peers:
+    """The other ranks, as one capture sees them."""
+
+    questions: Connection | None = None
+    """Where this capture asks; None: nobody is there."""
+    answers: Connection | None = None
+    """Where it answers, if it is itself only asked."""
+    wanted: str = ""
+
+    def ask(self, rank: int, key: str) -> Any:
+        """What `rank` tells under `key`, or None if nobody can be asked.
+
+        Raises CaptureError when the script fails as that rank, or does not tell in time.
+        """
+        if self.questions is None:
+            return None
+        self.questions.send((rank, key))
+        failure, hint = f"did not come to tell of {key}", ""
+        with suppress(EOFError):
+            if self.questions.poll(PATIENCE_SECONDS):
+                known, answer = self.questions.recv()
+                if known:
+                    return answer
+                failure, hint = answer
+        raise CaptureError(
+            f"rank {rank}, which was run to learn what it sends to this one: {failure}",
+            hint or "look at that rank alone: memplan estimate --rank " + str(rank),
+        )
+
+    def tell(self, key: str, what: Any) -> None:
+        """Answer, if that is what this run is for; raises EnoughSeen then."""
+        if self.answers is not None and key == self.wanted:
+            self.answers.send((True, what))
+            self.answers = None
+            raise EnoughSeen
+
+
+_current = Peers()
+
+
+def current() -> Peers:
+    """The peers of the capture that is about to begin, or runs."""
+    return _current
+
+
+@contextmanager
+def peers(target: ScriptTarget, options: CaptureOptions, run: Run) -> Iterator[None]:
+    """While entered, other ranks of a job of several can be asked; `run` captures a script."""
+    if options.place is None or options.place.world_size == 1 or not hasattr(os, "fork"):
+        yield
+        return
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _serve(theirs, target, options, run)
+    theirs.close()
+    _current.questions = ours
+    try:
+        yield
+    finally:
+        _current.questions = None
+        ours.close()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _serve(asked: Connection, target: ScriptTarget, options: CaptureOptions, run: Run) -> NoReturn:
+    """The waiting process."""
+    try:
+        _die_with_parent()
+        while True:
+            rank, key = asked.recv()
+            pid = os.fork()
+            if pid == 0:
+                _answer(asked, rank, key, target, options, run)
+            os.waitpid(pid, 0)
+    finally:  # the pipe's other end was closed
+        os._exit(0)
+
+
+def _answer(
+    asked: Connection,
+    rank: int,
+    key: str,
+    target: ScriptTarget,
+    options: CaptureOptions,
+    run: Run,
+) -> NoReturn:
+    """One run of the script as another rank."""
+    global _current
+    try:
+        _die_with_parent()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)
+        _current = Peers(answers=asked, wanted=key)
+        assert options.place is not None
+        place = replace(options.place, rank=rank)
+        failure = (f"ended without telling of {key}", "")
+        try:
+            run(target, replace(options, place=place, progress=None, only_writes=()))
+        except MemplanError as error:
+            failure = (error.message, error.hint)
+        if _current.answers is not None:
+            asked.send((False, failure))
+    finally:
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
