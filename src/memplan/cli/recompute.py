@@ -107,7 +107,7 @@ def _text(plain: int, points: list[Point], budget: int | None, least: int | None
         )
     lines = [f"{'peak':>12}  {'of plain':>8}  added time"]
     lines += [
-        f"{format_bytes(point.peak_bytes):>12}  {point.peak_bytes / plain:>8.0%}  "
+        f"{format_bytes(point.peak_bytes):>12}  {point.peak_bytes / plain:>8.1%}  "
         f"+{point.added_fraction:.1%}"
         for point in points
     ]

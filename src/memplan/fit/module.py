@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memplan.capture.module import capture_module
 from memplan.capture.options import CaptureOptions
@@ -35,6 +36,8 @@ _SEARCHES_DIFFER = 1.01
 """A search ends by the clock: another one may end a little above the least peak of the first."""
 _ATTEMPTS = 4
 """At a budget: a selection's peak as captured again may be a little above the expected one."""
+_WORTH = 0.01
+"""Fraction of the peak below which a selection is not worth its time, where none is asked for."""
 _AMONG_EQUAL_FLOPS = 1e-4
 """Weight of time where only arithmetic counts: most operators have none."""
 
@@ -91,13 +94,14 @@ def auto_checkpoint(
     Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
     other input shapes work too; the promise is for the sample's.
 
-    Raises UsageError for a budget that is no size, InfeasibleError (with the least possible peak)
-    for one that cannot be met, CaptureError when the step cannot be captured. The module is then
+    Raises UsageError for what is no module or a budget that is no size, InfeasibleError (with the
+    least possible peak) for one that cannot be met, CaptureError when the step cannot be captured. The module is then
     as before.
     """
+    _check_module(module)
     limit = parse_size(budget) if isinstance(budget, str) else budget
-    if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
-        raise UsageError(f"a budget of {limit} bytes", "a size such as 8GiB")
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
     if cost not in ("time", "flops"):
         raise UsageError(f"cost={cost!r}", "time or flops")
     if not most_added >= 0:
@@ -108,11 +112,20 @@ def auto_checkpoint(
         if len(sample) == 1 and isinstance(sample[0], Mapping)
         else (sample, {})
     )
-    planner = _Planner(module, args, kwargs, loss, output_held, profile, search_seconds)
-    planner.prepare("device" if cost == "time" and gpu is None else cost)
-    part, added = planner.plan(limit, most_added)
+    with torch.inference_mode(False), torch.enable_grad():
+        planner = _Planner(module, args, kwargs, loss, output_held, profile, search_seconds)
+        planner.prepare("device" if cost == "time" and gpu is None else cost)
+        part, added = planner.plan(limit, most_added)
     applied = AppliedToModule(module, part) if part.groups else None
     return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"{type(module).__name__} is no torch.nn.Module", "a module to train")
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet", "module(*sample) once, which gives it one")
 
 
 def _profile_of(module: torch.nn.Module) -> DeviceProfile:
@@ -196,8 +209,8 @@ class _Planner:
             return part, added
         again = math.ceil(part.peak_bytes * _SEARCHES_DIFFER)
         raise InfeasibleError(
-            f"no selection found keeps the peak within {limit:,} bytes; the least found is "
-            f"{part.peak_bytes:,} (it is {self.plain_bytes:,} without any)",
+            f"no selection found keeps the peak within {format_bytes(limit)}; the least found is "
+            f"{format_bytes(part.peak_bytes)} (it is {format_bytes(self.plain_bytes)} without any)",
             f"budget={again}, a smaller batch or shorter sequences",
         )
 
@@ -217,7 +230,10 @@ class _Planner:
             plans.append(self._verified(found.solution, 0))
             if self._graph is graph:
                 break
-        return min(plans, key=lambda plan: plan[0].peak_bytes)
+        best = min(plans, key=lambda plan: plan[0].peak_bytes)
+        if best[0].peak_bytes > (1 - _WORTH) * self.plain_bytes:
+            return RecomputePart(groups=[], budget_bytes=0, peak_bytes=self.plain_bytes), 0.0
+        return best
 
     def _least_peak(self) -> Selection:
         return _selection(least_peak(self._graph, deadline_seconds=self._seconds)) or Selection()
