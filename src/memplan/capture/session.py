@@ -168,6 +168,7 @@ class CaptureSession:
 
         patches.set(torch.nn.Module, "__call__", call)
         patches.set(threading.Thread, "run", run)
+        patches.set(fake_tensor.log, "disabled", True)  # what it says there, it raises too
         patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
 
     def _install_kernels(self, stack: ExitStack, patches: Patches) -> None:
