@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -365,13 +366,15 @@ def test_accelerate_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 DDP_JOB = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 body = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 net = torch.nn.parallel.DistributedDataParallel(body)
 optimizer = torch.optim.AdamW(net.parameters())
 torch.manual_seed(dist.get_rank())
+profiler = torch.profiler.profile()
+profiler.start()
 for step in range(3):
     loss = net(torch.randn(16, 8)).square().mean()
     loss.backward()
@@ -379,6 +382,9 @@ for step in range(3):
     optimizer.zero_grad()
     # In one write: the ranks share stdout.
     print(f"rank {dist.get_rank()} step {step} {loss.item().hex()}\\n", end="", flush=True)
+profiler.stop()
+calls = sum(event.count for event in profiler.key_averages() if event.key == "aten::relu")
+print(f"{calls} calls\\n", end="", flush=True, file=sys.stderr)
 dist.destroy_process_group()
 """
 
@@ -394,8 +400,9 @@ def test_run_below_torchrun(tmp_path: Path) -> None:
     plain, planned = (_launched(words, tmp_path) for words in (launch.words(), below))
     assert sorted(planned.stdout.splitlines()) == sorted(plain.stdout.splitlines())
     assert len(plain.stdout.splitlines()) == 6
-    # What a plan names and a job has not is said there.
-    assert "memplan:" not in planned.stderr
+    calls = [re.findall(r"^(\d+) calls$", done.stderr, re.M) for done in (plain, planned)]
+    assert calls[0] == ["3", "3"]
+    assert [int(count) > 3 for count in calls[1]] == [True, True]
 
 
 def _launched(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
