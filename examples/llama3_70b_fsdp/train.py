@@ -1,6 +1,6 @@
 """Pretraining of Llama-3-70B sharded over all ranks: FSDP2, bf16 mixed precision, AdamW.
 
-    torchrun --nnodes 8 --nproc-per-node 8 … examples/llama3_70b_fsdp/train.py
+torchrun --nnodes 8 --nproc-per-node 8 … examples/llama3_70b_fsdp/train.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What distributed tensors cost a capture: work that PyTorch repeats for every element of a list."""
+"""What distributed tensors cost a capture: work repeated for every element of a list."""
 
 from __future__ import annotations
 
