@@ -106,7 +106,7 @@ def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_fits_gets_an_empty_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit("--gpu", "24GiB", "-o", "job.plan", "train.py") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fits without a plan: peak ")
+    assert lines[0].startswith("peak ") and ": fits, " in lines[0]
     plan = load_plan("job.plan")
     assert plan.recompute is None and plan.alloc_conf == ""
 
