@@ -281,7 +281,7 @@ def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    words = "--gpu 600MiB --maximize batch_size --json -o job.trace train.py --batch-size=5"
+    words = "--gpu 900MiB --maximize batch_size --json -o job.trace train.py --batch-size=5"
     done = memplan(tmp_path, *words.split())
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)

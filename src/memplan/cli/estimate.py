@@ -18,6 +18,7 @@ from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
 from memplan.cli.command import CONF_VARIABLES, EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
+from memplan.cli.from_snapshot import explain_snapshot
 from memplan.cli.job import Job, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
@@ -40,7 +41,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "memplan estimate [options] SCRIPT [ARGS…]\n"
         "       memplan estimate [options] -m MODULE [ARGS…]\n"
-        "       memplan estimate [options] torchrun|accelerate launch|srun|… SCRIPT [ARGS…]"
+        "       memplan estimate [options] torchrun|accelerate launch|srun|… SCRIPT [ARGS…]\n"
+        "       memplan estimate [--gpu NAME|SIZE] [--json] --from-snapshot FILE"
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
@@ -53,6 +55,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="a package that only the GPU machine has, or a file of rules")  # fmt: skip
     add_rank_options(parser, several=True)
     add_maximize_options(parser)
+    add("--from-snapshot", metavar="FILE",
+        help="no script: why the job of a PyTorch memory snapshot ran out of memory")  # fmt: skip
     add("--plan", metavar="PLAN", help="with this plan in effect, as memplan run would have it")
     add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
@@ -65,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.from_snapshot is not None:
+        return explain_snapshot(args, find_profile(args.gpu) if args.gpu else None)
     job = read_job(args, _USAGE)
     target = job.launch.target
     script = target.name if target.kind == "script" else ""

@@ -51,7 +51,7 @@ def estimate(
     return Estimate(
         memplan_version=__version__,
         torch_version=meta.torch_version,
-        gpu=None if profile is None else _gpu_info(profile),
+        gpu=None if profile is None else gpu_info(profile),
         fits=fits,
         peak_bytes=peak,
         low_bytes=low,
@@ -130,7 +130,8 @@ def _communication_notes(trace: Trace, communication: Bounds) -> list[str]:
     ]
 
 
-def _gpu_info(profile: DeviceProfile) -> GpuInfo:
+def gpu_info(profile: DeviceProfile) -> GpuInfo:
+    """The card as answers name it."""
     return GpuInfo(
         name=profile.name,
         device_name=profile.device_name,

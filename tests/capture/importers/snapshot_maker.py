@@ -37,8 +37,11 @@ class MadeSegment:
 class Maker:
     """One device. `stream` arguments are pointers, as in PyTorch; 0 is the default stream."""
 
-    def __init__(self, device: int = 0, *, expandable: bool = False) -> None:
+    def __init__(
+        self, device: int = 0, *, expandable: bool = False, capacity: int | None = None
+    ) -> None:
         self.device = device
+        self.capacity = capacity
         self.expandable = expandable
         self.segments: list[MadeSegment] = []
         self.entries: list[dict[str, Any]] = []
@@ -59,7 +62,11 @@ class Maker:
     ) -> int:
         size = max(512, -(-nbytes // 512) * 512)
         small = size <= MIB
-        block, segment = self._find(size, stream, small) or self._grow(size, stream, small)
+        try:
+            block, segment = self._find(size, stream, small) or self._grow(size, stream, small)
+        except MemoryError:
+            self._log("oom", self.device_free(), size, stream, frames)
+            raise
         rest = block.size - size
         if rest >= 512 if small or self.expandable else rest > MIB:
             tail = MadeBlock(block.address + size, rest)
@@ -96,6 +103,14 @@ class Maker:
             elif all(block.state == "inactive" for block in segment.blocks):
                 self.segments.remove(segment)
                 self._log("segment_free", segment.address, segment.size, segment.stream)
+
+    def device_free(self) -> int:
+        """What `cudaMemGetInfo` would call free."""
+        assert self.capacity is not None
+        return self.capacity - sum(segment.size for segment in self.segments)
+
+    def _full(self, more: int) -> bool:
+        return self.capacity is not None and self.device_free() < more
 
     def live(self) -> list[int]:
         blocks = [block for segment in self.segments for block in segment.blocks]
@@ -165,7 +180,8 @@ class Maker:
         note: str = "",
     ) -> None:
         self.clock += 7
-        entry = {"action": action, "addr": address, "size": size, "stream": stream}
+        place = "device_free" if action == "oom" else "addr"
+        entry = {"action": action, place: address, "size": size, "stream": stream}
         entry |= {"time_us": self.clock, "compile_context": "N/A", "user_metadata": note}
         self.entries.append(entry | {"pool_id": (0, 0), "frames": frames or []})
         self.states.append(self._state)
@@ -194,6 +210,10 @@ class Maker:
         if self.expandable:
             return self._map(size, stream, small)
         taken = SMALL if small else LARGE if size < 10 * MIB else -(-size // SMALL) * SMALL
+        if self._full(taken):
+            self.empty_cache()  # as PyTorch does before it gives up
+            if self._full(taken):
+                raise MemoryError
         block = MadeBlock(self._next, taken)
         segment = MadeSegment(self._next, taken, stream, small, [block])
         self._next += taken + 64 * MIB

@@ -18,6 +18,7 @@ _NATIVE_OPERATOR = re.compile(r"\bat::_ops::(\w+)::(?:call|redispatch)\b")
 _ALLOCATING_ONLY = re.compile(r"^(?:empty|new_empty|resize|_resize|set_|_to_copy$|clone$)")
 _TORCH = re.compile(r"(?:^|/)(torch/(?!testing/).*)\.py$")
 _LIBRARY = re.compile(r"(?:^|/)(?:site|dist)-packages/|(?:^|/)lib/python3[^/]*/|^<")
+MOST_FRAMES = 16
 _RUNS_BACKWARD = ("_engine_run_backward", "unpack_hook", "recompute_fn")
 
 
@@ -83,6 +84,16 @@ def _source(stack: _Stack) -> str:
     own = [place for place in outside if not _LIBRARY.search(place[0])]
     file, line = next(iter(own or outside), ("", 0))
     return f"{file}:{line}" if file else ""
+
+
+def user_stack(frames: Any) -> list[str]:
+    """`file:line function` of the frames outside PyTorch and other installed packages, innermost
+    first; without such frames, of all that are Python's. Frames as `FrameReader.place` takes them.
+    """
+    stack = [(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames or ()]
+    python = [one for one in stack if not _NATIVE_FILE.search(one[0])]
+    own = [one for one in python if not _TORCH.search(one[0]) and not _LIBRARY.search(one[0])]
+    return [f"{file}:{line} {name}" for file, line, name in (own or python)[:MOST_FRAMES]]
 
 
 def _operator(stack: _Stack) -> str:

@@ -47,12 +47,11 @@ def read_snapshot(path: Path | str) -> Trace:
     """
     path = Path(path)
     with paused_collection():
-        trace = _import(path, read_schema(path))
-    check_trace(trace, str(path))
-    return trace
+        return snapshot_trace(path, read_schema(path))
 
 
-def _import(path: Path, snapshot: Snapshot) -> Trace:
+def snapshot_trace(path: Path, snapshot: Snapshot) -> Trace:
+    """What `read_snapshot` makes of a file that was read; `path` is for messages."""
     importer = _Importer(str(path))
     for device, entries in enumerate(snapshot.device_traces):
         held = [segment for segment in snapshot.segments if segment.device == device]
@@ -60,7 +59,9 @@ def _import(path: Path, snapshot: Snapshot) -> Trace:
             importer.start(device, rewind(held, entries))
     for device, entry in _in_order(snapshot):
         importer.entry(device, entry)
-    return importer.trace(_alloc_conf(snapshot.allocator_settings))
+    trace = importer.trace(_alloc_conf(snapshot.allocator_settings))
+    check_trace(trace, str(path))
+    return trace
 
 
 def _in_order(snapshot: Snapshot) -> Iterator[tuple[int, Entry]]:

@@ -55,6 +55,8 @@ class Entry(msgspec.Struct):
     stream: Stream = 0
     time_us: int | None = None
     user_metadata: str | None = None
+    device_free: Size | None = None
+    """Only of `oom`."""
     frames: Any = ()
 
 
