@@ -28,6 +28,7 @@ from memplan.capture.answers import Answers, Assumptions
 from memplan.capture.context import Context
 from memplan.capture.fan_in import FanIn
 from memplan.capture.fast_fake import FastFakeMode
+from memplan.capture.host_memory import HostMemory
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.recorder import Recorder
 from memplan.capture.values import Values, small_enough
@@ -136,6 +137,7 @@ class CaptureMode(TorchDispatchMode):
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.fake_mode = DeviceFakeMode()
         self.recorder = Recorder()
+        self.host = HostMemory(self.recorder, enabled=device_type != "cpu")
         self.context = Context(self.recorder.builder)
         self.values = Values()
         self.assumptions = Assumptions()
@@ -196,8 +198,10 @@ class CaptureMode(TorchDispatchMode):
         if not ours:
             if self.on_real_op is not None:
                 self.on_real_op()
-            if "pin_memory" in kwargs:  # pinning needs a driver
-                kwargs = {**kwargs, "pin_memory": None}
+            if kwargs.get("pin_memory"):  # pinning needs a driver
+                result = func(*args, **{**kwargs, "pin_memory": None})
+                self.host.pin(result)
+                return result
             return func(*args, **kwargs)
         with self._lock:
             if torch._C._len_torch_function_stack():
@@ -263,6 +267,7 @@ class CaptureMode(TorchDispatchMode):
         if recorder.finished:
             raise EnoughSeen
         recorder.flush()
+        self.host.tick()
         frame = self.acting_for if self.acting else _caller()
         stream_before = recorder.stream
         recorder.stream = self.context.locate(frame, stream_before)
@@ -335,6 +340,10 @@ class CaptureMode(TorchDispatchMode):
         if fakes is None:
             fakes, has_real = _tensors(args, kwargs)
         if has_real:
+            if func._schema.is_mutable:
+                for tensor in _mutated(func, args, kwargs, torch.Tensor):
+                    if not isinstance(tensor, FakeTensor):
+                        self.host.written(tensor)
             args, kwargs, made = self._without_real(args, kwargs)
             fakes = [*fakes, *made]
         known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
@@ -424,6 +433,8 @@ class CaptureMode(TorchDispatchMode):
         """Track a fake tensor on the device; -1 for one that lives on the host."""
         device = tensor.fake_device
         if device.type != self.device_type:
+            if device.type == "cpu":
+                self.host.track(tensor)
             return -1
         if (device.index or 0) >= self.devices:
             has = "one device" if self.devices == 1 else f"{self.devices} devices"
@@ -480,6 +491,7 @@ class CaptureMode(TorchDispatchMode):
             (tuple(tensor.size()), tuple(tensor.stride())),
             {"dtype": tensor.dtype, "device": device},
         )
+        self.host.stand_in(fake)
         if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
             self.values.learn(fake, tensor.detach())
         return fake
@@ -527,6 +539,8 @@ class CaptureMode(TorchDispatchMode):
             number = self.number_of(tensor)
             if number >= 0:
                 self.recorder.builder.set_role(number, role, name)
+            else:
+                self.host.role_of(tensor, role)
         elif hasattr(tensor, "__tensor_flatten__"):
             for attribute in tensor.__tensor_flatten__()[0]:
                 self.role_of(getattr(tensor, attribute), role, name)
@@ -573,12 +587,14 @@ def _flat(result: Any, kind: type = FakeTensor) -> list[Any]:
     return [result] if isinstance(result, kind) else []
 
 
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[FakeTensor]:
+def _mutated(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = FakeTensor
+) -> Iterator[Any]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         item = args[position] if position < len(args) else kwargs.get(argument.name)
-        if isinstance(item, FakeTensor):
+        if isinstance(item, kind):
             yield item
         elif isinstance(item, (list, tuple)):
-            yield from (inner for inner in item if isinstance(inner, FakeTensor))
+            yield from (inner for inner in item if isinstance(inner, kind))

@@ -28,7 +28,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) in (torch.Tensor, torch.nn.Parameter) and _is_plain_cpu(data):
-            data = mode.fakify(data)
+            data = _adopted(mode, data)
         own_class = isinstance(data, FakeTensor) and type(data) is not FakeTensor
         if own_class and isinstance(data, torch.nn.Parameter):  # of a package, being moved
             return data.requires_grad_(requires_grad)
@@ -61,7 +61,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         return memo[id(tensor)]
 
     def set_any_data(tensor: FakeTensor, value: torch.Tensor) -> None:
-        set_data(tensor, value if isinstance(value, FakeTensor) else mode.fakify(value))
+        set_data(tensor, value if isinstance(value, FakeTensor) else _adopted(mode, value))
 
     def set_real_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
@@ -101,6 +101,13 @@ def _forget_conversions(mode: CaptureMode, *tensors: torch.Tensor) -> None:
         del memo[key]
 
 
+def _adopted(mode: CaptureMode, data: torch.Tensor) -> FakeTensor:
+    """A fake tensor that takes the place of real data."""
+    fake = mode.fakify(data)
+    mode.host.adopt(fake, data)
+    return fake
+
+
 def _is_plain_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
@@ -111,5 +118,5 @@ def _make_parameters_fake(module: torch.nn.Module, mode: CaptureMode) -> None:
         if parameter is None or isinstance(parameter, FakeTensor) or not _is_plain_cpu(parameter):
             continue
         if type(parameter) is torch.nn.Parameter:
-            fake = torch.nn.Parameter(mode.fakify(parameter), parameter.requires_grad)
+            fake = torch.nn.Parameter(_adopted(mode, parameter), parameter.requires_grad)
             module._parameters[name] = fake

@@ -20,6 +20,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         mode.recorder.flush()
         if storage._cdata not in mode.recorder.live:
             resize(storage, size)
+            mode.host.resized(storage)
             return storage
         mode.begin_host_op("storage.resize_", sys._getframe(1))
         resize(storage, size)

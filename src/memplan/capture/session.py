@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +17,7 @@ from memplan.capture import (
     data_dependent,
     foreach,
     fused,
+    host_memory,
     host_methods,
     lazy_modules,
     other_processes,
@@ -33,6 +33,7 @@ from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
+from memplan.capture.host_process import capture_peak_bytes
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
@@ -122,6 +123,7 @@ class CaptureSession:
                 self._distributed = Distributed(self.mode, self.options, self._cuda)
                 self._distributed.install(stack, patches, watcher)
             host_methods.install(patches, self.mode)
+            host_memory.install(patches, self.mode)
             constructors.install(patches)
             shape_rules.install(patches, self.mode)
             self._patch_framework(patches)
@@ -214,6 +216,7 @@ class CaptureSession:
 
         mode.fan_in.calibrate(backward)
         mode.recorder.restart()
+        mode.host.restart()
 
     def _settings_in_force(self) -> str:
         """Allocator settings that the script or its environment made, in PyTorch's order."""
@@ -227,6 +230,7 @@ class CaptureSession:
         recorder = self.mode.recorder
         recorder.flush()
         others = self._distributed
+        place = self.options.place
         meta = TraceMeta(
             memplan_version=memplan.__version__,
             torch_version=str(torch.__version__),
@@ -242,16 +246,11 @@ class CaptureSession:
                 for (op, kernel, reason), count in self.mode.kernels.most_common()
             ],
             notes=[*self.notes, *self.stand_ins.notes(), *self.steps.notes()],
-            host_peak_bytes=_host_peak_bytes(),
+            capture_peak_bytes=capture_peak_bytes(),
+            host=self.mode.host.capture(place.local_world_size if place is not None else 1),
             communicators=others.communicators() if others is not None else [],
         )
         return recorder.builder.build(meta)
-
-
-def _host_peak_bytes() -> int:
-    """Resident memory of this process and of its largest child, at their peaks."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_maxrss * 1024 for usage in usages)
 
 
 def _deactivate() -> None:

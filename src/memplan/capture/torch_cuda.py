@@ -357,8 +357,6 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
     patches.set(torch._C, "_scatter", scatter)
-    patches.set(torch.Tensor, "pin_memory", lambda self, *_args, **_kwargs: self)
-    patches.set(torch.Tensor, "is_pinned", lambda self, *_args, **_kwargs: not self.is_cuda)
 
 
 def _install_generators(patches: Patches, api: FakeCuda) -> None:

@@ -164,7 +164,7 @@ class RankCaptures:
             return True
         if len(self._running) >= min(_AT_A_TIME, os.cpu_count() or 1):
             return False
-        peaks = [captured.estimate.host_peak_bytes for captured in self.captured.values()]
+        peaks = [captured.estimate.capture_peak_bytes for captured in self.captured.values()]
         # The one that runs may not have taken its share yet.
         return _available_bytes() > 2 * max(peaks, default=_HOST_BYTES)
 

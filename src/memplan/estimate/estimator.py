@@ -8,6 +8,7 @@ from memplan import __version__
 from memplan.estimate.communication import Bounds, communication_bytes
 from memplan.estimate.contents import Contents, peak_event
 from memplan.estimate.curve import thin
+from memplan.estimate.host import host_memory
 from memplan.estimate.interval import Interval, find_interval
 from memplan.estimate.width import why_wide
 from memplan.simulate import AllocatorSettings
@@ -48,6 +49,8 @@ def estimate(
     missing = _missing_bytes(interval, settings, card)
     fits = None if profile is None else missing == 0
     meta = trace.meta
+    host = host_memory(trace, settings)
+    processes = 1 if meta.host is None else meta.host.local_processes
     return Estimate(
         memplan_version=__version__,
         torch_version=meta.torch_version,
@@ -79,7 +82,14 @@ def estimate(
         alloc_conf=meta.alloc_conf,
         num_alloc_retries=timeline.num_alloc_retries,
         events=len(trace),
-        host_peak_bytes=meta.host_peak_bytes,
+        host_peak_bytes=None if host is None else host.peak,
+        host_low_bytes=None if host is None else host.low,
+        host_high_bytes=None if host is None else host.high,
+        host_pinned_peak_bytes=None if host is None else host.pinned,
+        host_breakdown=None if host is None else host.breakdown,
+        host_processes=processes,
+        host_node_peak_bytes=None if host is None else host.peak * processes,
+        capture_peak_bytes=meta.capture_peak_bytes,
         command=list(meta.command),
         notes=[
             *_notes(interval, profile, card),

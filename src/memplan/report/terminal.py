@@ -43,6 +43,7 @@ def estimate_lines(
     yield from _breakdown(estimate, ascii_only)
     yield Text()
     yield from _peak(estimate, width, ascii_only)
+    yield from _host(estimate, ascii_only)
     yield from _largest(estimate, width, ascii_only)
     yield from _curve(estimate, width, ascii_only)
     yield from _basis(estimate, ascii_only)
@@ -107,6 +108,23 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}",
         style="dim",
     )
+
+
+def _host(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+    low, peak, high = (
+        estimate.host_low_bytes,
+        estimate.host_peak_bytes,
+        estimate.host_high_bytes,
+    )
+    if low is None or peak is None or high is None:
+        return
+    line = f"host RAM     {interval_text(low, peak, high)}"
+    if estimate.host_pinned_peak_bytes:
+        line += f", of it pinned {format_bytes(estimate.host_pinned_peak_bytes)}"
+    if estimate.host_processes > 1 and estimate.host_node_peak_bytes is not None:
+        node = format_bytes(estimate.host_node_peak_bytes)
+        line += f"; {estimate.host_processes} processes on a node: {node}"
+    yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
 
 
 def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:

@@ -10,6 +10,8 @@ import numpy as np
 from memplan.types.trace import (
     EventKind,
     Events,
+    HostEventKind,
+    HostEvents,
     Ops,
     Phase,
     Provenance,
@@ -52,6 +54,17 @@ _OP_COLUMNS = {
     "writes": "q",
 }
 _STORAGE_COLUMNS = {"role": "B", "name": "i", "dtype": "i", "shape": "i"}
+_HOST_COLUMNS = {
+    "kind": "B",
+    "storage": "q",
+    "bytes": "q",
+    "pinned": "B",
+    "role": "B",
+    "event": "q",
+    "phase": "B",
+    "step": "i",
+    "source": "i",
+}
 
 
 class TraceBuilder:
@@ -68,6 +81,7 @@ class TraceBuilder:
         self._events = {name: array(code) for name, code in _EVENT_COLUMNS.items()}
         self._ops = {name: array(code) for name, code in _OP_COLUMNS.items()}
         self._storages = {name: array(code) for name, code in _STORAGE_COLUMNS.items()}
+        self._host = {name: array(code) for name, code in _HOST_COLUMNS.items()}
         self.op = -1
         self.module = 0
         self.phase = Phase.SETUP
@@ -185,9 +199,44 @@ class TraceBuilder:
         events["aux"].append(aux)
         return len(self) - 1
 
+    def append_host(
+        self,
+        kind: HostEventKind,
+        storage: int,
+        nbytes: int,
+        *,
+        pinned: bool = False,
+        role: Role = Role.UNKNOWN,
+    ) -> int:
+        """Append one event in the host's RAM; returns its row."""
+        host = self._host
+        host["kind"].append(kind)
+        host["storage"].append(storage)
+        host["bytes"].append(nbytes)
+        host["pinned"].append(pinned)
+        host["role"].append(role)
+        host["event"].append(len(self))
+        host["phase"].append(self.phase)
+        host["step"].append(self.step)
+        host["source"].append(self.source)
+        return len(host["kind"]) - 1
+
+    def set_host_role(self, row: int, role: Role) -> None:
+        """Say what a host storage is for; `row` is that of its allocation."""
+        self._host["role"][row] = role
+
+    def set_host_pinned(self, row: int) -> None:
+        """The host storage whose allocation is `row` turned out to be page-locked."""
+        self._host["pinned"][row] = 1
+
+    def nbytes(self) -> int:
+        """Memory that the columns hold."""
+        tables = (self._events, self._ops, self._storages, self._host)
+        return sum(c.itemsize * len(c) for columns in tables for c in columns.values())
+
     def clear_events(self) -> None:
         """Forget every row; interned strings stay."""
-        for columns in (self._events, self._ops, self._storages):
+        for columns in (self._events, self._ops, self._storages, self._host):
             for column in columns.values():
                 del column[:]
         self.op = -1
@@ -208,6 +257,7 @@ class TraceBuilder:
             events=Events(**{name: _column(column) for name, column in self._events.items()}),
             ops=Ops(**ops),
             storages=Storages(**{name: _column(column) for name, column in self._storages.items()}),
+            host=HostEvents(**{name: _column(column) for name, column in self._host.items()}),
         )
 
 

@@ -50,6 +50,24 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
         return sum(nbytes for _, nbytes in self.items())
 
 
+class HostBreakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host's RAM holds at its peak; the fields sum to `host_peak_bytes`."""
+
+    process: int = 0
+    """The interpreter, PyTorch's libraries and the host side of the CUDA context: a rule."""
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    tensors: int = 0
+    """Other tensors on the CPU that the job computes or copies there."""
+    data: int = 0
+    """Real memory of the script: data sets, batches, modules imported."""
+    workers: int = 0
+    """What worker processes hold for themselves."""
+    pinned_unused: int = 0
+    """Page-locked blocks beyond what their tensors asked for: rounding, and blocks kept."""
+
+
 class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job stands at its peak. Empty strings where unknown."""
 
@@ -143,7 +161,20 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     num_alloc_retries: int
     """Times the allocator had to give cached segments back to go on, on this card."""
     events: int
-    host_peak_bytes: int
+    host_peak_bytes: int | None
+    """RAM of the job's process on the host, its workers included; None where the trace did not
+    follow it."""
+    host_low_bytes: int | None
+    host_high_bytes: int | None
+    host_pinned_peak_bytes: int | None
+    """Page-locked memory, a part of it."""
+    host_breakdown: HostBreakdown | None
+    host_processes: int
+    """Processes of the job that share one host: each needs as much."""
+    host_node_peak_bytes: int | None
+    """`host_peak_bytes` of them all."""
+    capture_peak_bytes: int
+    """Resident memory of the capture itself."""
     command: list[str]
     notes: list[str]
     rank: int | None = None

@@ -86,6 +86,20 @@ class Provenance(IntEnum):
     """Depends on values of data that do not exist here; the assumption is in `TraceMeta`."""
 
 
+class HostEventKind(IntEnum):
+    """What happens to the memory of the job's process in the host's RAM."""
+
+    ALLOC = 0
+    """A host storage begins that has no data here."""
+    FREE = 1
+    """It ends."""
+    RESIDENT = 2
+    """`bytes`: how much more of the capturing process was resident than when the job began, without
+    what the capture itself keeps. This is the job's real data, modules and libraries."""
+    WORKERS = 3
+    """`bytes`: memory that the job's worker processes share with nobody, summed."""
+
+
 class Role(IntEnum):
     """What a storage is for."""
 
@@ -162,10 +176,20 @@ class Segment(msgspec.Struct, frozen=True):
     expandable: bool = False
 
 
+class HostCapture(msgspec.Struct, frozen=True):
+    """What is known of the captured process in the host's RAM beside the events."""
+
+    growth_peak_bytes: int = 0
+    """Resident memory at its peak, less what it was when the job began; 0 where the peak was
+    earlier or is not known."""
+    local_processes: int = 1
+    """Processes of the job that share the host."""
+
+
 class TraceMeta(msgspec.Struct, kw_only=True):
     """Where a trace comes from."""
 
-    schema_version: int = 2
+    schema_version: int = 3
     memplan_version: str = ""
     torch_version: str = ""
     origin: str = "capture"
@@ -179,8 +203,10 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """Allocator settings in force, in the syntax of `PYTORCH_ALLOC_CONF`."""
     optimizer_steps: int = 0
     stop_reason: str = ""
-    host_peak_bytes: int = 0
+    capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
+    host: HostCapture | None = None
+    """None where the host's memory was not followed."""
     assumptions: list[Assumption] = []
     kernels: list[KernelChoice] = []
     communicators: list[Communicator] = []
@@ -266,6 +292,43 @@ class Storages:
 
 
 @dataclass(frozen=True)
+class HostEvents:
+    """One row an event in the host's RAM, in order; a clock of its own."""
+
+    kind: U8
+    storage: I64
+    """Number of the host storage (not a row of `Storages`); -1 where none is meant."""
+    bytes: I64
+    pinned: U8
+    """1 for page-locked memory, which PyTorch's host allocator rounds up and keeps."""
+    role: U8
+    event: I64
+    """Index of the first device event at or after it."""
+    phase: U8
+    step: I32
+    source: I32
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+def no_host_events() -> HostEvents:
+    """The table of a trace that did not follow the host."""
+    wide, number, small = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    return HostEvents(
+        kind=small,
+        storage=wide,
+        bytes=wide,
+        pinned=small,
+        role=small,
+        event=wide,
+        phase=small,
+        step=number,
+        source=number,
+    )
+
+
+@dataclass(frozen=True)
 class Trace:
     """A captured or imported job. Immutable; every later stage is a function of it."""
 
@@ -274,6 +337,7 @@ class Trace:
     events: Events
     ops: Ops
     storages: Storages
+    host: HostEvents = field(default_factory=no_host_events)
     _cache: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.types.errors import FormatError
-from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace, TraceMeta
+from memplan.types.trace import EventKind, HostEventKind, Phase, Provenance, Role, Trace, TraceMeta
 
 MAX_BYTES = 1 << 48
 """Largest size that any request, block or segment may have."""
@@ -32,6 +32,29 @@ def check_trace(trace: Trace, where: str) -> None:
     for name in ("name", "dtype", "shape"):
         _within(where, f"storages.{name}", getattr(storages, name), 0, strings)
     _check_segments(trace.meta, len(storages), where)
+    _check_host(trace, where)
+
+
+def _check_host(trace: Trace, where: str) -> None:
+    host = trace.host
+    bounds = {
+        "kind": (0, max(HostEventKind) + 1),
+        "storage": (-1, max(len(host), 1)),
+        "bytes": (0, MAX_BYTES),
+        "pinned": (0, 2),
+        "role": (0, max(Role) + 1),
+        "event": (0, len(trace.events) + 1),
+        "phase": (0, max(Phase) + 1),
+        "step": (0, 1 << 31),
+        "source": (0, len(trace.strings)),
+    }
+    for name, (low, high) in bounds.items():
+        _within(where, f"host.{name}", getattr(host, name), low, high)
+    about = trace.meta.host
+    if about is not None and not (
+        0 <= about.growth_peak_bytes < MAX_BYTES and 0 < about.local_processes < 1 << 20
+    ):
+        raise _error(where, "what it says of the host's memory is out of range")
 
 
 def _check_events(trace: Trace, where: str) -> None:

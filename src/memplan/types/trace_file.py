@@ -22,11 +22,11 @@ import zstandard
 
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import refuse_existing, write_file
-from memplan.types.trace import Events, Ops, Storages, Trace, TraceMeta
+from memplan.types.trace import Events, HostEvents, Ops, Storages, Trace, TraceMeta
 from memplan.types.trace_check import check_trace
 
 MAGIC = b"\x93memplan trace\n"
-VERSION = 2
+VERSION = 3
 _ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}}
 """By version: the columns of `Ops` that it added, and what stands for them in older files."""
 MAX_DECOMPRESSED_BYTES = 4 << 30
@@ -45,6 +45,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     reads: int
     writes: int
     storages: int
+    host: int = 0
 
 
 def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> None:
@@ -64,11 +65,12 @@ def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> No
             reads=len(trace.ops.reads),
             writes=len(trace.ops.writes),
             storages=len(trace.storages),
+            host=len(trace.host),
         )
     )
     columns = [
         np.ascontiguousarray(getattr(table, name), dtype).data
-        for table in (trace.events, trace.ops, trace.storages)
+        for table in (trace.events, trace.ops, trace.storages, trace.host)
         for name, dtype in _columns(type(table))
     ]
     size = _HEADER_LENGTH.size + len(header) + sum(column.nbytes for column in columns)
@@ -155,7 +157,8 @@ def _read_header(path: Path, content: memoryview) -> tuple[_Header, int]:
     if length > _MAX_HEADER_BYTES or start > len(content):
         raise _damaged(path, "its header is longer than the file")
     header = msgspec.msgpack.decode(content[_HEADER_LENGTH.size : start], type=_Header)
-    if min(header.events, header.ops, header.reads, header.writes, header.storages) < 0:
+    counts = (header.events, header.ops, header.reads, header.writes, header.storages, header.host)
+    if min(counts) < 0:
         raise _damaged(path, "a table has a negative number of rows")
     return header, start
 
@@ -181,6 +184,7 @@ def _read_columns(
             (Events, header.events),
             (Ops, header.ops),
             (Storages, header.storages),
+            (HostEvents, header.host),
         )
         for name, dtype in _columns(table)
         if table is not Ops or name not in missing
@@ -188,7 +192,7 @@ def _read_columns(
     expected = start + sum(np.dtype(dtype).itemsize * count for *_, dtype, count in layout)
     if expected != len(content):
         raise _damaged(path, f"its columns take {len(content) - start} bytes, not the stated size")
-    tables: dict[type, dict[str, np.ndarray]] = {Events: {}, Ops: {}, Storages: {}}
+    tables: dict[type, dict[str, np.ndarray]] = {table: {} for table, *_ in layout}
     for table, name, dtype, count in layout:
         column = np.frombuffer(content, dtype, count, start)
         start += column.nbytes
@@ -203,6 +207,7 @@ def _read_columns(
         events=Events(**tables[Events]),
         ops=Ops(**tables[Ops]),
         storages=Storages(**tables[Storages]),
+        host=HostEvents(**tables[HostEvents]),
     )
 
 

@@ -1,0 +1,138 @@
+"""What the capturing process and the job's workers hold in RAM, sampled from `/proc`.
+
+Elsewhere than on Linux nothing can be sampled, and the job's real data are not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+from multiprocessing import process as processes
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from memplan.types.trace import HostEventKind
+
+if TYPE_CHECKING:
+    from memplan.types.builder import TraceBuilder
+
+_INTERVAL_SECONDS = 0.05
+_WORKERS_INTERVAL_SECONDS = 0.5
+_NOTEWORTHY = 1 << 20
+"""Changes below this are not recorded."""
+_PRIVATE = (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")
+
+
+class HostProcess:
+    """Samples of this process and its workers."""
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self._builder = builder
+        self._statm = _Statm()
+        self._last: dict[HostEventKind, int] = {}
+        self._next = self._next_workers = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """The job begins: what is resident now is not the job's."""
+        self._baseline = self._statm.resident_bytes()
+        self._peak_before = peak_resident_bytes()
+        self._last.clear()
+        self._next = self._next_workers = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time for another sample."""
+        return monotonic() >= self._next
+
+    def sample(self) -> None:
+        """Append what has changed since the last sample."""
+        now = monotonic()
+        self._next = now + _INTERVAL_SECONDS
+        grown = self._statm.resident_bytes() - self._baseline - self._builder.nbytes()
+        self._append(HostEventKind.RESIDENT, max(grown, 0))
+        if now >= self._next_workers:
+            self._next_workers = now + _WORKERS_INTERVAL_SECONDS
+            self._append(HostEventKind.WORKERS, _workers_bytes())
+
+    def growth_peak(self) -> int:
+        """The largest growth since the job began, also between samples; 0 where the process held
+        more before."""
+        peak = peak_resident_bytes()
+        if peak <= self._peak_before or not self._baseline:
+            return 0
+        return max(peak - self._baseline - self._builder.nbytes(), 0)
+
+    def _append(self, kind: HostEventKind, nbytes: int) -> None:
+        if abs(nbytes - self._last.get(kind, 0)) >= _NOTEWORTHY:
+            self._last[kind] = nbytes
+            self._builder.append_host(kind, -1, nbytes)
+
+
+class _Statm:
+    """Resident memory of this process, from a file that stays open: it is read many times, and the
+    script may have its own idea of `open`."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = None
+
+    def resident_bytes(self) -> int:
+        if self._file is None:
+            return 0
+        return int(os.pread(self._file, 128, 0).split()[1]) * mmap.PAGESIZE
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def peak_resident_bytes() -> int:
+    """Most that this process has ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def capture_peak_bytes() -> int:
+    """Resident memory of this process and of its largest child, at their peaks."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    return peak_resident_bytes() + children
+
+
+def absent_bytes(address: int, nbytes: int) -> int:
+    """Bytes of `[address, address + nbytes)` in pages that are not resident, by `mincore(2)`; 0
+    where it cannot be asked."""
+    page = mmap.PAGESIZE
+    start = -(-address // page) * page
+    pages = (address + nbytes - start) // page
+    if pages <= 0 or not hasattr(_LIBC, "mincore"):
+        return 0
+    vector = ctypes.create_string_buffer(pages)
+    if _LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), vector) != 0:
+        return 0
+    return sum(1 - (flags & 1) for flags in vector.raw) * page
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def _workers_bytes() -> int:
+    """Memory that the job's worker processes share with nobody: pages of a forked worker that
+    neither side has written stay shared, and are counted here once."""
+    children = list(getattr(processes, "_children", ()))
+    return sum(_private_bytes(child.pid) for child in children if child.pid is not None)
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        file = os.open(f"/proc/{pid}/smaps_rollup", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(file, 1 << 16)
+        finally:
+            os.close(file)
+    except OSError:  # it has ended
+        return 0
+    lines = (line.split() for line in text.splitlines() if line.startswith(_PRIVATE))
+    return sum(int(words[1]) * 1024 for words in lines)
