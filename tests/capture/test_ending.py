@@ -171,6 +171,31 @@ for step in range(50):
     assert (trace.events.phase[trace.events.step == 1] == Phase.BACKWARD).any()
 
 
+def test_checkpointed_blocks_are_no_micro_batches(tmp_path: Path) -> None:
+    """They run again in backward, each as a root of its own; steps are seen whole all the same."""
+    body = """
+from torch.utils.checkpoint import checkpoint
+
+blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(20)).cuda()
+
+class Stack(nn.Module):
+    def forward(self, x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+stack = Stack()
+optimizer = torch.optim.SGD(blocks.parameters(), 0.1)
+for step in range(50):
+    stack(torch.randn(4, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 3
+    assert "the same memory as the step before" in trace.meta.stop_reason
+
+
 def test_a_script_that_swallows_everything_still_stops(tmp_path: Path) -> None:
     body = """
 while True:

@@ -96,6 +96,8 @@ class StepWatcher:
             return
         if self.mode.context.in_optimizer:  # a closure: an evaluation, not a micro-batch
             return
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed block, run again in backward
+            return
         self.mode.recorder.flush()
         self._forwards.append(len(self.mode.recorder.builder))
         if self.completed != 1 or self._forwards_in_a_step < _MANY_MICRO_BATCHES:
