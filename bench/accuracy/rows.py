@@ -6,6 +6,7 @@ import csv
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.accuracy.text_lengths import METAMATH, longest_at_percentile
 from bench.results import ROOT
@@ -27,7 +28,8 @@ class Row:
         gpu: the card, as `memplan estimate --gpu` takes it.
         measured_bytes: the truth.
         measure: what of the estimate to hold against it: `reserved_peak` or `allocated_peak`.
-        commands: script and arguments by variant; several where a mode was not recorded.
+        commands: script and arguments, after memplan's options for the rank if any, by variant;
+            several where a mode was not recorded.
         published_bytes: what published estimators said, by name; those without an answer absent.
         assumed: what the source does not say and had to be decided.
         current: run with the transformers installed here, not the one of the measurement.
@@ -86,48 +88,73 @@ _PEFT = (
     "limit and batching (bench/accuracy/text_lengths.py), and falls by 10 from text to text; "
     "no evaluation pass before"
 )
-LLM_JOBS: dict[str, tuple[str, str, str, bool]] = {
-    # job: (command, measure, assumed, current)
-    "phi15-lora-mb1": ("llm_lora.py --micro-batch-size 1", "allocated_peak", _LORA, False),
-    "phi15-lora-mb4": ("llm_lora.py --micro-batch-size 4", "allocated_peak", _LORA, False),
-    "llama32-3b-full-packed": (
+_FSDP = (
+    "rank 0; random tokens; torchtitan's recipe of the commit that its table names, with today's "
+    "FSDP2 and allocator; flash attention, as PyTorch then chose it"
+)
+CARDS = {"H100-96GB": "95GiB:sm90"}
+"""Cards without a profile: the total memory by torchtitan's logs, `36.95GiB(38.89%)`."""
+
+
+class LlmJob(NamedTuple):
+    """How a row of llm.csv is replayed.
+
+    Attributes:
+        command: script in this folder and its arguments.
+        measure: as in `Row`.
+        assumed: as in `Row`.
+        current: as in `Row`.
+        place: memplan's options for the rank, where the job has many.
+    """
+
+    command: str
+    measure: str
+    assumed: str
+    current: bool = False
+    place: tuple[str, ...] = ()
+
+
+LLM_JOBS = {
+    "phi15-lora-mb1": LlmJob("llm_lora.py --micro-batch-size 1", "allocated_peak", _LORA),
+    "phi15-lora-mb4": LlmJob("llm_lora.py --micro-batch-size 4", "allocated_peak", _LORA),
+    "llama32-3b-full-packed": LlmJob(
         "llm_packed.py",
         "allocated_peak",
         "SDPA's flash kernel saves what compiled flex attention saves; one plain cross entropy "
         "over fp32 logits; torch.optim.AdamW (foreach), no clipping",
-        False,
     ),
-    "llama32-3b-peft-full": (
-        f"llm_peft.py --method full --longest {_LONGEST}",
-        "reserved_peak",
-        _PEFT,
-        True,
+    "llama32-3b-peft-full": LlmJob(
+        f"llm_peft.py --method full --longest {_LONGEST}", "reserved_peak", _PEFT, current=True
     ),
-    "llama32-3b-peft-lora32": (
-        f"llm_peft.py --method lora --longest {_LONGEST}",
+    "llama32-3b-peft-lora32": LlmJob(
+        f"llm_peft.py --method lora --longest {_LONGEST}", "reserved_peak", _PEFT, current=True
+    ),
+    "llama31-8b-fsdp8": LlmJob(
+        "llm_fsdp.py",
         "reserved_peak",
-        _PEFT,
-        True,
+        _FSDP,
+        current=True,
+        place=("--world-size", "8", "--rank", "0"),
     ),
 }
-"""The one-device rows of llm.csv."""
+"""The rows of llm.csv that are replayed."""
 
 
 def llm_rows(file: Path | None = None) -> list[Row]:
-    """The one-device rows of llm.csv that a script here replays, in its order."""
+    """The rows of llm.csv that a script here replays, in its order."""
     with (file or SHARED_DATA / "measured" / "llm.csv").open(newline="") as lines:
         return [_llm(row) for row in csv.DictReader(lines) if row["job"] in LLM_JOBS]
 
 
 def _llm(row: dict[str, str]) -> Row:
-    command, measure, assumed, current = LLM_JOBS[row["job"]]
-    script, *arguments = command.split()
+    job = LLM_JOBS[row["job"]]
+    script, *arguments = job.command.split()
     return Row(
         key=row["job"],
-        gpu=row["gpu"],
+        gpu=CARDS.get(row["gpu"], row["gpu"]),
         measured_bytes=int(row["measured_bytes"]),
-        commands={"": [str(JOBS / script), *arguments]},
-        measure=measure,
-        assumed=assumed,
-        current=current,
+        commands={"": [*job.place, str(JOBS / script), *arguments]},
+        measure=job.measure,
+        assumed=job.assumed,
+        current=job.current,
     )

@@ -88,7 +88,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         *rows_table(jobs["rows"], ("xmem", "dnnmem", "llmem", "schedtune")),
         "",
-        "Larger language-model jobs on one device:",
+        "Larger language-model jobs; of one on several cards, one rank:",
         "",
         *rows_table(llm["rows"], ()),
         "",
