@@ -9,6 +9,7 @@ same condition, answered with the buffered tensor itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,8 +24,8 @@ class FanIn:
     """Recognises the engine's additions and decides whether they happen in place."""
 
     def __init__(self) -> None:
-        self._unshared: tuple[int, int] | None = None
-        self._seen: list[tuple[int, int]] | None = None
+        self._unshared: tuple[int, int, int] | None = None
+        self._seen: list[tuple[int, int, int]] | None = None
 
     def calibrate(self, backward: Callable[[], None]) -> None:
         """Learn the reference counts of a gradient that only the engine's buffer holds.
@@ -51,20 +52,23 @@ class FanIn:
             return None
         if left.shape != right.shape or left.dtype != right.dtype:
             return None
-        for operand in (left, right):
-            counts = reference_counts(operand)
-            if self._seen is not None:
-                self._seen.append(counts)
-            elif counts == self._unshared and _non_overlapping_and_dense(operand):
-                return operand
+        counts = reference_counts(left)  # the buffered one; the engine tries no other
+        if self._seen is not None:
+            self._seen.append(counts)
+        elif counts == self._unshared and _non_overlapping_and_dense(left):
+            return left
         return None
 
 
-def reference_counts(tensor: FakeTensor) -> tuple[int, int]:
-    """C++ references to the tensor and to its storage, seen from inside a dispatch."""
+def reference_counts(tensor: FakeTensor) -> tuple[int, int, int]:
+    """C++ references to the tensor and to its storage, and Python's, seen from inside a dispatch.
+
+    All of Python's together are one of C++'s, which the dispatch itself holds too.
+    """
     return (
         tensor._use_count(),  # type: ignore[attr-defined]
         torch._C._storage_Use_Count(tensor.untyped_storage()._cdata),
+        sys.getrefcount(tensor),
     )
 
 

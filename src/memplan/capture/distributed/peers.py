@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
@@ -36,21 +36,26 @@ class Peers:
     answers: Connection | None = None
     """Where it answers, if it is itself only asked."""
     wanted: str = ""
+    known: dict[str, Any] = field(default_factory=dict)
+    """What has been told so far, by whomever: it travels along, so that no run is repeated."""
 
     def ask(self, rank: int, key: str) -> Any:
         """What `rank` tells under `key`, or None if nobody can be asked.
 
         Raises CaptureError when the script fails as that rank, or does not tell in time.
         """
+        if key in self.known:
+            return self.known[key]
         if self.questions is None:
             return None
-        self.questions.send((rank, key))
-        failure, hint = f"did not come to tell of {key}", ""
+        self.questions.send((rank, key, self.known))
+        failure, hint = f"it did not come to tell of {key}", ""
         with suppress(EOFError):
             if self.questions.poll(PATIENCE_SECONDS):
-                known, answer = self.questions.recv()
-                if known:
-                    return answer
+                told, answer = self.questions.recv()
+                if told:
+                    self.known.update(answer)
+                    return answer[key]
                 failure, hint = answer
         raise CaptureError(
             f"rank {rank}, which was run to learn what it sends to this one: {failure}",
@@ -59,8 +64,9 @@ class Peers:
 
     def tell(self, key: str, what: Any) -> None:
         """Answer, if that is what this run is for; raises EnoughSeen then."""
+        self.known[key] = what
         if self.answers is not None and key == self.wanted:
-            self.answers.send((True, what))
+            self.answers.send((True, self.known))
             self.answers = None
             raise EnoughSeen
 
@@ -90,6 +96,8 @@ def peers(target: ScriptTarget, options: CaptureOptions, run: Run) -> Iterator[N
         yield
     finally:
         _current.questions = None
+        if _current.answers is None:
+            _current.known.clear()
         ours.close()
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -101,22 +109,17 @@ def _serve(asked: Connection, target: ScriptTarget, options: CaptureOptions, run
     try:
         _die_with_parent()
         while True:
-            rank, key = asked.recv()
+            rank, key, known = asked.recv()
             pid = os.fork()
             if pid == 0:
-                _answer(asked, rank, key, target, options, run)
+                _answer(Peers(None, asked, key, known), rank, target, options, run)
             os.waitpid(pid, 0)
     finally:  # the pipe's other end was closed
         os._exit(0)
 
 
 def _answer(
-    asked: Connection,
-    rank: int,
-    key: str,
-    target: ScriptTarget,
-    options: CaptureOptions,
-    run: Run,
+    own: Peers, rank: int, target: ScriptTarget, options: CaptureOptions, run: Run
 ) -> NoReturn:
     """One run of the script as another rank."""
     global _current
@@ -125,16 +128,16 @@ def _answer(
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(nowhere, number)
-        _current = Peers(answers=asked, wanted=key)
+        _current = own
         assert options.place is not None
         place = replace(options.place, rank=rank)
-        failure = (f"ended without telling of {key}", "")
+        failure = (f"it ended without telling of {own.wanted}", "")
         try:
             run(target, replace(options, place=place, progress=None, only_writes=()))
         except MemplanError as error:
             failure = (error.message, error.hint)
-        if _current.answers is not None:
-            asked.send((False, failure))
+        if own.answers is not None:
+            own.answers.send((False, failure))
     finally:
         os._exit(0)
 

@@ -45,6 +45,7 @@ class Pipelines:
             patches.set(stage, "_warmup_backward_result", self._result(backward))
             patches.set(stage, "_recv_meta", self._receiver(module))
             patches.set(stage, "_send_meta", self._sender())
+            patches.set(module._PipelineStage, "_move_submod_to_device", _move)
 
         watcher.add(_MODULE, adapt)
 
@@ -129,6 +130,13 @@ class Pipelines:
                 "device, or run memplan on the script as a whole, which asks that rank",
             )
         return told
+
+
+def _move(stage: Any) -> None:
+    """A traced stage goes to its device; PyTorch would leave it behind if its parameters are fake,
+    as they all are here."""
+    if not any(parameter.is_meta for parameter in stage.submod.parameters()):
+        stage.submod.to(stage.device)
 
 
 def _trained(metas: tuple[Any, ...]) -> tuple[Any, ...]:
