@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_jobs import nvml
 from bench.gpu_jobs.jobs import JOBS
 from bench.results import ROOT, write_result
+from memplan.runtime import nvml
 
 FOLDER = ROOT / "bench" / "gpu_jobs"
 SCRIPT = FOLDER / "train.py"
@@ -90,7 +90,7 @@ class Suite:
             return {"error": "no time left"}
         out, snapshot = self.work / f"{name}.json", self.work / f"{name}.pickle"
         command = [
-            sys.executable, str(FOLDER / "measure.py"), str(out), str(snapshot), str(SCRIPT),
+            sys.executable, "-m", "memplan.runtime.measure", str(out), str(snapshot), str(SCRIPT),
             *arguments,
         ]  # fmt: skip
         began = self.clock()
@@ -178,8 +178,8 @@ def errors(measured: dict[str, Any], estimated: dict[str, Any]) -> dict[str, flo
 
 def explain(work: Path, name: str) -> dict[str, Any]:
     """Requests and segments of the real run against the trace; `error` when a file is unusable."""
-    from bench.gpu_jobs.divergence import compare_requests, requests
     from memplan.capture.importers.snapshot import read_snapshot
+    from memplan.phases.divergence import compare_requests, requests
     from memplan.simulate import replay_report
     from memplan.types.errors import MemplanError
     from memplan.types.trace_file import load_trace

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
-from bench.gpu_jobs import nvml
 from bench.results import write_result
+from memplan.runtime import nvml
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
 BUDGETS = (0.15, 0.35, 0.55, 0.75)

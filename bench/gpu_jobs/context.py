@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nvml  # type: ignore[import-not-found]
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+
+from memplan.runtime import nvml
 
 
 def _matmul(dtype: torch.dtype) -> Callable[[], None]:

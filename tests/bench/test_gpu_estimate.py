@@ -12,9 +12,9 @@ import pytest
 
 from bench import gpu_estimate
 from bench.gpu_estimate import Suite, errors, gpu_argument, main, run_jobs, summarize
-from bench.gpu_jobs import nvml
-from bench.gpu_jobs.divergence import compare_requests
 from bench.gpu_jobs.jobs import JOBS
+from memplan.phases.divergence import compare_requests
+from memplan.runtime import nvml
 
 GIB = 2**30
 MEASURED = {
@@ -50,7 +50,7 @@ class Machine:
         self.now += self.slow
         if "memplan" in command:
             return 0, json.dumps(ANSWER), ""
-        out = Path(command[2])
+        out = Path(command[3] if command[1] == "-m" else command[2])
         if out.stem in self.failing:
             return 1, "", "Traceback\nRuntimeError: CUDA error: an illegal memory access"
         out.write_text(json.dumps(MEASURED))
@@ -90,8 +90,8 @@ def test_each_job_is_measured_and_estimated_with_the_same_arguments(
         arguments = shlex.split(JOBS[name])
         ran = [(c, e) for c, e in machine.commands if c[-len(arguments) :] == arguments]
         (real, real_env), (estimate, estimate_env) = sorted(ran, key=lambda r: "memplan" in r[0])
-        assert real[1].endswith("measure.py")
-        assert real[4] == estimate[estimate.index("-o") + 2]
+        assert real[2] == "memplan.runtime.measure"
+        assert real[5] == estimate[estimate.index("-o") + 2]
         assert estimate_env["CUDA_VISIBLE_DEVICES"] == ""
         assert real_env.get("CUDA_VISIBLE_DEVICES") != ""
         assert estimate[estimate.index("--gpu") + 1] == "h100"

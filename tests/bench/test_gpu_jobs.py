@@ -15,14 +15,13 @@ import pytest
 from bench.gpu_estimate import FOLDER
 
 STAND_IN = """
-import pickle, sys, types
+import pickle, sys
 import torch
-sys.path.insert(0, {folder!r})
 names = dict(
     init=lambda: None,
     synchronize=lambda: None,
     mem_get_info=lambda: (60, 100),
-    memory_stats=lambda: {{"requested_bytes.all.peak": 7, "num_alloc_retries": 1}},
+    memory_stats=lambda: {"requested_bytes.all.peak": 7, "num_alloc_retries": 1},
     get_device_name=lambda: "Card",
     get_device_capability=lambda: (9, 0),
     max_memory_allocated=lambda: 10,
@@ -31,18 +30,18 @@ names = dict(
 for name, value in names.items():
     setattr(torch.cuda, name, value)
 torch.cuda.memory._record_memory_history = lambda *a, **k: print("recording", k["context"])
-torch.cuda.memory._dump_snapshot = lambda file: open(file, "wb").write(pickle.dumps({{}}))
-import measure
+torch.cuda.memory._dump_snapshot = lambda file: open(file, "wb").write(pickle.dumps({}))
+from memplan.runtime import measure
 sys.exit(measure.main(sys.argv[1:]))
 """
 
 
 def measure(tmp_path: Path, script: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run `measure.py` on a script with the CUDA calls replaced: (code, stdout, its JSON)."""
+    """Measure a script with the CUDA calls replaced: (code, stdout, its JSON)."""
     file = tmp_path / "script.py"
     file.write_text(script)
     out, snapshot = tmp_path / "out.json", tmp_path / "snapshot.pickle"
-    command = [sys.executable, "-c", STAND_IN.format(folder=str(FOLDER))]
+    command = [sys.executable, "-c", STAND_IN]
     done = subprocess.run(
         [*command, str(out), str(snapshot), str(file), *arguments],
         capture_output=True,

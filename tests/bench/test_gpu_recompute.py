@@ -12,9 +12,9 @@ import torch
 
 from bench import gpu_recompute
 from bench.check import read_goals
-from bench.gpu_jobs import nvml
 from bench.gpu_recompute import BUDGETS, FRACTIONS, JOBS, Suite, main, planned, summarize
 from bench.gpu_recompute_jobs import measure, models
+from memplan.runtime import nvml
 
 GIB = 2**30
 LEAST, PLAIN, PER_BLOCK = 4 * GIB, 12 * GIB, 6 * GIB

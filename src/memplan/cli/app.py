@@ -22,6 +22,7 @@ from memplan.types.errors import MemplanError, UsageError
 _COMMANDS = {
     "estimate": "memplan.cli.estimate",
     "fit": "memplan.cli.fit",
+    "verify": "memplan.cli.verify",
     "recompute": "memplan.cli.recompute",
     "run": "memplan.cli.run",
     "simulate": "memplan.cli.simulate",

@@ -13,6 +13,7 @@ from memplan.estimate.interval import Interval, find_interval
 from memplan.estimate.width import why_wide
 from memplan.simulate import AllocatorSettings
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.types.device_corrections import MEASURED_HERE
 from memplan.types.errors import UsageError
 from memplan.types.estimate import Estimate, GpuInfo
 from memplan.types.trace import Trace
@@ -156,9 +157,12 @@ def gpu_info(profile: DeviceProfile) -> GpuInfo:
 def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfile) -> list[str]:
     if profile is None:
         return [f"No card was named, so there is no verdict; the job saw {card.device_name}."]
+    said = card.sources.get("context", "")
+    notes = [f"context of {card.name}: {said}"] if said.startswith(MEASURED_HERE) else []
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):
         return [
+            *notes,
             "It fits only because PyTorch gives cached memory back when the card is full, and its "
-            "kernels make do with smaller workspaces; expect slower steps."
+            "kernels make do with smaller workspaces; expect slower steps.",
         ]
-    return []
+    return notes

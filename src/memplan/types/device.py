@@ -14,6 +14,7 @@ from importlib import resources
 
 import msgspec
 
+from memplan.types.device_corrections import Correction, read_corrections
 from memplan.types.errors import UsageError
 
 MIB = 1 << 20
@@ -101,9 +102,27 @@ def _file() -> _File:
 
 @cache
 def known_profiles() -> tuple[DeviceProfile, ...]:
-    """Every profile of the data file, in its order."""
+    """Every profile of the data file, in its order, with what was measured on the user's own cards.
+
+    Raises FormatError where the file of those is damaged.
+    """
     file = _file()
-    return tuple(_profile(name, row, file.sources) for name, row in file.devices.items())
+    measured = read_corrections()
+    profiles = (_profile(name, row, file.sources) for name, row in file.devices.items())
+    return tuple(_corrected(profile, measured.get(profile.device_name)) for profile in profiles)
+
+
+def _corrected(profile: DeviceProfile, measured: Correction | None) -> DeviceProfile:
+    if measured is None:
+        return profile
+    low, expected, high = measured.context_mib
+    return msgspec.structs.replace(
+        profile,
+        context_bytes=expected * MIB,
+        context_low_bytes=low * MIB,
+        context_high_bytes=high * MIB,
+        sources=profile.sources | {"context": measured.measured},
+    )
 
 
 def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:

@@ -1,12 +1,13 @@
 """The card's used memory as NVML reports it, through ctypes: no package needed, a few microseconds.
 
-NVML counts whatever any process holds on the card; the jobs here run alone, so a job's share is
-what was used while it ran less what was used before.
+NVML counts whatever any process holds on the card: where a job runs alone, its share is what was
+used while it ran less what was used before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from functools import cache
 
@@ -28,13 +29,21 @@ def _device() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
     except OSError:
         return None
     handle = ctypes.c_void_p()
-    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)):
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(
+        _first(), ctypes.byref(handle)
+    ):
         return None
     return library, handle
 
 
+def _first() -> int:
+    """The card that a process started here calls `cuda:0`; NVML counts them all."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
 def used_bytes() -> int | None:
-    """Bytes used on the first card by all processes; None where NVML cannot say."""
+    """Bytes used on the first visible card by all processes; None where NVML cannot say."""
     device = _device()
     if device is None:
         return None

@@ -1,0 +1,153 @@
+"""Run a script for some steps on this machine's GPU, and compare with what was foreseen.
+
+TRACE is what memplan estimate -o wrote; a PLAN of memplan fit is captured anew first. The script
+runs for real, so it writes what it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memplan.capture.options import ScriptTarget
+from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.files import input_path
+from memplan.cli.machine import machine_gpu, machine_profile
+from memplan.cli.program import check_program, split_program
+from memplan.cli.signals import ended_by_signal
+from memplan.cli.streams import progress_line, write_json, write_report
+from memplan.types.device import MIB, DeviceProfile
+from memplan.types.device_corrections import (
+    MEASURED_HERE,
+    Correction,
+    context_of,
+    save_correction,
+)
+from memplan.types.errors import MemplanError, NoAnswerError, UsageError
+from memplan.types.estimate import Estimate
+from memplan.types.trace import Trace
+from memplan.types.verification import Verification
+
+TAKES_PROGRAM = True
+_USAGE = "memplan verify job.trace train.py"
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "memplan verify [--steps N] [--calibrate] [--json] TRACE|PLAN SCRIPT [ARGS…]"
+    add = parser.add_argument
+    add("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to run (3)")
+    add("--calibrate", action="store_true",
+        help="keep what the process took outside PyTorch for later estimates")  # fmt: skip
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    return ended_by_signal(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.program is None:
+        raise UsageError("no trace and no script given", _USAGE)
+    path = input_path(args.program.name)
+    _, program = split_program(argparse.ArgumentParser(), list(args.program.argv))
+    program = check_program(program, _USAGE)
+    profile = machine_profile()
+    if machine_gpu() is None or profile is None:
+        raise NoAnswerError(
+            "no GPU on this machine, and verify runs the script for real",
+            "the same command on the machine with the GPU",
+        )
+    with progress_line() as progress, tempfile.TemporaryDirectory(prefix="memplan-verify-") as work:
+        progress("reading what was foreseen")
+        foreseen, estimate, plan = _foreseen(path, program, profile)
+        progress(f"running {program.name} for {args.steps} steps")
+        measured, real = _measure(Path(work), program, args.steps, plan)
+    from memplan.estimate.verify import verify
+
+    answer = verify(real, foreseen, estimate, measured)
+    if args.calibrate:
+        answer = _calibrated(answer, measured)
+    if args.json:
+        write_json(answer)
+    else:
+        _print(answer)
+    return EXIT_YES if answer.holds else EXIT_NO
+
+
+def _foreseen(
+    path: Path, program: ScriptTarget, profile: DeviceProfile
+) -> tuple[Trace, Estimate, Path | None]:
+    """The captured job, its estimate for this card, and the plan if the file is one."""
+    with path.open("rb") as file:
+        is_plan = file.read(1) == b"{"
+    if is_plan:
+        from memplan.fit.child import CaptureFailedError, ChildCapture
+        from memplan.types.plan_file import load_plan
+
+        plan = load_plan(path)
+        try:
+            with ChildCapture([]) as capture:
+                found = capture(program, plan)
+        except CaptureFailedError as error:
+            raise NoAnswerError(f"the script could not be captured with {path}") from error
+        return found.trace, found.estimate, path
+    from memplan.estimate import estimate
+    from memplan.types.trace_file import load_trace
+
+    trace = load_trace(path)
+    return trace, estimate(trace, profile), None
+
+
+def _measure(
+    work: Path, program: ScriptTarget, steps: int, plan: Path | None
+) -> tuple[dict[str, Any], Trace]:
+    """The real run, in a process of its own. Raises MemplanError with what the script said."""
+    from memplan.capture.importers.snapshot import read_snapshot
+    from memplan.runtime.nvml import PeakWatch
+
+    out, snapshot = work / "measured.json", work / "snapshot.pickle"
+    words = ["--steps", str(steps), *(["--plan", str(plan)] if plan else []), str(out)]
+    words += [str(snapshot), *(["-m"] if program.kind == "module" else [])]
+    command = [sys.executable, "-m", "memplan.runtime.measure", *words, program.name]
+    with PeakWatch() as watch:
+        done = subprocess.run([*command, *program.argv], stdout=sys.stderr, env=dict(os.environ))
+    if not out.exists() or not snapshot.exists():
+        raise NoAnswerError(
+            f"the run left no measurement (exit code {done.returncode}; above)",
+            "the script alone, to see whether it runs on this machine",
+        )
+    measured: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    if watch.peak_bytes is not None:
+        measured["nvml_peak_bytes"] = watch.peak_bytes
+    return measured, read_snapshot(snapshot)
+
+
+def _calibrated(answer: Verification, measured: dict[str, Any]) -> Verification:
+    if answer.outside_bytes is None or answer.outside_bytes <= 0:
+        raise MemplanError("nothing to calibrate: NVML did not say what the process took")
+    context = context_of(answer.outside_bytes // MIB)
+    date = datetime.now(UTC).date().isoformat()
+    said = f"{MEASURED_HERE} on {date} with torch {answer.torch_version}"
+    path = save_correction(answer.device_name, Correction(context, said))
+    return msgspec.structs.replace(answer, calibrated=str(path))
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
+    return int(text)
+
+
+def _print(answer: Verification) -> None:
+    from memplan.report.verification import print_verification
+
+    write_report(lambda console: print_verification(answer, console))

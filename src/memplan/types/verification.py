@@ -1,0 +1,85 @@
+"""The `Verification`: a real run beside the estimate of its job (docs/verify.md)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memplan.types.estimate import GpuInfo
+
+SCHEMA_VERSION = 1
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A peak as measured, and the estimate's interval. Bytes."""
+
+    name: str
+    """`requested`, `allocated`, `reserved` or `process`."""
+    real_bytes: int
+    low_bytes: int
+    expected_bytes: int
+    high_bytes: int
+    held: bool
+    """Whether the real peak is within the interval."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a run."""
+
+    bytes: int
+    op: str
+    module: str
+    source: str
+    phase: str
+    step: int
+    provenance: str
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Where two sequences of requests part."""
+
+    index: int
+    """Requests before it that are the same."""
+    real: Request | None
+    """None where the real run asks for nothing more."""
+    foreseen: Request | None
+    bytes: int
+    """Of the real request less the foreseen one."""
+
+
+class Surplus(msgspec.Struct, frozen=True, kw_only=True):
+    """A size that one side asks for more often."""
+
+    bytes: int
+    times: int
+    """More often in the real run; negative: less often."""
+    places: list[str]
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What a real run showed of an estimate."""
+
+    schema_version: int = SCHEMA_VERSION
+    memplan_version: str
+    torch_version: str
+    """Of the real run."""
+    device_name: str
+    gpu: GpuInfo | None
+    holds: bool
+    """Whether every measured peak is at most the estimate's high bound."""
+    peaks: list[Comparison]
+    requests_real: int
+    requests_foreseen: int
+    first: Divergence | None
+    """In the whole run; None where every request is the same, as far as the shorter run goes."""
+    steady: Divergence | None
+    """In a step that the next one repeats, on both sides; None where that is the same."""
+    steady_compared: bool
+    """Whether both sides have such a step."""
+    surplus: list[Surplus]
+    """Most bytes first."""
+    outside_bytes: int | None
+    """Measured: of the process, not in PyTorch's segments at its peak."""
+    num_alloc_retries: int
+    calibrated: str
+    """The file that the correction of the device profile was written to; empty without one."""
+    notes: list[str]
