@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
 from memplan.cli.streams import write_json, write_report
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import UsageError
-from memplan.types.out_of_memory import OomExplanation
+
+if TYPE_CHECKING:
+    from memplan.types.out_of_memory import OomExplanation
 
 _NOT_WITH = (
     "steps", "alloc_conf", "packages", "world_size", "gpus_per_node", "rank", "maximize",

@@ -12,7 +12,6 @@ from memplan.capture.options import ScriptTarget
 from memplan.cli.advice import without
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.job import ALL_RANKS, Job
-from memplan.cli.ranks import words_to_pass_on
 from memplan.cli.streams import progress_line, write_json, write_report
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import UsageError
@@ -34,6 +33,7 @@ def maximize_option(
     args: argparse.Namespace, job: Job, profile: DeviceProfile | None, path: Path | None
 ) -> int:
     """Search, and write the answer and the trace of the value that fits; the exit code."""
+    from memplan.cli.ranks import words_to_pass_on
     from memplan.fit.child import CaptureFailedError, ChildCapture
     from memplan.fit.maximize import maximize
     from memplan.fit.option_choice import find_option

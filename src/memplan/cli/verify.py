@@ -14,7 +14,7 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,9 +33,11 @@ from memplan.types.device_corrections import (
     save_correction,
 )
 from memplan.types.errors import MemplanError, NoAnswerError, UsageError
-from memplan.types.estimate import Estimate
-from memplan.types.trace import Trace
-from memplan.types.verification import Verification
+
+if TYPE_CHECKING:
+    from memplan.types.estimate import Estimate
+    from memplan.types.trace import Trace
+    from memplan.types.verification import Verification
 
 TAKES_PROGRAM = True
 _USAGE = "memplan verify job.trace train.py"
