@@ -69,7 +69,10 @@ def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if source.numel() > (MAX_READ_BACK if mode.values.of(source) is not None else _MAX_MADE_UP):
         return NotImplemented
-    return read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
+    result = read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
+    if kwargs.get("non_blocking"):
+        mode.host.pin(result)
+    return result
 
 
 def read_back(mode: CaptureMode, source: FakeTensor) -> torch.Tensor:
@@ -97,6 +100,8 @@ def copy_into_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if isinstance(source, FakeTensor) and source.numel() <= MAX_READ_BACK:
         target.copy_(read_back(mode, source))
+    else:
+        mode.host.written(target)
     return target
 
 
