@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_map
 
+from memplan.capture import session
 from memplan.capture.fake_cuda import fake_cuda_device
 
 
@@ -39,6 +40,13 @@ class HostCuda(torch.Tensor):
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        capture = session._active
+        if capture is not None and capture.mode.everything:
+            # A capture leaves wrappers to themselves; a real tensor of a card it takes as it is.
+            def fake(item: Any) -> Any:
+                return capture.mode.fakify(item) if isinstance(item, HostCuda) else item
+
+            return func(*tree_map(fake, args), **tree_map(fake, kwargs))
         to_host = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
         if "device" in kwargs:
             kwargs["device"] = "cpu"

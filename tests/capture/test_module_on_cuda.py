@@ -64,10 +64,10 @@ def test_planning_for_a_module_on_cuda() -> None:
     module = moved(Network())
     module.train()
     before = {name: t.on_host.clone() for name, t in module.state_dict().items()}
-    targets = HostCuda(torch.randint(0, 32, (256,)))
+    targets = HostCuda(torch.randint(0, 32, (16384,)))
     applied = auto_checkpoint(
         module,
-        sample(),
+        sample(16384),
         loss=lambda output: functional.cross_entropy(output, targets),
         gpu="h100",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ TINY = {
     "lora": TINY_LLAMA,
     "moe": TINY_LLAMA + " --experts 4 --experts-per-token 2 --expert-width 32",
     "llama3_8b": TINY_LLAMA + " --intermediate 128",
+    "llama3_70b_fsdp": TINY_LLAMA.removesuffix(" --workers 0") + " --intermediate 128",
 }
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+"""What a launcher tells the one rank of a job."""
 # A torchvision built for CUDA does not import beside a CPU build of torch without help, and neither
 # do transformers' models.
 RUNNER = """
@@ -42,6 +46,7 @@ def test_it_trains_on_the_cpu(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUNNER, str(script), *TINY[name].split(), *output],
         cwd=tmp_path,
+        env={**os.environ, **({**ALONE, "MASTER_PORT": "0"} if "fsdp" in name else {})},
         capture_output=True,
         text=True,
         timeout=300,

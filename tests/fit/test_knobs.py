@@ -26,7 +26,10 @@ def script(folder: Path, source: str, *argv: str) -> ScriptTarget:
                 Knob("sequence_length", "--context", 1024),
             ],
         ),
-        ("resnet50", [Knob("batch_size", "--batch-size", 64)]),
+        (
+            "resnet50",
+            [Knob("batch_size", "--batch-size", 64), Knob("image_size", "--image-size", 224)],
+        ),
         (
             "hf_trainer",
             [

@@ -127,9 +127,10 @@ class CaptureSession:
             constructors.install(patches)
             shape_rules.install(patches, self.mode)
             self._patch_framework(patches)
-            compiled = Compiled(patches, self.mode, self.options.profile)
-            stack.callback(compiled.undo)
-            compiled.install()
+            if self.method != "cuda":
+                compiled = Compiled(patches, self.mode, self.options.profile)
+                stack.callback(compiled.undo)
+                compiled.install()
             if self.steps.ending is not None:
                 self.ending.install(patches)
             lift_before = torch._C._only_lift_cpu_tensors()

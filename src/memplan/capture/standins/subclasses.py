@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
 
+_AS_THEY_ARE = (
+    torch.nn.Parameter,
+    torch.nn.UninitializedParameter,
+    torch.nn.parameter.UninitializedBuffer,
+)
+"""PyTorch's own, which others see to."""
+
 
 @functools.cache
 def _fake_class(cls: type) -> type:
@@ -27,7 +34,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     make_subclass = torch.Tensor._make_subclass
 
     def make(cls: Any, data: Any, require_grad: bool = False, **options: Any) -> Any:
-        if not issubclass(cls, torch.nn.Parameter) or cls is torch.nn.Parameter:
+        if cls in _AS_THEY_ARE or not issubclass(cls, torch.nn.Parameter):
             return make_subclass(cls, data, require_grad, **options)
         if not isinstance(data, FakeTensor):
             if data.device.type != "cpu" or data.layout is not torch.strided:
