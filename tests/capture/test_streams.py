@@ -61,6 +61,33 @@ def test_a_backward_operator_runs_where_its_forward_did() -> None:
     assert 0 in streams
 
 
+def test_a_hook_of_backward_may_change_the_stream() -> None:
+    """What it makes there belongs to the stream that it chose; afterwards all is as before."""
+
+    def job() -> None:
+        side, forward = torch.cuda.Stream(), torch.cuda.Stream()
+        module = torch.nn.Identity()
+        x = torch.ones(SIZE, device="cuda", requires_grad=True)
+        module(x)
+
+        def hook(grad: torch.Tensor) -> None:
+            with torch.cuda.stream(side):
+                grad.cos()
+            grad.sin()
+
+        with torch.cuda.stream(forward):
+            y = x.exp()
+        y.register_hook(hook)
+        (y * 2).sum().backward()
+
+    trace = record(job)
+    (chosen,) = allocations(trace, Phase.BACKWARD, op="cos")
+    (kept,) = allocations(trace, Phase.BACKWARD, op="sin")
+    (made,) = allocations(trace, op="exp")
+    assert kept.stream == made.stream
+    assert chosen.stream not in (0, kept.stream)
+
+
 def test_streams_come_from_pools() -> None:
     """The 33rd stream is the first again, as on a real device; priorities have their own."""
 

@@ -42,6 +42,8 @@ class Context:
         self.in_optimizer = 0
         self.held_stream: int | None = None
         """The stream of all operators, whichever their forward ran on; None: none is held."""
+        self.outer_stream = 0
+        """The current stream outside the backward pass; the engine leaves it for a node's own."""
         self.in_function = 0
         """Inside the forward of a `torch.autograd.Function` that is part of a graph: gradients are
         off there, and yet it is the job's forward."""
@@ -103,6 +105,8 @@ class Context:
             origin = self._origins.get(node._sequence_nr()) if node is not None else None
             if origin is not None and not self._recomputing(frame):
                 builder.module, builder.source = origin.module, origin.source
+                if stream != self.outer_stream:  # a hook made it current (FSDP's collectives)
+                    return stream
                 return origin.stream if self.held_stream is None else self.held_stream
             builder.module = self._stack[-1] if self._stack else builder.module
             builder.source = self._source(frame) or builder.source

@@ -190,6 +190,8 @@ class FakeCuda:
         if stream is not None:
             self.current = stream
             self.mode.recorder.stream = stream.stream_id
+            if torch._C._current_graph_task_id() == -1:
+                self.mode.context.outer_stream = stream.stream_id
 
     @contextmanager
     def stream_context(self, stream: FakeStream | None) -> Iterator[None]:
