@@ -14,7 +14,7 @@ checked := src bench examples tests
 gpu_site := build/gpu-site
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-check gpu clean
+.PHONY: help demo test lint format bench bench-check compat gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -40,6 +40,9 @@ bench: $(VENV)/.dev ## measure, and write bench/results/*.json
 
 bench-check: $(VENV)/.dev ## name each goal that the committed results miss
 	$(py) -m bench.check
+
+compat: $(VENV)/.built ## install other releases of torch (several GB), check each, write docs/support.md
+	$(py) -m bench.compat $(ARGS)
 
 # The CUDA build of torch is the machine's own, so this target makes no venv and fetches nothing:
 # it builds from the tree into $(gpu_site), with the wheels in .whl/ beside it where there are any.
