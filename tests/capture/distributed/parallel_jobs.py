@@ -83,7 +83,7 @@ class Model(nn.Module):
 
 
 def _tokens(device: str) -> torch.Tensor:
-    return (torch.arange(BATCH * TOKENS).view(BATCH, TOKENS) % VOCABULARY).to(device)
+    return torch.arange(VOCABULARY).view(BATCH, TOKENS).to(device)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.patching import Patches
@@ -100,10 +101,10 @@ class Pipelines:
     def _used(self, stage: Any, kind: str) -> None:
         """The objects travel in a batch, over the communicator of the whole group."""
         if stage.device.type == self.mode.device_type:
-            self.communicators.used(stage.group or torch.distributed.group.WORLD, kind)
+            self.communicators.used(stage.group or c10d._get_default_group(), kind)
 
     def _gradients(self, module: ModuleType, stage: Any) -> tuple[Any, ...]:
-        metas = []
+        metas: list[Any] = []
         for meta in stage._stage_meta.outputs:
             if not meta.requires_grad:
                 metas.append(None)
@@ -129,7 +130,7 @@ class Pipelines:
                 "PipelineStage(…, input_args=…, output_args=…) with example tensors on the meta "
                 "device, or run memplan on the script as a whole, which asks that rank",
             )
-        return told
+        return tuple(told)
 
 
 def _move(stage: Any) -> None:
