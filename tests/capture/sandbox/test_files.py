@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from memplan.capture.sandbox import changes as changes_module
@@ -361,6 +361,7 @@ SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@example([[("rename", "d/e", "b"), ("stat", "b")]])
 @given(st.lists(SEQUENCE, min_size=1, max_size=8))
 def test_any_sequence_does_as_it_would_on_the_disk(
     sequences: list[list[tuple[str, ...]]],

@@ -119,6 +119,9 @@ def _copy_tree(view: View, at: str) -> None:
             _copy_tree(view, child.at)
         elif child.layer == LOWER and (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
             copy_up(view, child)
+    mode = mode_of(at)
+    if mode is not None:  # under its new name the directory on the disk no longer answers for it
+        posix.chmod(view.upper + at, stat.S_IMODE(mode))
 
 
 def make_directory(view: View, path: str, mode: int = 0o777) -> None:
