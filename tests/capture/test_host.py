@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -122,7 +123,7 @@ def test_activations_saved_on_the_host() -> None:
 
     saved = 256 * SIDE * 4  # each layer's input, and its weight where that is needed
     for pin_memory in (False, True):
-        trace = record(lambda pin_memory=pin_memory: job(pin_memory=pin_memory))
+        trace = record(partial(job, pin_memory=pin_memory))
         packed = 2 * saved + WEIGHT
         assert live_peak(trace, pinned=pin_memory) == (packed if pin_memory else 2 * WEIGHT)
         host = host_rows(trace)
@@ -170,7 +171,7 @@ def real_job() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(2):
         x = torch.randn(64, REAL_WIDTH)
-        sum(layer(x).square().mean() for layer in layers).backward()  # type: ignore[union-attr]
+        sum(layer(x).square().mean() for layer in layers).backward()
         optimizer.step()
         optimizer.zero_grad()
     del average
