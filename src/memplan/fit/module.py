@@ -95,8 +95,8 @@ def auto_checkpoint(
     other input shapes work too; the promise is for the sample's.
 
     Raises UsageError for what is no module or a budget that is no size, InfeasibleError (with the
-    least possible peak) for one that cannot be met, CaptureError when the step cannot be captured. The module is then
-    as before.
+    least possible peak) for one that cannot be met, CaptureError when the step cannot be captured.
+    The module is then as before.
     """
     _check_module(module)
     limit = parse_size(budget) if isinstance(budget, str) else budget
