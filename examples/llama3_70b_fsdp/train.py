@@ -89,7 +89,7 @@ def initialise(module: nn.Module) -> None:
 def main() -> None:
     args = parse()
     local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device(args.device, local_rank if args.device == "cuda" else None)
+    device = torch.device(f"cuda:{local_rank}" if args.device == "cuda" else args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

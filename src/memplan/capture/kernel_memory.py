@@ -43,7 +43,9 @@ class KernelMemory:
         self.mode = mode
         self.profile = profile
         self.version = version_tuple(torch.__version__)
-        self._workspaces: set[tuple[int, int, str]] = set()
+        self._workspaces: set[tuple[int, int, int, str]] = set()
+        self._device = 0
+        """Number in the trace of the device that the operator runs on."""
 
     def observers(self) -> dict[Any, Observer]:
         """By operator."""
@@ -72,14 +74,16 @@ class KernelMemory:
         def observe(mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             first = next(_tensors_of(args), None)
             if first is not None and first.device.type == mode.device_type:
+                self._device = mode.device_number(first.device)
                 observer(mode, func, args, kwargs, result)
 
         return observe
 
     # Recording
 
-    def add(self, scratches: Iterable[Scratch], device: int = 0) -> None:
+    def add(self, scratches: Iterable[Scratch]) -> None:
         """Record scratch memory of the operator that just ran, stage by stage."""
+        device = self._device
         rows = [row for row in scratches if row.high > 0]
         if not rows:
             return
@@ -177,11 +181,12 @@ class KernelMemory:
             if not request.kept:
                 self.add([Scratch(request.pool, request.bytes, request.bytes, request.bytes)])
                 continue
-            key = (threading.get_ident(), mode.recorder.stream, request.pool)
+            key = (threading.get_ident(), self._device, mode.recorder.stream, request.pool)
             if key not in self._workspaces:
                 self._workspaces.add(key)
                 size = request.bytes
-                mode.recorder.scratch(size, size, size, 0, name=f"{request.pool} workspace")
+                name = f"{request.pool} workspace"
+                mode.recorder.scratch(size, size, size, self._device, name=name)
 
     # Convolutions
 
@@ -205,6 +210,7 @@ class KernelMemory:
         )
         if grad.device.type != mode.device_type:
             return [mode.record(output) for output in outputs if output is not None]
+        self._device = mode.device_number(grad.device)
         conv = _convolution(
             x, w, grad, stride, padding, dilation, transposed, output_padding, groups
         )

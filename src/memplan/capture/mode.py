@@ -272,7 +272,7 @@ class CaptureMode(TorchDispatchMode):
         stream_before = recorder.stream
         recorder.stream = self.context.locate(frame, stream_before)
         try:
-            handler = self.handlers.get(func, _not_looked_for)
+            handler: Handler | None = self.handlers.get(func, _not_looked_for)
             if handler is _not_looked_for:
                 handler = self.handlers[func] = self._rule_for(func)
             if handler is not None:
@@ -444,12 +444,14 @@ class CaptureMode(TorchDispatchMode):
                 "let the script use cuda:0 when estimating",
             )
         self.refuse_sparse(tensor)
+        return self.recorder.track(tensor, self.device_number(device))
+
+    def device_number(self, device: torch.device) -> int:
+        """A device's number in the trace, where the process's own is 0."""
         index = device.index or 0
         if index == self.own_device:
-            index = 0
-        elif index == 0:
-            index = self.own_device
-        return self.recorder.track(tensor, index)
+            return 0
+        return index or self.own_device
 
     def refuse_sparse(self, tensor: torch.Tensor) -> None:
         """Raises CaptureError for a tensor that has no storage of its own."""

@@ -251,7 +251,15 @@ class CaptureSession:
             host=self.mode.host.capture(place.local_world_size if place is not None else 1),
             communicators=others.communicators() if others is not None else [],
         )
-        return recorder.builder.build(meta)
+        trace = recorder.builder.build(meta)
+        elsewhere = int(trace.events.bytes[trace.events.device > 0].max(initial=0))
+        if place is not None and elsewhere:
+            meta.notes.append(
+                f"rank {place.rank} puts tensors (one of {elsewhere >> 20} MiB) on another rank's "
+                f"card, which is counted for neither: torch.cuda.set_device({place.local_rank}), "
+                "its LOCAL_RANK, may be missing"
+            )
+        return trace
 
 
 def _deactivate() -> None:

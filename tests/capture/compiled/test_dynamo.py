@@ -88,7 +88,8 @@ def in_place(model: nn.Module) -> nn.Module:
 
 
 def by_block(model: nn.Module) -> nn.Module:
-    return nn.Sequential(torch.compile(model))
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    return nn.Sequential(compiled)
 
 
 def with_a_break(model: nn.Module) -> nn.Module:
@@ -99,8 +100,9 @@ def with_a_break(model: nn.Module) -> nn.Module:
         torch._dynamo.graph_break()
         return y.exp() + 1
 
-    model.forward = broken  # type: ignore[method-assign]
-    return torch.compile(model)
+    model.forward = broken
+    compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+    return compiled
 
 
 @pytest.mark.parametrize("wrap", [in_place, by_block, with_a_break])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from memplan.capture.distributed.stores import LocalStore
 from memplan.types.errors import CaptureError
@@ -62,7 +63,7 @@ def test_objects() -> None:
 
 def test_a_store_does_not_wait_for_other_ranks() -> None:
     def job() -> None:
-        store = dist.TCPStore("localhost", 1234, 2, is_master=False)
+        store = TCPStore("localhost", 1234, 2, is_master=False)
         assert isinstance(store, LocalStore)
         store.set("key", "value")
         assert store.get("key") == b"value"

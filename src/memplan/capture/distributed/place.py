@@ -12,6 +12,8 @@ from memplan.types.errors import UsageError
 
 _ADDRESS = "127.0.0.1"
 _PORT = "29500"
+_MOST_PROCESSES = 1 << 17
+"""Groups list their ranks one by one."""
 
 
 def check_place(place: RankPlace) -> None:
@@ -19,6 +21,11 @@ def check_place(place: RankPlace) -> None:
     where = f"rank {place.rank} of {place.world_size}, {place.local_world_size} in a node"
     if place.world_size < 1 or place.local_world_size < 1:
         raise UsageError(f"{where}: a job has at least one process", "give positive numbers")
+    if place.world_size > _MOST_PROCESSES:
+        raise UsageError(
+            f"{where}: a world of more than {_MOST_PROCESSES:,} processes cannot be captured",
+            "a smaller one: with more ranks the shards only become smaller",
+        )
     if not 0 <= place.rank < place.world_size:
         raise UsageError(
             f"{where}: there is no such rank", f"choose one from 0 to {place.world_size - 1}"
