@@ -1,10 +1,11 @@
 """Pretraining of Llama-3.1-8B over eight GPUs the way torchtitan's team measured it.
 
-An ordinary script in plain PyTorch, started once per GPU: it knows nothing of memplan. What it
-does is torchtitan's recipe at commit 9dec370 (2024-12-26), which the published figure names
-(`benchmarks/llama3_h100_202412_torchtitan.md`), by its `train.py`, `train_configs/llama3_8b.toml`,
-`torchtitan/parallelisms/parallelize_llama.py`, `torchtitan/models/llama/model.py` and
-`torchtitan/optimizer.py`:
+An ordinary script in plain PyTorch, started once per GPU: it knows nothing of memplan. It follows
+torchtitan's recipe of December 2024 (the published figure names commit 9dec370 of the 26th, in
+`benchmarks/llama3_h100_202412_torchtitan.md`), by versions of those months of `train.py`,
+`train_configs/llama3_8b.toml`, `torchtitan/parallelisms/parallelize_llama.py`,
+`torchtitan/models/llama/model.py`, `torchtitan/models/norms.py` and `torchtitan/optimizer.py`, and
+by pull requests 642 (logits in fp32 inside the loss) and 985 (its own norm until March 2025):
 
 - FSDP2 around each block and the whole model; bf16 for compute, fp32 for reduction; the last block
   stays gathered after forward, and so does the root.
