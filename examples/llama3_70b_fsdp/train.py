@@ -83,7 +83,7 @@ def initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     elif module.__class__.__name__.endswith("RMSNorm"):
-        nn.init.ones_(module.weight)
+        nn.init.ones_(module.get_parameter("weight"))
 
 
 def main() -> None:

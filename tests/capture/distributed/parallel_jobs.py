@@ -366,7 +366,7 @@ def third_step(name: str) -> list[int]:
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
-    events = prof.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = prof.profiler.kineto_results.events()
     memory = [event for event in events if event.name() == "[memory]"]
     memory.sort(key=lambda event: event.start_ns())
     return [event.nbytes() for event in memory if event.nbytes() > 0]

@@ -86,7 +86,9 @@ def test_groups_and_meshes() -> None:
         part = dist.split_group(None, [[0, 1], [2, 3], [4, 5], [6, 7]])
         found.append(dist.get_process_group_ranks(part))
         mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-        found.append((tuple(mesh.get_coordinate() or ()), mesh["dp"].size(), mesh.get_local_rank("tp")))
+        found.append(
+            (tuple(mesh.get_coordinate() or ()), mesh["dp"].size(), mesh.get_local_rank("tp"))
+        )
         dist.monitored_barrier(dist.new_group(backend="gloo"))
         dist.destroy_process_group()
 
@@ -136,7 +138,7 @@ def test_spawned_ranks_run_here(tmp_path: Path) -> None:
     assert trace.meta.optimizer_steps >= 3
     assert [item.ranks for item in trace.meta.communicators] == [4]
     with CaptureSession(options(0, 4)), pytest.raises(CaptureError, match="2 processes"):
-        mp.spawn(print, nprocs=2)
+        mp.spawn(print, nprocs=2)  # type: ignore[attr-defined]
     assert "torch.multiprocessing.spawn" in sys.modules
 
 
