@@ -27,6 +27,12 @@ from memplan.types.trace import Trace
 
 _LONGEST_MESSAGE = 1000
 
+_TOLD_BY_LAUNCHERS = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    | {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"}
+)
+"""Environment variables without which a launched script does not run by itself."""
+
 
 def capture_script(
     target: ScriptTarget,
@@ -151,6 +157,12 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
             "when estimating, call the worker function directly, with rank 0 and a world size of "
             "1: only the script's own process can be captured",
         )
+    if isinstance(error, KeyError) and str(error).strip("'") in _TOLD_BY_LAUNCHERS:
+        return CaptureError(
+            f"{where}: the script asked for {str(error).strip(chr(39))}, which a launcher sets",
+            f"memplan estimate torchrun --nproc-per-node N {target.name}, or "
+            f"memplan estimate --world-size N --rank R {target.name}",
+        )
     if refused:
         return CaptureError(
             f"{where}: the script raised {type(error).__name__}: {detail} (it wanted to reach "
@@ -211,8 +223,9 @@ def _is_users(filename: str) -> bool:
 def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) -> None:
     if not (trace.events.bytes > 0).any():
         raise CaptureError(
-            f"{target.name} asked for no GPU memory: it seems to run on the CPU only",
-            "choose the GPU in the script, for example with its --device option",
+            f"{target.name} ended without asking for GPU memory",
+            "if it runs on the CPU only, choose the GPU in the script, for example with its "
+            "--device option; if it stopped early, see what it printed",
         )
     if trace.meta.optimizer_steps == 0 and options.steps != 0:
         raise CaptureError(
