@@ -31,6 +31,7 @@ class Compiled:
         self._stack = ExitStack()
         self._patches = Patches()
         self._ready: set[str] = set()
+        self._frames_before = _frames_seen()
 
     def install(self) -> None:
         """Patch `torch.compile` until the capture's patches are undone."""
@@ -50,8 +51,8 @@ class Compiled:
 
     def undo(self) -> None:
         """Take everything out again, and forget what was compiled for the fake device."""
-        if "dynamo" in self._ready:
-            torch._dynamo.reset()
+        if "dynamo" in self._ready and _frames_seen() > self._frames_before:
+            torch._dynamo.reset()  # which imports Inductor, and that takes seconds
         self._patches.undo()
         self._stack.close()
 
@@ -71,3 +72,10 @@ class Compiled:
 
 def _is_module_call(owner: Any, name: str, _before: Any) -> bool:
     return owner is torch.nn.Module and name == "__call__"
+
+
+def _frames_seen() -> int:
+    """Frames that Dynamo has looked at in this process."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    return int(torch._dynamo.utils.counters["frames"]["total"])
