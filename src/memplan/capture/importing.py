@@ -14,10 +14,11 @@ from typing import Any
 Adapter = Callable[[types.ModuleType], None]
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, adapt: Adapter) -> None:
+class WrappedLoader(importlib.abc.Loader):
+    """Loads as another loader does; those derived from it do something before or after."""
+
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._adapt = adapt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -27,10 +28,19 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+
+
+class _Loader(WrappedLoader):
+    def __init__(self, loader: Any, adapt: Adapter) -> None:
+        super().__init__(loader)
+        self._adapt = adapt
+
+    def exec_module(self, module: types.ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        super().exec_module(module)
         self._adapt(module)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils._triton import has_triton_package
 
 from memplan.capture.context import shown_path
+from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError
 
@@ -195,18 +196,8 @@ class _Extensions:
         return found
 
 
-class _WithoutTriton(Loader):
+class _WithoutTriton(WrappedLoader):
     """PyTorch's own use of Triton goes deep, and it can do without: it sees no stand-in."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
 
     def exec_module(self, module: ModuleType) -> None:
         hidden = {
@@ -217,26 +208,16 @@ class _WithoutTriton(Loader):
         for name in hidden:
             sys.modules[name] = None  # type: ignore[assignment]
         try:
-            self._loader.exec_module(module)
+            super().exec_module(module)
         finally:
             sys.modules.update(hidden)
 
 
-class _PackageLoader(Loader):
+class _PackageLoader(WrappedLoader):
     """A file of a stand-in, whose unknown names are `Unknown`."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+        super().exec_module(module)
         if "__getattr__" not in vars(module):
             make_permissive(module)
 
