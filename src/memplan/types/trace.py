@@ -114,6 +114,8 @@ class Role(IntEnum):
     INPUT = 6
     WORKSPACE = 7
     COMMUNICATION = 8
+    GATHERED_PARAMETER = 9
+    """Whole parameters that FSDP gathers from the ranks' shards, for as long as a layer runs."""
 
 
 class Assumption(msgspec.Struct, frozen=True):
@@ -150,6 +152,8 @@ class Communicator(msgspec.Struct, frozen=True):
     """Made with its group, which was given its device, and not at the first collective."""
     collectives: list[str] = []
     """Kinds used, in the order of their first use: `all_gather`, `reduce_scatter`, `send`, …"""
+    peers: int = 0
+    """Ranks that were sent to or received from, one by one or in a batch."""
     settings: dict[str, str] = {}
     """`NCCL_…` variables in force that say how much memory it takes."""
 
@@ -189,7 +193,7 @@ class HostCapture(msgspec.Struct, frozen=True):
 class TraceMeta(msgspec.Struct, kw_only=True):
     """Where a trace comes from."""
 
-    schema_version: int = 3
+    schema_version: int = 4
     memplan_version: str = ""
     torch_version: str = ""
     origin: str = "capture"
