@@ -1,31 +1,32 @@
 """Run scripts that nobody here wrote under `memplan estimate`.
 
-    python -m bench.scripts [--list] [--show] [--only NAME …]
+    python -m bench.scripts [--list] [--show] [--missing] [--only NAME …]
 
-Writes `bench/results/scripts.json`; what was not run stays in it as it was, each result has its own
-date. Exit code 1 when an answer is not as it should be; a case whose package or data cannot be had
-is reported and counts as failed.
+Writes `bench/results/scripts.json` after each, and the table of docs/scripts.md from it; what was
+not run stays in it as it was, each result has its own date. Exit code 1 when an answer is not as it
+should be; a case whose package or data cannot be had is reported and counts as failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Container
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bench.results import result_path, write_result
+from bench.results import write_result
 from bench.scripts.case import Case
 from bench.scripts.environment import CannotPrepareError
 from bench.scripts.runner import run
 from bench.scripts.suite import cases
+from bench.scripts.table import read, write_page
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.scripts", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases")
+    parser.add_argument("--missing", action="store_true", help="those without a good result")
     parser.add_argument("--list", action="store_true", help="name the cases and end")
     parser.add_argument("--show", action="store_true", help="print what memplan says, too")
     options = parser.parse_args()
@@ -38,18 +39,22 @@ def main() -> int:
     if unknown:
         print(f"no case {unknown}; there are {sorted(known)}", file=sys.stderr)
         return 2
-    results = {name: _one(known[name], show=options.show) for name in names}
-    print(write_result("scripts", {**_earlier(known), **results}))
-    return 0 if all(result["ok"] for result in results.values()) else 1
+    if options.missing:
+        earlier = read()
+        names = [name for name in names if not earlier.get(name, {}).get("ok")]
+    good = True
+    for name in names:
+        result = _one(known[name], show=options.show)
+        good = good and result["ok"]
+        keep(name, result, list(known))
+    print(write_page())
+    return 0 if good else 1
 
 
-def _earlier(known: Container[str]) -> dict[str, Any]:
-    """The results that are there, of cases that still are."""
-    path = result_path("scripts")
-    if not path.exists():
-        return {}
-    data = json.loads(path.read_text(encoding="utf-8"))["data"]
-    return {name: result for name, result in data.items() if name in known}
+def keep(name: str, result: dict[str, Any], known: Sequence[str]) -> None:
+    """Put one result beside those that are there, in the order of `known`; others are dropped."""
+    data = {**read(), name: result}
+    write_result("scripts", {key: data[key] for key in known if key in data})
 
 
 def _one(case: Case, *, show: bool) -> dict[str, Any]:

@@ -19,6 +19,14 @@ Check = Callable[[Answer, Path], list[str]]
 
 
 @dataclass(frozen=True)
+class Reference:
+    """Bytes that memplan had no part in finding, and where they are from."""
+
+    nbytes: int
+    says: str
+
+
+@dataclass(frozen=True)
 class Setup:
     """Packages beside those of this environment, the same for several cases.
 
@@ -57,4 +65,13 @@ class Case:
     message: str = ""
     """Words that stderr must hold, for such a script."""
     checks: tuple[Check, ...] = ()
+    floor: Reference | None = None
+    """What is alive at once in an optimizer step by arithmetic: the peak cannot be less."""
+    published: Reference | None = None
+    """The peak that its authors measured, of PyTorch's allocated bytes."""
+    script: str = ""
+    """What is run, in words for the table; without it, `argv`."""
+    broke: str = "nothing"
+    """What broke when it was first captured."""
+    mended: str = ""
     timeout_seconds: float = 300.0

@@ -1,6 +1,7 @@
 """Checkpoints and data sets in the formats of torchtune, LitGPT and Ultralytics, made on the spot.
 
-    python -m bench.scripts.local llama OUT | litgpt OUT NAME | tokens OUT | images OUT COUNT
+    python -m bench.scripts.local llama OUT | litgpt OUT NAME | tokens OUT | words OUT
+                                  | images OUT COUNT
 
 Checkpoints have the real shapes and no contents: sparse files, as large as the real ones to read.
 """
@@ -142,6 +143,13 @@ def instructions(folder: Path) -> None:
     (folder / "alpaca.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
+def words(folder: Path) -> None:
+    """Text where Lightning's demonstration keeps WikiText-2."""
+    chance = random.Random(0)
+    lines = (" ".join(chance.choices(_WORDS, k=20)) for _ in range(200))
+    (folder / "wikitext-2.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
 def images(folder: Path, count: int) -> None:
     """Images with one box each, in the format of YOLO's data sets."""
     from PIL import Image
@@ -174,6 +182,8 @@ def main() -> None:
         litgpt(folder, rest[0])
     elif kind == "tokens":
         tokens(folder)
+    elif kind == "words":
+        words(folder)
     else:
         images(folder, int(rest[0]))
 

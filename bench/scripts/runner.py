@@ -12,6 +12,8 @@ from bench.process import watch
 from bench.scripts.case import Case
 from bench.scripts.environment import filled, install, places, prepare, variables
 
+PUBLISHED_TOLERANCE = 0.10
+"""Other releases of PyTorch and of the package, other text: closer agreement would be chance."""
 _KEPT = ("peak_bytes", "low_bytes", "high_bytes", "allocated_peak_bytes", "fits", "breakdown")
 
 
@@ -39,8 +41,10 @@ def run(case: Case, *, show: bool = False) -> dict[str, Any]:
         print(done.stdout, done.stderr, sep="\n")
     answer = json.loads(done.stdout) if done.code in (0, 3) else {}
     complaints = _judge(case, done.code, done.stderr, answer)
+    references = {"floor": case.floor, "published": case.published}
     return {
         **result,
+        **{f"{key}_bytes": found.nbytes for key, found in references.items() if found},
         "exit_code": done.code,
         "seconds": round(done.seconds, 1),
         "host_bytes": done.peak_rss_bytes,
@@ -59,4 +63,18 @@ def _judge(case: Case, code: int, stderr: str, answer: dict[str, Any]) -> list[s
         return [f"stderr does not say {case.message!r}: {stderr.strip()[-500:]}"]
     if not answer:
         return []
-    return [line for check in case.checks for line in check(answer, places(case)["work"])]
+    lines = [line for check in case.checks for line in check(answer, places(case)["work"])]
+    return lines + against_references(case, answer)
+
+
+def against_references(case: Case, answer: dict[str, Any]) -> list[str]:
+    """Complaints about an answer that its case's floor or published peak contradicts."""
+    complaints = []
+    peak, allocated = answer["peak_bytes"], answer["allocated_peak_bytes"]
+    if case.floor and peak < case.floor.nbytes:
+        complaints.append(f"peak {peak:,} bytes, at least {case.floor.nbytes:,} by arithmetic")
+    if case.published:
+        measured = case.published.nbytes
+        if abs(allocated - measured) > PUBLISHED_TOLERANCE * measured:
+            complaints.append(f"allocated peak {allocated:,} bytes, published {measured:,}")
+    return complaints

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from bench.scripts.case import Case
 
-MODULES = ("trl", "accelerate", "torchtune", "litgpt", "yolo")
+MODULES = ("trl", "accelerate", "torchtune", "litgpt", "lightning", "open_clip", "yolo")
 
 
 def cases() -> list[Case]:

@@ -7,7 +7,7 @@ and not the memory.
 from __future__ import annotations
 
 from bench.scripts.accelerate import SETUP
-from bench.scripts.case import Case, Check
+from bench.scripts.case import Case, Check, Reference
 from bench.scripts.checks import peak_between, share
 
 _MAKE = ("-m", "bench.scripts.make")
@@ -17,6 +17,16 @@ _LORA = 4_325_376
 """Of its LoRA of rank 32 on q_proj and v_proj: 24 layers of 32 · (896 + 896 + 896 + 128); in bf16,
 as trl asks of PEFT, and so are its states."""
 _SCORE = 896
+_EMBEDDING = 151_936 * 896
+_LINEAR = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+_BROKE = (
+    "`datasets` keeps its caches by `tempfile.NamedTemporaryFile(dir=…)`, which was refused; the "
+    "evaluation was never reached"
+)
+_MENDED = (
+    "sandbox: an opener of the script's own; a Trainer evaluates and saves after the last step seen"
+)
+_MORE = "as above", "as above"
 
 
 def _qwen2(name: str, *more: str) -> tuple[str, ...]:
@@ -27,7 +37,16 @@ def _qwen2(name: str, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _case(name: str, script: str, data: str, arguments: str, *checks: Check) -> Case:
+def _case(
+    name: str,
+    script: str,
+    data: str,
+    arguments: str,
+    *checks: Check,
+    floor: Reference,
+    words: str,
+    found: tuple[str, str] = _MORE,
+) -> Case:
     return Case(
         name=f"trl-{name}",
         setup=SETUP,
@@ -38,6 +57,10 @@ def _case(name: str, script: str, data: str, arguments: str, *checks: Check) -> 
         ),
         prepare=(_qwen2("Qwen2-0.5B"), (*_MAKE, "data", "{work}/data", data)),
         checks=checks,
+        floor=floor,
+        script=words,
+        broke=found[0],
+        mended=found[1],
         timeout_seconds=900.0,
     )
 
@@ -56,6 +79,10 @@ _COMMAND = Case(
     argv=("-m", "trl.cli.main", "sft", "--model_name_or_path", "model", "--output_dir", "out"),
     exit_codes=(4,),
     message="memplan estimate accelerate launch",
+    script="`python -m trl.cli.main sft …`",
+    broke="it launches the training in another process, which ran on the host, unseen",
+    mended="it is refused, with the command to estimate instead: "
+    "`memplan estimate accelerate launch …/sft.py …`",
 )
 """`trl sft` trains in a process that it launches; the answer names what to estimate instead."""
 
@@ -65,6 +92,9 @@ CASES = (
         f"--learning_rate 2.0e-5 {_STEPS} --packing --eos_token <|im_end|> --eval_strategy steps "
         "--eval_steps 100 --output_dir out",
         *_full(_QWEN2),
+        floor=Reference(16 * _QWEN2, "494.0 M × 16 bytes"),
+        words="`trl/scripts/sft.py`, Qwen2-0.5B, packing, evaluation every 100 steps",
+        found=(_BROKE, _MENDED),
     ),
     _case(
         "sft-lora", "sft", "chat",
@@ -72,6 +102,8 @@ CASES = (
         "--lora_alpha 16 --dtype bfloat16 --bf16 True --output_dir out",
         share("parameters", 2 * (_QWEN2 + _LORA)),
         share("optimizer_state", 4 * _LORA),
+        floor=Reference(2 * _QWEN2 + 8 * _LORA, "494.0 M × 2 + 4.3 M × 8 bytes"),
+        words="the same, `--use_peft --lora_r 32 --dtype bfloat16 --bf16 True`",
     ),
     _case(
         "dpo", "dpo", "preference",
@@ -79,12 +111,16 @@ CASES = (
         "--output_dir out --no_remove_unused_columns",
         share("parameters", 2 * 4 * _QWEN2),
         share("optimizer_state", 8 * _QWEN2),
+        floor=Reference(20 * _QWEN2, "494.0 M × (16 + 4) bytes"),
+        words="`trl/scripts/dpo.py`, policy and reference model",
     ),
     _case(
         "reward", "reward", "preference",
         f"--learning_rate 1.0e-5 {_STEPS} --eval_strategy steps --eval_steps 50 --max_length 2048 "
         "--output_dir out",
         *_full(_QWEN2 + _SCORE),
+        floor=Reference(16 * (_QWEN2 + _SCORE), "494.0 M × 16 bytes"),
+        words="`trl/scripts/reward.py`",
     ),
     _case(
         "kto-qlora", "kto", "unpaired",
@@ -93,6 +129,11 @@ CASES = (
         "--output_dir=out --warmup_steps 0.1 --logging_first_step --use_peft --load_in_4bit "
         "--lora_target_modules=all-linear --lora_r=16 --lora_alpha=16",
         peak_between(1 << 30, 24 << 30),
+        floor=Reference(
+            _LINEAR // 2 + 2 * _EMBEDDING, "357.8 M × 1/2 (four bits) + 136.1 M × 2 bytes"
+        ),
+        words="`trl/scripts/kto.py --load_in_4bit --use_peft`",
+        found=("as above; bitsandbytes is not installed", "as above; its stand-in"),
     ),
     _COMMAND,
 )  # fmt: skip

@@ -216,3 +216,18 @@ def test_what_a_launcher_starts_is_named(tmp_path: Path) -> None:
         assert subprocess.run([sys.executable, "-c", "pass"]).returncode == 0
     assert refused.value.hint.endswith("memplan estimate accelerate launch train.py --lr 0.1")
     start(["-c", "pass"])
+
+
+def test_a_program_that_starts_its_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's strategies on several devices start the script again for each further rank."""
+    module = "lightning.fabric.strategies.launchers.subprocess_script"
+    launch: dict[str, object] = {"__name__": module}
+    exec(LAUNCH, launch)
+    start: Callable[[list[str]], None] = launch["simple_launcher"]  # type: ignore[assignment]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with sandbox(), pytest.raises(CaptureError, match="starts its other ranks itself") as refused:
+        start(["-m", "project.train", "--lr", "0.1"])
+    hint = refused.value.hint
+    assert hint.endswith("memplan estimate --world-size 4 -m project.train --lr 0.1")
