@@ -12,6 +12,7 @@ from bench import results
 from bench.scripts import __main__ as command
 from bench.scripts import runner, table
 from bench.scripts.case import Case, Reference, Setup
+from bench.scripts.suite import cases
 
 GIB = 2**30
 
@@ -27,7 +28,7 @@ def _result(peak: int, **more: Any) -> dict[str, Any]:
 
 def test_the_page_shows_the_committed_results() -> None:
     text = table.DOCS.read_text(encoding="utf-8")
-    assert text == table.page(text, table.table(table.cases(), table.read()))
+    assert text == table.page(text, table.table(cases(), table.read()))
 
 
 def test_a_result_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +61,7 @@ def test_references(peak: int, complaints: list[str]) -> None:
 
 
 def test_rows() -> None:
-    cases = [
+    declared = [
         _case("good", floor=Reference(GIB, "sum"), published=Reference(2 * GIB, "them")),
         _case("refused", script="words"),
         _case("new"),
@@ -71,7 +72,7 @@ def test_rows() -> None:
         "refused": {"exit_code": 4, "seconds": 3.0, "complaints": []},
         "wrong": {"complaints": ["a | b"]},
     }
-    head, _, good, refused, new, wrong = table.table(cases, found)
+    head, _, good, refused, new, wrong = table.table(declared, found)
     assert head.count("|") == good.count("|") == wrong.count("|") == len(table.HEAD) + 1
     assert "2.0 GiB (2.0–4.0) of h100 | ≥ 1.0 GiB: sum. 2.15 GB allocated: them; answered" in good
     assert good.endswith("2.15 GB (+0.0 %) | 7 |")
