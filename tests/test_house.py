@@ -19,6 +19,7 @@ QUICK_TO_START = [
     "memplan.estimate",
     "memplan.report",
     "memplan.recompute",
+    "memplan.layout",
     "memplan.cli",
     "memplan.cli.app",
     "memplan.capture.options",

@@ -69,6 +69,41 @@ def replay(
     address and filling it. Releases the GIL. Raises ValueError for events that cannot be.
     """
 
+class Packing(TypedDict):
+    """What `pack` found."""
+
+    status: str
+    """`solved`, `infeasible`, `timed_out` or `cancelled`."""
+    height_bytes: int
+    """Of what is in `offsets`; -1: nothing was found."""
+    bound_bytes: int
+    """No layout is lower."""
+    witness: list[int]
+    """Rows that cannot be placed together; empty unless infeasible."""
+    strategy: str
+    """What found it."""
+
+def pack(
+    lower: npt.NDArray[np.int64],
+    upper: npt.NDArray[np.int64],
+    size: npt.NDArray[np.int64],
+    alignment: npt.NDArray[np.int64],
+    fixed: npt.NDArray[np.int64],
+    capacity: int,
+    seconds: float,
+    seed: int,
+    threads: int,
+    strategy: str,
+    cancel: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+) -> Packing:
+    """Fill `offsets` with the lowest layout found, or one within `capacity` (-1: none is given).
+
+    `fixed` holds offsets that are given, else -1. Stops soon after `cancel[0]` is no longer 0.
+    Releases the GIL. Raises ValueError for columns that contradict each other and for a strategy
+    that there is not.
+    """
+
 def least_peak_chain(
     keep: npt.NDArray[np.int64],
     kept: npt.NDArray[np.int64],

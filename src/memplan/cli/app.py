@@ -24,6 +24,7 @@ _COMMANDS = {
     "fit": "memplan.cli.fit",
     "verify": "memplan.cli.verify",
     "recompute": "memplan.cli.recompute",
+    "layout": "memplan.cli.layout",
     "run": "memplan.cli.run",
     "simulate": "memplan.cli.simulate",
     "export": "memplan.cli.export",

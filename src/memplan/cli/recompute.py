@@ -30,7 +30,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("trace", metavar="TRACE")
     add("--budget", metavar="SIZE", help="the most that PyTorch may have allocated: 8GiB")
     add("--gpu", metavar="NAME|SIZE", help="the card whose speed prices the operators")
-    add("--timeout", metavar="S", type=_seconds, default=_TIMEOUT,
+    add("--timeout", metavar="S", type=positive_seconds, default=_TIMEOUT,
         help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
     add("--json", action="store_true", help="the answer as JSON on stdout")
 
@@ -114,7 +114,7 @@ def _text(plain: int, points: list[Point], budget: int | None, least: int | None
     return "\n".join(lines) + "\n"
 
 
-def _seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

@@ -26,6 +26,8 @@ class Infeasible:
     reason: str
     witness: float
     """The least budget with which there is one, as far as known, in the solver's unit."""
+    rows: tuple[int, ...] = ()
+    """Rows of the problem that alone have no solution, where the solver names some."""
 
 
 @dataclass(frozen=True)

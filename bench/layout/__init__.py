@@ -1,0 +1,1 @@
+"""The static plan of whole training steps, beside the allocators that know no lifetimes."""

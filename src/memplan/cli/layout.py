@@ -1,0 +1,176 @@
+"""Place buffers with known lifetimes in the least memory.
+
+PROBLEM.csv is MiniMalloc's format: columns id,lower,upper,size (lifetimes half-open, sizes in
+bytes), and perhaps alignment and offset (where a buffer must lie). Without a capacity the answer is
+the lowest layout found, with the least height that any can have. Ctrl-C ends the search with the
+best so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from memplan import __version__
+from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.files import input_path, output_path
+from memplan.cli.recompute import positive_seconds
+from memplan.cli.streams import write_answer, write_json
+from memplan.types.device import parse_size
+from memplan.types.solution import Infeasible, Solved
+
+if TYPE_CHECKING:
+    from memplan.layout.problem import Layout, Problem
+    from memplan.layout.solve import Cancel
+    from memplan.types.solution import Solution
+
+TAKES_PROGRAM = False
+_TIMEOUT = 60.0
+_EXIT_NO_ANSWER = 4
+_MOST_NAMED = 12
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("problem", metavar="PROBLEM.csv")
+    add(
+        "--capacity", metavar="SIZE", help="is there a layout of at most this height? 1048576, 8GiB"
+    )
+    add("--timeout", metavar="S", type=positive_seconds, default=_TIMEOUT,
+        help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
+    add("-o", "--output", metavar="OUT.csv", help="write the problem with an offset column")
+    add("-f", "--force", action="store_true", help="write over an existing file")
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = input_path(args.problem, made_by="a CSV with the columns id,lower,upper,size")
+    out = output_path(args.output, force=args.force, reads=args.problem) if args.output else None
+    capacity = parse_size(args.capacity) if args.capacity else None
+    from memplan.layout.problem_file import read_problem, write_layout
+    from memplan.layout.solve import fit_capacity, minimise, new_cancel
+
+    problem = read_problem(path)
+    cancel = new_cancel()
+    start = time.monotonic()
+    with _interrupts_set(cancel):
+        if capacity is None:
+            answer = minimise(problem, seconds=args.timeout, cancel=cancel)
+        else:
+            answer = fit_capacity(problem, capacity, seconds=args.timeout, cancel=cancel)
+    seconds = time.monotonic() - start
+    layout = _layout(answer)
+    if out is not None and layout is not None:
+        write_layout(problem, layout, out, overwrite=args.force)
+    if args.json:
+        write_json(_as_json(problem, answer, capacity, seconds, cancelled=bool(cancel[0])))
+    else:
+        write_answer(_text(problem, answer, capacity, seconds))
+    if isinstance(answer, Infeasible):
+        return EXIT_NO
+    found = layout is not None and (capacity is None or layout.height <= capacity)
+    return EXIT_YES if found else _EXIT_NO_ANSWER
+
+
+@contextlib.contextmanager
+def _interrupts_set(cancel: Cancel) -> Iterator[None]:
+    """Meanwhile Ctrl-C ends the search and not the command; a second one ends both."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if cancel[0]:
+            signal.default_int_handler(number, None)
+        cancel[0] = 1
+        sys.stderr.write("\nmemplan: interrupted, the best so far follows\n")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _layout(answer: Solution[Layout]) -> Layout | None:
+    if isinstance(answer, Solved):
+        return answer.solution
+    return None if isinstance(answer, Infeasible) else answer.best
+
+
+def _bound(answer: Solution[Layout]) -> int:
+    return int(answer.witness if isinstance(answer, Infeasible) else answer.bound)
+
+
+def _as_json(
+    problem: Problem,
+    answer: Solution[Layout],
+    capacity: int | None,
+    seconds: float,
+    *,
+    cancelled: bool,
+) -> dict[str, Any]:
+    layout, bound = _layout(answer), _bound(answer)
+    unproved = "cancelled" if cancelled else "timed_out"
+    status = {Solved: "solved", Infeasible: "infeasible"}.get(type(answer), unproved)
+    rows = answer.rows if isinstance(answer, Infeasible) else ()
+    return {
+        "schema_version": 1,
+        "memplan_version": __version__,
+        "status": status,
+        "buffers": len(problem),
+        "height_bytes": layout.height if layout else None,
+        "lower_bound_bytes": bound,
+        "max_load_bytes": problem.max_load,
+        "optimal": layout is not None and layout.height <= bound,
+        "capacity_bytes": capacity,
+        "cannot_fit": [problem.ids[row] for row in rows],
+        "seconds": round(seconds, 3),
+    }
+
+
+def _text(problem: Problem, answer: Solution[Layout], capacity: int | None, seconds: float) -> str:
+    layout, bound = _layout(answer), _bound(answer)
+    if isinstance(answer, Infeasible):
+        return _refusal(problem, answer, capacity)
+    if layout is None:
+        return f"no layout found in {seconds:.1f} s; none is lower than {_size(bound)}\n"
+    if layout.height <= bound:
+        quality = "the least possible"
+    else:
+        quality = f"at most {layout.height / bound - 1:.2%} above the least possible"
+    about = f"{len(problem)} buffers, {seconds:.1f} s"
+    if capacity is None:
+        return f"height {_size(layout.height)}: {quality} ({about})\n"
+    if layout.height <= capacity:
+        return f"yes: height {_size(layout.height)} within {_size(capacity)} ({about})\n"
+    return (
+        f"no answer: nothing found within {_size(capacity)} in {seconds:.1f} s, and no proof that "
+        f"nothing fits\n  the lowest found is {_size(layout.height)}; none is lower than "
+        f"{_size(bound)}; a longer --timeout may tell\n"
+    )
+
+
+def _refusal(problem: Problem, answer: Infeasible, capacity: int | None) -> str:
+    from memplan.report.text import clean
+
+    within = "" if capacity is None else f" within {_size(capacity)}"
+    lines = [f"no: {answer.reason}{within}; it takes at least {_size(int(answer.witness))}"]
+    for row in answer.rows[:_MOST_NAMED]:
+        lifetime = f"[{problem.lower[row]}, {problem.upper[row]})"
+        lines.append(f"  {clean(problem.ids[row])}: {problem.size[row]} bytes over {lifetime}")
+    if len(answer.rows) > _MOST_NAMED:
+        lines.append(f"  and {len(answer.rows) - _MOST_NAMED} more (--json names all)")
+    return "\n".join(lines) + "\n"
+
+
+def _size(nbytes: int) -> str:
+    from memplan.report.text import format_bytes
+
+    return f"{format_bytes(nbytes)} ({nbytes} B)"

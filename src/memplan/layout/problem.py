@@ -1,0 +1,170 @@
+"""The `Problem` of dynamic storage allocation, in columns, and the `Layout` that answers it.
+
+Given when every buffer is alive and how large it is, choose its offset so that no two that are
+alive at once overlap and the height, the end of the highest, is least. The most bytes alive at once
+(the maximum load) is a lower bound on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.types.errors import UsageError
+from memplan.types.trace import I64
+
+MOST_BYTES = (1 << 63) - 1
+"""Everything stacked must stay below this, so that no sum of sizes can overflow."""
+_MOST_TIME = 1 << 62
+
+
+class ProblemError(UsageError):
+    """A row that no layout could have.
+
+    Attributes:
+        row: its number, from 0.
+        why: what is wrong with it.
+    """
+
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(f"row {row}: {why}")
+        self.row = row
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row a buffer. Raises ProblemError for the first row that cannot be."""
+
+    ids: tuple[str, ...]
+    lower: I64
+    """First moment of its lifetime `[lower, upper)`."""
+    upper: I64
+    size: I64
+    """Bytes."""
+    alignment: I64
+    """Its offset is a multiple of this; 1 for any."""
+    fixed: I64
+    """The offset it must have; -1 where it is free."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def max_load(self) -> int:
+        """The most bytes alive at one moment."""
+        if not len(self):
+            return 0
+        times = np.concatenate((self.lower, self.upper))
+        change = np.concatenate((self.size, -self.size))
+        order = np.argsort(times, kind="stable")
+        load = np.cumsum(change[order])
+        # What ends at a moment is gone before what begins at it: only after the last change of a
+        # moment does the sum stand for what is alive.
+        last = np.append(np.diff(times[order]) != 0, True)
+        return int(load[last].max())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """No layout is lower: the maximum load, or the end of the highest fixed buffer."""
+        is_fixed = self.fixed >= 0
+        ends = self.fixed[is_fixed] + self.size[is_fixed]
+        return max(self.max_load, int(ends.max(initial=0)))
+
+
+def make_problem(
+    lower: npt.ArrayLike,
+    upper: npt.ArrayLike,
+    size: npt.ArrayLike,
+    *,
+    alignment: npt.ArrayLike | None = None,
+    fixed: npt.ArrayLike | None = None,
+    ids: tuple[str, ...] | None = None,
+) -> Problem:
+    """A problem from columns; by default numbered from 0, unaligned and free.
+
+    Raises ProblemError for a row that cannot be, ValueError for columns that differ in length.
+    """
+    lower = np.ascontiguousarray(lower, np.int64)
+    count = len(lower)
+    return Problem(
+        ids=tuple(map(str, range(count))) if ids is None else ids,
+        lower=lower,
+        upper=np.ascontiguousarray(upper, np.int64),
+        size=np.ascontiguousarray(size, np.int64),
+        alignment=_column(alignment, 1, count),
+        fixed=_column(fixed, -1, count),
+    )
+
+
+def _column(values: npt.ArrayLike | None, default: int, count: int) -> I64:
+    if values is None:
+        return np.full(count, default, np.int64)
+    return np.ascontiguousarray(values, np.int64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes, by row of the problem, and the end of the highest buffer."""
+
+    offsets: I64
+    height: int
+
+
+def make_layout(problem: Problem, offsets: I64) -> Layout:
+    """A layout with its height; whether it is valid is not looked at."""
+    return Layout(offsets, int((offsets + problem.size).max(initial=0)))
+
+
+def _check(problem: Problem) -> None:
+    count = len(problem.ids)
+    columns = (problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed)
+    if any(column.shape != (count,) or column.dtype != np.int64 for column in columns):
+        raise ValueError(f"columns of {[column.shape for column in columns]} for {count} buffers")
+    lower, upper, size, alignment, fixed = columns
+    outside = (lower < -_MOST_TIME) | (lower > _MOST_TIME) | (upper > _MOST_TIME)
+    _refuse(outside, lambda row: f"lifetime [{lower[row]}, {upper[row]}) is out of range")
+    _refuse(lower >= upper, lambda row: f"lower {lower[row]} is not below upper {upper[row]}")
+    _refuse(size <= 0, lambda row: f"size {size[row]} is not above 0")
+    _refuse(alignment < 1, lambda row: f"alignment {alignment[row]} is not above 0")
+    _refuse(fixed < -1, lambda row: f"offset {fixed[row]} is negative")
+    misplaced = (fixed >= 0) & (fixed % np.maximum(alignment, 1) != 0)
+    _refuse(
+        misplaced, lambda row: f"offset {fixed[row]} is no multiple of alignment {alignment[row]}"
+    )
+    _refuse(fixed > MOST_BYTES - size, lambda row: "offset + size is beyond 2^63")
+    _check_sum(size, alignment)
+    _check_ids(problem.ids)
+
+
+def _refuse(faulty: npt.NDArray[np.bool_], why: Callable[[int], str]) -> None:
+    if faulty.any():
+        row = int(faulty.argmax())
+        raise ProblemError(row, why(row))
+
+
+def _check_sum(size: I64, alignment: I64) -> None:
+    """Stacked one on the other, each after as much as its alignment may cost."""
+    if float(size.sum(dtype=np.float64)) + float(alignment.sum(dtype=np.float64)) < 2.0**62:
+        return
+    total = 0
+    for row, (nbytes, step) in enumerate(zip(size.tolist(), alignment.tolist(), strict=True)):
+        total += nbytes + step - 1
+        if total > MOST_BYTES:
+            raise ProblemError(row, "the sizes up to here sum to more than 2^63 bytes")
+
+
+def _check_ids(ids: tuple[str, ...]) -> None:
+    if len(set(ids)) == len(ids):
+        return
+    first: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        if first.setdefault(name, row) != row:
+            raise ProblemError(row, f"id {name!r} is that of an earlier row as well")

@@ -1,0 +1,134 @@
+"""The two questions about a `Problem`: its least height, and whether it fits a capacity.
+
+The search is native (`native/packing`); what it answers is checked before it is returned.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+import memplan._native as _native
+from memplan.layout.check import check_layout
+from memplan.layout.problem import Layout, Problem, make_layout
+from memplan.types.errors import InternalError, UsageError
+from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
+
+Cancel: TypeAlias = npt.NDArray[np.uint8]
+"""One byte; the search stops soon after it is set to another value than 0."""
+
+
+def new_cancel() -> Cancel:
+    return np.zeros(1, np.uint8)
+
+
+def minimise(
+    problem: Problem,
+    *,
+    seconds: float,
+    seed: int = 0,
+    threads: int = 2,
+    strategy: str = "auto",
+    cancel: Cancel | None = None,
+) -> Solution[Layout]:
+    """The lowest layout found within `seconds`.
+
+    `Solved` when it is proved that none is lower; `TimedOut` with the best found and the bound
+    proved when time ran out or `cancel` was set; `Infeasible` when fixed buffers overlap. Costs and
+    bounds are heights in bytes. The same problem, seed and threads give the same layout unless time
+    runs out.
+
+    Raises UsageError for a strategy that there is not.
+    """
+    answer, layout = _pack(problem, -1, seconds, seed, threads, strategy, cancel)
+    if answer["status"] == "infeasible":
+        return _infeasible(answer, "the fixed buffers overlap")
+    bound = float(max(answer["bound_bytes"], problem.lower_bound))
+    if layout is None:
+        return TimedOut(None, bound)
+    if layout.height <= bound:
+        return Solved(layout, float(layout.height), float(layout.height))
+    return TimedOut(layout, bound, float(layout.height))
+
+
+def fit_capacity(
+    problem: Problem,
+    capacity: int,
+    *,
+    seconds: float,
+    seed: int = 0,
+    threads: int = 2,
+    strategy: str = "auto",
+    cancel: Cancel | None = None,
+) -> Solution[Layout]:
+    """A layout of at most `capacity` bytes.
+
+    `Solved` with one; `Infeasible` when it is proved that there is none, with rows that cannot be
+    placed together; `TimedOut` when neither was found, with a layout that is too high if there is
+    one. Otherwise as `minimise`.
+    """
+    if capacity < 0:
+        raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
+    answer, layout = _pack(problem, capacity, seconds, seed, threads, strategy, cancel)
+    if answer["status"] == "infeasible":
+        return _infeasible(answer, "these buffers do not fit together")
+    bound = float(max(answer["bound_bytes"], problem.lower_bound))
+    if layout is None:
+        return TimedOut(None, bound)
+    if layout.height <= capacity:
+        return Solved(layout, float(layout.height), bound)
+    return TimedOut(layout, bound, float(layout.height))
+
+
+def _infeasible(answer: _native.Packing, reason: str) -> Infeasible:
+    return Infeasible(reason, float(answer["bound_bytes"]), tuple(answer["witness"]))
+
+
+def _pack(
+    problem: Problem,
+    capacity: int,
+    seconds: float,
+    seed: int,
+    threads: int,
+    strategy: str,
+    cancel: Cancel | None,
+) -> tuple[_native.Packing, Layout | None]:
+    """The native answer, and its layout, checked."""
+    offsets = np.full(len(problem), -1, np.int64)
+    answers: list[_native.Packing] = []
+    errors: list[BaseException] = []
+
+    def search() -> None:
+        try:
+            answers.append(
+                _native.pack(
+                    problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
+                    capacity, seconds, seed, threads, strategy,
+                    new_cancel() if cancel is None else cancel, offsets,
+                )
+            )  # fmt: skip
+        except BaseException as error:
+            errors.append(error)
+
+    # In a thread of its own: Python runs signal handlers in the main thread, which waits in a way
+    # that lets them run, and one of them may set `cancel`.
+    worker = threading.Thread(target=search, name="memplan-layout")
+    worker.start()
+    worker.join()
+    if errors:
+        if isinstance(errors[0], ValueError):
+            raise UsageError(f"layout: {errors[0]}") from errors[0]
+        raise errors[0]
+    answer = answers[0]
+    if answer["status"] == "infeasible" or (answer["height_bytes"] < 0 and len(problem)):
+        return answer, None
+    layout = make_layout(problem, offsets)
+    if layout.height != max(answer["height_bytes"], 0):
+        raise InternalError(
+            f"the layout is {layout.height} bytes high, not {answer['height_bytes']} as was said"
+        )
+    check_layout(problem, layout)
+    return answer, layout
