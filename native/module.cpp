@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "caching/replay.hpp"
+#include "packing/bindings.hpp"
 #include "recompute/bindings.hpp"
 
 namespace nb = nanobind;
@@ -150,6 +151,7 @@ NB_MODULE(_native, m) {
         "aux"_a, "segments"_a, "blocks"_a, "settings"_a, "storages"_a, "device_index"_a,
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
+  memplan::packing::bind(m);
   memplan::recompute::bind(m);
   memplan::recompute::bind_chain(m);
 }

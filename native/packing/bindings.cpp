@@ -1,0 +1,81 @@
+#include "packing/bindings.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "packing/solve.hpp"
+
+namespace nb = nanobind;
+
+namespace memplan::packing {
+namespace {
+
+using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutColumn = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flag = nb::ndarray<std::uint8_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
+
+std::span<const std::int64_t> view(const Column& column) {
+  return {column.data(), column.shape(0)};
+}
+
+const char* name_of(Status status) {
+  switch (status) {
+    case Status::kSolved: return "solved";
+    case Status::kInfeasible: return "infeasible";
+    case Status::kCancelled: return "cancelled";
+    case Status::kTimedOut: break;
+  }
+  return "timed_out";
+}
+
+nb::dict pack(const Column& lower, const Column& upper, const Column& size,
+              const Column& alignment, const Column& fixed, std::int64_t capacity, double seconds,
+              std::uint64_t seed, int threads, const std::string& strategy, const Flag& cancel,
+              const OutColumn& offsets) {
+  const Columns columns{view(lower), view(upper), view(size), view(alignment), view(fixed)};
+  if (offsets.shape(0) != lower.shape(0)) throw std::invalid_argument("columns differ in length");
+  if (strategy != "auto" && strategy != "skyline" && strategy != "search") {
+    throw std::invalid_argument("strategy: auto, skyline or search");
+  }
+  Question question;
+  question.capacity = capacity;
+  question.seconds = seconds;
+  question.seed = seed;
+  question.threads = threads;
+  question.dive = strategy != "search";
+  question.search = strategy != "skyline";
+  const std::uint8_t* flag = cancel.data();
+  question.cancelled = [flag] {
+    return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
+  };
+  Answer answer;
+  {
+    const nb::gil_scoped_release released;
+    answer = solve(columns, question);
+  }
+  std::copy(answer.offsets.begin(), answer.offsets.end(), offsets.data());
+  nb::dict result;
+  result["status"] = name_of(answer.status);
+  result["height_bytes"] = answer.height;
+  result["bound_bytes"] = answer.bound;
+  result["witness"] = answer.witness;
+  result["strategy"] = answer.found_by;
+  return result;
+}
+
+}  // namespace
+
+void bind(nb::module_& m) {
+  m.def("pack", &pack, nb::arg("lower"), nb::arg("upper"), nb::arg("size"), nb::arg("alignment"),
+        nb::arg("fixed"), nb::arg("capacity"), nb::arg("seconds"), nb::arg("seed"),
+        nb::arg("threads"), nb::arg("strategy"), nb::arg("cancel").noconvert(),
+        nb::arg("offsets").noconvert());
+}
+
+}  // namespace memplan::packing

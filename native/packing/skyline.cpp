@@ -1,0 +1,95 @@
+#include "packing/skyline.hpp"
+
+#include <algorithm>
+#include <limits>
+
+namespace memplan::packing {
+
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+Skyline::Skyline(const Problem& problem) : problem_(problem), candidates_(problem.items) {}
+
+void Skyline::set_run(int first, int last, std::int64_t floor) {
+  run_last_[at(first)] = last;
+  run_first_[at(last - 1)] = first;
+  run_floor_[at(first)] = floor;
+  lowest_.push({floor, first, last});
+}
+
+// With neighbours of the same floor it makes one run.
+void Skyline::join_run(int first, int last, std::int64_t floor) {
+  if (last < problem_.sections && run_floor_[at(last)] == floor) {
+    const int right = last;
+    last = run_last_[at(right)];
+    run_last_[at(right)] = -1;
+  }
+  if (first > 0 && run_floor_[at(run_first_[at(first - 1)])] == floor) {
+    run_last_[at(first)] = -1;
+    first = run_first_[at(first - 1)];
+  }
+  set_run(first, last, floor);
+}
+
+bool Skyline::current(const Run& run) const {
+  return run_last_[at(run.first)] == run.last && run_floor_[at(run.first)] == run.floor;
+}
+
+int Skyline::choose(const Run& run) const {
+  const int tight = slack_.least(run.first, run.last).first;
+  const int item = candidates_.best_over(run.first, tight, run.last);
+  return item >= 0 ? item : candidates_.best_within(run.first, run.last);
+}
+
+// Nothing fits: the valley is lost up to its lower neighbour.
+void Skyline::raise(const Run& run) {
+  std::int64_t next = std::numeric_limits<std::int64_t>::max();
+  if (run.first > 0) next = std::min(next, run_floor_[at(run_first_[at(run.first - 1)])]);
+  if (run.last < problem_.sections) next = std::min(next, run_floor_[at(run.last)]);
+  slack_.add(run.first, run.last, run.floor - next);
+  join_run(run.first, run.last, next);
+}
+
+std::int64_t Skyline::fill(const std::vector<double>& score, const std::atomic<bool>& stop,
+                           std::vector<std::int64_t>& offsets) {
+  candidates_.reset(score);
+  std::vector<std::int64_t> slack(problem_.load.size());
+  for (std::size_t s = 0; s < slack.size(); ++s) {
+    slack[s] = problem_.bound - problem_.load[s];
+  }
+  slack_.reset(slack);
+  run_last_.assign(slack.size(), -1);
+  run_first_.assign(slack.size(), 0);
+  run_floor_.assign(slack.size(), -1);
+  lowest_ = {};
+  offsets.assign(problem_.items.size(), -1);
+  std::int64_t height = 0;
+  std::size_t left = problem_.items.size();
+  set_run(0, problem_.sections, 0);
+  while (left > 0) {
+    const Run run = lowest_.top();
+    lowest_.pop();
+    if (!current(run)) continue;
+    if (stop.load(std::memory_order_relaxed)) return -1;
+    const int chosen = choose(run);
+    if (chosen < 0) {
+      raise(run);
+      continue;
+    }
+    const Item& item = problem_.items[at(chosen)];
+    const std::int64_t offset = align_up(run.floor, item.alignment);
+    offsets[at(chosen)] = offset;
+    candidates_.remove(chosen);
+    --left;
+    height = std::max(height, offset + item.size);
+    if (run.first < item.first) set_run(run.first, item.first, run.floor);
+    if (item.last < run.last) set_run(item.last, run.last, run.floor);
+    join_run(item.first, item.last, offset + item.size);
+  }
+  return height;
+}
+
+}  // namespace memplan::packing

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <queue>
+#include <vector>
+
+#include "packing/candidates.hpp"
+#include "packing/problem.hpp"
+#include "packing/slack_tree.hpp"
+
+namespace memplan::packing {
+
+// One layout without a look back, in O(n log n) or little more: the lowest valley of the skyline is
+// filled first, its tightest section before the others, with the buffer of the best score.
+class Skyline {
+ public:
+  explicit Skyline(const Problem& problem);
+
+  // Fills `offsets`; returns the height. -1 when stopped.
+  std::int64_t fill(const std::vector<double>& score, const std::atomic<bool>& stop,
+                    std::vector<std::int64_t>& offsets);
+
+ private:
+  struct Run {
+    std::int64_t floor;
+    int first;
+    int last;
+  };
+  struct Higher {
+    bool operator()(const Run& a, const Run& b) const {
+      return a.floor != b.floor ? a.floor > b.floor : a.first > b.first;
+    }
+  };
+
+  void set_run(int first, int last, std::int64_t floor);
+  void join_run(int first, int last, std::int64_t floor);
+  void raise(const Run& run);
+  int choose(const Run& run) const;
+  bool current(const Run& run) const;
+
+  const Problem& problem_;
+  Candidates candidates_;
+  SlackTree slack_;
+  std::vector<int> run_last_;    // by first section; -1: no run begins here
+  std::vector<int> run_first_;   // by last section - 1
+  std::vector<std::int64_t> run_floor_;  // by first section
+  std::priority_queue<Run, std::vector<Run>, Higher> lowest_;
+};
+
+}  // namespace memplan::packing

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "packing/problem.hpp"
+
+namespace memplan::packing {
+
+enum class Status { kSolved, kInfeasible, kTimedOut, kCancelled };
+
+struct Question {
+  std::int64_t capacity = -1;  // bytes; -1: the least height
+  double seconds = 60.0;
+  std::uint64_t seed = 0;
+  int threads = 2;
+  bool dive = true;    // one layout after another without a look back
+  bool search = true;  // the exact search
+  std::function<bool()> cancelled;  // polled from one thread of the solver's own
+};
+
+struct Answer {
+  Status status = Status::kTimedOut;
+  std::int64_t height = -1;           // bytes; -1: nothing found
+  std::int64_t bound = 0;             // bytes; no layout is lower
+  std::vector<std::int64_t> offsets;  // bytes, one a buffer; empty: nothing found
+  std::vector<int> witness;           // rows that cannot fit together, where infeasible
+  const char* found_by = "";
+};
+
+// The same question, seed and number of threads give the same answer, time permitting.
+Answer solve(const Columns& columns, const Question& question);
+
+}  // namespace memplan::packing
