@@ -9,8 +9,6 @@ from typing import Any, Literal
 import memplan
 from bench.recompute.case import Training
 
-SEARCH_SECONDS = 10.0
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -49,6 +47,5 @@ def apply(
         budget=budget_bytes,
         cost=cost,
         most_added=most_added,
-        search_seconds=SEARCH_SECONDS,
     )
     return Applied(handle, time.perf_counter() - began)

@@ -76,7 +76,7 @@ def auto_checkpoint(
     most_added: float = MOST_ADDED,
     cost: Literal["time", "flops"] = "time",
     gpu: str | None = None,
-    search_seconds: float = 10.0,
+    search_seconds: float = 20.0,
 ) -> AutoCheckpoint:
     """Drop activations of an unmodified module in training and recompute them, eagerly.
 
