@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
+from memplan.capture.standins import registry
 from memplan.capture.standins.kernels import bitsandbytes as bnb_kernels
 from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace
 from tests.capture.jobs import allocations, assumed, bytes_of, operators, record
@@ -56,6 +58,83 @@ def test_a_triton_kernel_allocates_nothing_and_writes_what_it_is_given() -> None
     assert [event.bytes for event in allocations(trace)] == [2048, 2048]
     assert any("Triton kernels are not run" in text for text in assumed(trace))
     assert ("add", "triton") in {(c.op, c.kernel) for c in trace.meta.kernels}
+
+
+@absent("triton")
+def test_an_autotuned_kernel_is_timed_once_for_each_key() -> None:
+    def job() -> None:
+        import triton
+        import triton.language as tl
+
+        configs = [triton.Config({"BLOCK": size}) for size in (128, 256)]
+
+        @triton.autotune(configs, key=["n"], restore_value=["x"])  # type: ignore[untyped-decorator]
+        @triton.heuristics({"EVEN": lambda given: given["n"] % 2 == 0})  # type: ignore[untyped-decorator]
+        @triton.jit  # type: ignore[untyped-decorator]
+        def double(x, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+            tl.store(x, 2 * tl.load(x))
+
+        for size in (256, 256, 512):
+            x = torch.empty(size, device="cuda")
+            double[lambda meta: (triton.cdiv(256, meta["BLOCK"]),)](x, size)
+
+    trace = record(job)
+    # what is restored, and the buffer that clears the L2 cache
+    assert made(trace, "triton.autotune") == [1024, 256 * MIB, 2048, 256 * MIB]
+    buffer = next(e.index for e in trace if e.bytes == 256 * MIB and e.kind == EventKind.ALLOC)
+    bounds = trace.events.bytes_low[buffer], trace.events.bytes_high[buffer]
+    assert tuple(bounds) == (0, 256 * MIB)
+    assert bytes_alive_at_the_end(trace) == 0
+    assert any("256 MiB" in text for text in assumed(trace))
+
+
+def bytes_alive_at_the_end(trace: Trace) -> int:
+    signs = {EventKind.ALLOC: 1, EventKind.FREE: -1}
+    return sum(signs.get(event.kind, 0) * event.bytes for event in trace)
+
+
+@absent("triton")
+def test_the_benchmarks_of_triton_run_their_function() -> None:
+    def job() -> None:
+        import triton
+        import triton.testing
+
+        def step() -> None:
+            torch.empty(256, device="cuda")
+
+        low, middle, high = triton.testing.do_bench(step, quantiles=[0.2, 0.5, 0.8])
+        assert low == middle == high == triton.testing.do_bench(step)
+
+        @triton.testing.perf_report(  # type: ignore[untyped-decorator]
+            triton.testing.Benchmark(["n"], [1, 2], "by", ["a", "b"], args={"width": 3})
+        )
+        def report(n: int, by: str, width: int) -> None:
+            torch.empty(n * width, device="cuda")
+
+        report.run(print_data=True)
+
+    trace = record(job)
+    assert made(trace, "triton.do_bench") == [256 * MIB] * 2
+    assert [event.bytes for event in allocations(trace)] == [1024] * 4 + [12, 12, 24, 24]
+
+
+@absent("triton")
+def test_a_triton_kernel_of_the_script_takes_what_its_rule_says() -> None:
+    def job() -> None:
+        import triton
+
+        @triton.jit  # type: ignore[untyped-decorator]
+        def scratchy(x):  # type: ignore[no-untyped-def]
+            pass
+
+        scratchy[(1,)](torch.empty(8, device="cuda"))
+
+    name = f"{__name__}.scratchy"
+    try:
+        memplan.register_rule(name, lambda call, x: call.workspace(100))
+        assert made(record(job), name) == [100]
+    finally:
+        registry.forget_rule(name)
 
 
 @absent("triton")

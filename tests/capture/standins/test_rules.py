@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.capture.options import CaptureOptions
+from memplan.capture.session import CaptureSession
 from memplan.capture.standins import registry
 from memplan.capture.standins.rules import Call
+from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, UsageError
 from memplan.types.trace import EventKind, EventView, Provenance, Trace
 from tests.capture.jobs import record
@@ -174,6 +178,131 @@ def test_an_operator_can_be_differentiated_by_its_rule() -> None:
         assert sizes(record(job), "my_library::square") == [32, 32]
     finally:
         library._destroy()
+
+
+def raises(call: Call, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> Any:
+    width = q.shape[5]
+    return q.new_empty(width)
+
+
+def takes_less(call: Call, q: torch.Tensor) -> Any:
+    return torch.empty_like(q)
+
+
+def on_the_host(call: Call, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> Any:
+    return torch.empty(q.shape)
+
+
+def saved_on_the_host(call: Call, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> Any:
+    call.save(torch.empty(1 << 20))
+    return torch.empty_like(q)
+
+
+def part_of_a_byte(call: Call, q: torch.Tensor, k: torch.Tensor, causal: bool = False) -> Any:
+    call.workspace(q.numel() / 2)  # type: ignore[arg-type]
+    return torch.empty_like(q)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (raises, "raised IndexError: tuple index out of range"),
+        (takes_less, "does not take what the script passes"),
+        (on_the_host, "made a tensor of shape (8, 64) on the cpu"),
+        (saved_on_the_host, "made a tensor of shape (1048576,) on the cpu"),
+        (part_of_a_byte, "raised TypeError: 'float' object cannot be interpreted as an integer"),
+    ],
+)
+def test_what_is_wrong_in_a_rule_is_said_of_the_rule(rule: Any, said: str) -> None:
+    memplan.register_rule("my_extension.attention", rule)
+    with pytest.raises(CaptureError) as caught:
+        record(attend)
+    message, (lines, start) = caught.value.message, inspect.getsourcelines(rule)
+    assert "rule for my_extension.attention" in message
+    assert said in message
+    places = [f"test_rules.py:{line}" for line in range(start, start + len(lines))]
+    assert any(place in message for place in places)
+    assert message.count("test_rules.py:") == 2  # where it was called, too
+
+
+def test_what_is_wrong_in_a_backward_rule_is_said_of_it() -> None:
+    rule = memplan.register_rule("my_extension.attention", takes_less_of_nothing)
+    rule.backward(lambda call, gradient: (gradient.new_empty(3), None))
+    with pytest.raises(CaptureError, match=r"made shape \(3,\) .* tensor 0 .* shape \(8, 64\)"):
+        record(attend)
+    rule.backward(lambda call, gradient: 1 / 0)
+    with pytest.raises(CaptureError, match=r"test_rules.py:\d+: the rule .* ZeroDivisionError"):
+        record(attend)
+
+
+def takes_less_of_nothing(call: Call, q: torch.Tensor, k: torch.Tensor, causal: Any) -> Any:
+    return torch.empty_like(q)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda x: x.new_empty(3), "shape (3,) of float32, and the operator's shape rule says"),
+        (lambda x: x.new_empty(8, dtype=torch.bfloat16), "shape (8,) of bfloat16"),
+        (lambda x: None, "returned nothing, and the operator returns Tensor"),
+        (lambda x: (x, x), "returned tuple, and the operator returns Tensor"),
+    ],
+)
+def test_a_rule_returns_what_its_operator_returns(made: Any, said: str) -> None:
+    library = torch.library.Library("my_library", "FRAGMENT")
+    library.define("known(Tensor x) -> Tensor")
+    try:
+        torch.library.register_fake("my_library::known", torch.empty_like, lib=library)
+        memplan.register_rule("my_library::known", lambda call, x: made(x))
+        with pytest.raises(CaptureError) as caught:
+            record(lambda: torch.ops.my_library.known(torch.empty(8, device="cuda")))
+        assert said in caught.value.message
+        assert "test_rules.py:" in caught.value.message
+    finally:
+        library._destroy()
+
+
+def test_two_rules_for_one_name_are_refused_but_one_may_be_registered_again() -> None:
+    for _ in range(2):
+        memplan.register_rule("my_extension.attention", raises)
+    with pytest.raises(UsageError, match=r"two rules .*test_rules.py:\d+ and .*test_rules.py:\d+"):
+        memplan.register_rule("my_extension.attention", takes_less)
+
+
+def test_an_operator_that_pytorch_does_not_have() -> None:
+    with pytest.raises(UsageError, match="no operator aten::_weight_int4_packmm") as caught:
+        memplan.register_rule("aten::_weight_int4_packmm", raises)
+    assert "aten::_weight_int4pack_mm" in caught.value.hint
+
+
+@pytest.mark.parametrize("rule", [lambda: None, lambda *, call: None, 3])
+def test_a_rule_takes_a_call(rule: Any) -> None:
+    with pytest.raises(UsageError, match="not a function that takes a call"):
+        memplan.register_rule("my_extension.attention", rule)
+
+
+def test_a_rule_that_was_never_used_is_said() -> None:
+    memplan.register_rule("my_extension.atention", raises)
+    (note,) = record(lambda: torch.empty(8, device="cuda")).meta.notes
+    assert "the rule for my_extension.atention" in note
+    assert "never used" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import memplan\n\n1 / 0\n", r"rules.py:3: .* ZeroDivisionError"),
+        ("import memplan\ndef (:\n", r"rules.py:2: .* SyntaxError"),
+        ("import memplan\nmemplan.register_rule('x', print)\n", r"rules.py:2: 'x' names neither"),
+        ("raise SystemExit(1)\n", r"rules.py:1: .* SystemExit"),
+    ],
+)
+def test_a_file_of_rules_that_fails_names_the_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rules.py"
+    file.write_text(text)
+    options = CaptureOptions(profile=find_profile("a100-80gb"), packages=(str(file),))
+    with pytest.raises(UsageError, match=said), CaptureSession(options):
+        pass
 
 
 def test_too_few_gradients_are_an_error() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import runpy
+import traceback
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +17,7 @@ import torch
 
 from memplan.capture.standins import compiled_kernels, kernels, launch, subclasses
 from memplan.capture.standins.finder import VERSIONS, StandInFinder, installed
-from memplan.capture.standins.registry import RuleActor, function_names
+from memplan.capture.standins.registry import RuleActor, function_names, unused
 from memplan.types.errors import MemplanError, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 def _not_expected(record: logging.LogRecord) -> bool:
     """The library of CUDA kernels cannot be loaded, and is not needed."""
     return "library load error" not in str(record.msg)
+
+
+_SHOWN = 5
+"""Rules that were not used: a library may bring many."""
 
 
 class StandIns:
@@ -51,6 +57,7 @@ class StandIns:
             if not Path(path).is_file():
                 raise UsageError(f"{path}: no such file of rules", "check the path")
         self.finder = StandInFinder(names, function_names)
+        self._kernels: Counter[tuple[str, str, str]] = Counter()
 
     def install(
         self, stack: ExitStack, patches: Patches, mode: CaptureMode, watcher: ImportWatcher
@@ -60,6 +67,7 @@ class StandIns:
             _run_rules(path)
         self.finder.start()
         stack.callback(self.finder.stop)
+        self._kernels = mode.kernels
         actor = RuleActor(mode, patches, watcher)
         actor.start(kernels.rules())
         stack.callback(actor.stop)
@@ -80,6 +88,7 @@ class StandIns:
             "torch.utils.cpp_extension": partial(compiled_kernels.adapt_extensions, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
+            "triton.testing": partial(launch.adapt_testing, patches),
             "triton.runtime.driver": partial(launch.adapt_driver, patches),
             "transformers.modeling_utils": partial(self._asked_for_flash, patches),
             "transformers.utils.quantization_config": partial(self._asked_for_bits, patches),
@@ -106,25 +115,38 @@ class StandIns:
         return call
 
     def notes(self) -> list[str]:
-        """What the user should know of packages that the program did without."""
+        """What the user should know of packages that the program did without, and of rules."""
+        idle = unused(op for op, kernel, _ in self._kernels if kernel == "rule")
         return [
             f"{where}: {package} is not installed here and the script goes on without it; where "
             f"the job has it, pass --with {package}"
             for package, where in self.finder.done_without.items()
             if package not in self.finder.served
+        ] + [
+            f"the rule for {name} ({place}) was never used: the job does not call that, or it has "
+            "another name"
+            for name, place in idle[:_SHOWN]
         ]
 
 
 def _run_rules(path: str) -> None:
     try:
         runpy.run_path(path)
-    except MemplanError:
-        raise
-    except Exception as error:
+    except MemplanError as error:
+        raise type(error)(f"{_place(path, error)}: {error.message}", error.hint) from error
+    except (Exception, SystemExit) as error:
         raise UsageError(
-            f"{path}: the file of rules raised {type(error).__name__}: {error}",
+            f"{_place(path, error)}: the file of rules raised {type(error).__name__}: {error}",
             "it must run by itself: memplan.register_rule is all it needs",
         ) from error
+
+
+def _place(path: str, error: BaseException) -> str:
+    """The last line of the file that was running."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f"{path}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+    return f"{path}:{frames[-1].lineno}" if frames else path
 
 
 def _follow_functions(patches: Patches, mode: CaptureMode) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memplan.capture.standins.registry import rule_for_function
-from memplan.capture.standins.rules import running
+from memplan.capture.standins.rules import Call, acting, running
 
 if TYPE_CHECKING:
     from memplan.capture.patching import Patches
@@ -20,6 +20,12 @@ _SAID = (
     "Triton kernels are not run: they allocate nothing, and what they write is not known; where "
     "one takes a workspace, say so with memplan.register_rule"
 )
+
+_TUNED = (
+    "Triton times the configurations of an autotuned kernel at its first launch beside a buffer of "
+    "256 MiB (none where its results are on disk or it brings a benchmark of its own)"
+)
+FLUSHED_BYTES = 256 << 20
 
 
 def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -37,6 +43,54 @@ def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     mode.kernels[name, "triton", "not run: writes to what is passed in, allocates nothing"] += 1
     mode.assumptions.add("kernel", _SAID)
     return None
+
+
+def tune(tuner: Any, names: Sequence[str], args: Any, kwargs: Any) -> None:
+    """What an autotuned kernel (its configurations, keys and cache as Triton names them) takes
+    when it is launched first for values of its keys and dtypes of its arguments.
+
+    Source: Triton 3.7, `runtime/autotuner.py`: copies of what is restored after each timing, and
+    `backends/nvidia/driver.py`: a buffer with which the L2 cache is cleared.
+    """
+    mode = running()
+    if mode is None or len(tuner.configs) < 2:
+        return
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    values = [given[key] for key in tuner.keys if key in given]
+    dtypes = [str(item.dtype) for item in given.values() if hasattr(item, "dtype")]
+    key = str((values, dtypes))
+    if key in tuner.timed:
+        return
+    tuner.timed.add(key)
+    with acting(mode, "triton.autotune"), torch.no_grad():
+        copies = [given[name].clone() for name in tuner.restore_value if name in given]
+        buffer = Call().workspace(FLUSHED_BYTES, low=0, high=FLUSHED_BYTES)
+        del copies, buffer
+    mode.assumptions.add("kernel", _TUNED)
+
+
+def bench(
+    fn: Callable[[], Any],
+    warmup: int = 25,
+    rep: int = 100,
+    grad_to_none: Any = None,
+    quantiles: Sequence[float] | None = None,
+    return_mode: str = "mean",
+) -> Any:
+    """`triton.testing.do_bench`: two calls, the second beside its buffer; a time of 1 ms."""
+    del warmup, rep
+    mode = running()
+    fn()
+    for tensor in grad_to_none or ():
+        tensor.grad = None
+    if mode is not None:
+        with acting(mode, "triton.do_bench"):
+            buffer = Call().workspace(FLUSHED_BYTES, low=0, high=FLUSHED_BYTES)
+        fn()
+        del buffer
+    if quantiles is not None:
+        return [1.0] * len(quantiles) if len(quantiles) > 1 else 1.0
+    return [1.0] if return_mode == "all" else 1.0
 
 
 def record(name: str, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
@@ -62,10 +116,21 @@ def adapt_autotuner(patches: Patches, module: types.ModuleType) -> None:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(kernel, "configs", None):
             kernel.best_config = kernel.configs[0]
+            if not hasattr(kernel, "timed"):
+                kernel.timed = set()
+            given = {name: item for name, item in kwargs.items() if name != "grid"}
+            tune(kernel, kernel.arg_names, args, given)
         return kernel.fn.run(*args, **kwargs)
 
     patches.set(module.Autotuner, "run", run)
     patches.set(module.Heuristics, "run", run)
+
+
+def adapt_testing(patches: Patches, module: types.ModuleType) -> None:
+    """Of an installed Triton: there is nothing to time."""
+    for name in ("do_bench", "do_bench_cudagraph"):
+        if hasattr(module, name):
+            patches.set(module, name, bench)
 
 
 def adapt_driver(patches: Patches, module: types.ModuleType) -> None:

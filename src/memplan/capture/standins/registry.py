@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from memplan.capture.standins import rules as rules_module
+from memplan.capture.standins.blame import place_of
 from memplan.capture.standins.rules import Call, Rule
 from memplan.types.errors import UsageError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode, Handler
     from memplan.capture.patching import Patches
 
+_PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
+"""Namespaces of operators that are there wherever PyTorch is."""
 _rules: dict[str, Rule] = {}
 """By the name they were registered for."""
 _actors: list[RuleActor] = []
@@ -46,7 +50,8 @@ def register_rule(
     the numbers come from, and is shown in the estimate. A decorator when `function` is left out;
     the `Rule` that it gives has a decorator `backward` for what the backward pass makes.
 
-    Raises UsageError for a name that is neither kind, and for a function that takes no call.
+    Raises UsageError for a name that is neither kind, for an operator that PyTorch should have and
+    does not, for a second rule of the same name, and for a function that takes no call.
     """
     if function is None:
         return partial(register_rule, name, source=source)
@@ -58,10 +63,43 @@ def register_rule(
             'write "namespace::operator" or "package.module.function"',
         )
     rule = function if isinstance(function, Rule) else Rule(name, function, source)
+    if colons:
+        _check_exists(namespace, operator)
+    _check_alone(name, rule)
     _rules[name] = rule
     for actor in _actors:
         actor.add(name, rule)
     return rule
+
+
+def _check_exists(namespace: str, operator: str) -> None:
+    operator = operator.partition(".")[0]
+    if namespace not in _PYTORCHS or _packet(namespace, operator) is not None:
+        return
+    names = {name.partition("::")[2].partition(".")[0] for name in _operators(namespace)}
+    close = difflib.get_close_matches(operator, names, 3)
+    raise UsageError(
+        f"PyTorch has no operator {namespace}::{operator}",
+        f"did you mean {' or '.join(f'{namespace}::{name}' for name in close)}?" if close else "",
+    )
+
+
+def _operators(namespace: str) -> list[str]:
+    return [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+
+
+def _check_alone(name: str, rule: Rule) -> None:
+    """A cell of a notebook, or a file of rules, may be run again."""
+    before = _rules.get(name)
+    places = [place_of(item.function) for item in (before, rule) if item is not None]
+    if before is None or before is rule or places[0] == places[1]:
+        return
+    if all(place and not _is_cell(place) for place in places):
+        raise UsageError(f"two rules for {name}: {places[0]} and {places[1]}", "keep one of them")
+
+
+def _is_cell(place: str) -> bool:
+    return place.startswith("<") or "ipykernel" in place
 
 
 def forget_rule(name: str) -> None:
@@ -72,6 +110,16 @@ def forget_rule(name: str) -> None:
 def function_names() -> Iterator[str]:
     """Dotted names of Python functions with rules."""
     return (name for name in list(_rules) if "::" not in name)
+
+
+def unused(used: Iterable[str]) -> list[tuple[str, str]]:
+    """Names of users' rules that are not among those `used`, and where each stands."""
+    names = set(used)
+    return [
+        (name, place_of(rule.function))
+        for name, rule in _rules.items()
+        if rule.name not in names and name not in names
+    ]
 
 
 def rule_for_function(name: str) -> Rule | None:
@@ -159,8 +207,13 @@ class _Operator:
         self._names = (namespace, operator)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        packet = _packet(*self._names) if self._rule.of_backward is None else None
-        return (self._rule if packet is None else packet)(*args, **kwargs)
+        packet = _packet(*self._names)
+        if packet is not None and self._rule.of_backward is None:
+            return packet(*args, **kwargs)
+        made = self._rule(*args, **kwargs)
+        if packet is not None and len(packet.overloads()) == 1:
+            self._rule.check(getattr(packet, packet.overloads()[0]), args, kwargs, made)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         packet = _packet(*self._names)
@@ -176,6 +229,7 @@ def _handler(rule: Rule) -> Handler:
         args, kwargs, _ = mode._without_real(args, kwargs)
         with mode, torch.no_grad():
             result = rule.run(Call(), *args, **kwargs)
+        rule.check(func, args, kwargs, result)
         if func._schema.is_mutable:
             mode.forget_written(func, args, kwargs)
         return result

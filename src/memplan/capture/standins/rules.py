@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.types.errors import CaptureError, UsageError
+from memplan.capture.standins import blame
+from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
@@ -58,8 +60,11 @@ class Call:
         """Device memory of `nbytes` bytes, between `low` and `high` where that is not exact.
 
         It is held until the rule returns, or as long as it is saved. A flat uint8 tensor.
+        Raises ValueError for bounds that do not hold `nbytes`, TypeError for parts of a byte.
         """
-        low, high = nbytes if low is None else low, nbytes if high is None else high
+        nbytes = operator.index(nbytes)
+        low = nbytes if low is None else operator.index(low)
+        high = nbytes if high is None else operator.index(high)
         if not 0 <= low <= nbytes <= high:
             raise ValueError(f"a workspace of {nbytes} bytes between {low} and {high}")
         tensor = _bounded(nbytes, low, high)
@@ -96,13 +101,18 @@ class Rule:
         self.source = source
         self.function = function
         self.of_backward: Callable[..., Any] | None = None
+        self.built_in = blame.is_ours(function)
         self.__name__ = name.replace("::", ".").rpartition(".")[2]
         self.__doc__ = function.__doc__
         try:
-            parameters = list(inspect.signature(function).parameters.values())[1:]
-            self.__signature__ = inspect.Signature(parameters)
+            call, *parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
-            raise UsageError(f"the rule for {name} is not a function that takes a call") from error
+            raise _takes_no_call(name, function) from error
+        if call.kind in (call.KEYWORD_ONLY, call.VAR_KEYWORD):
+            raise _takes_no_call(name, function)
+        if call.kind is call.VAR_POSITIONAL:
+            parameters.insert(0, call)
+        self.__signature__ = inspect.Signature(parameters)
 
     def backward(self, function: _Function) -> _Function:
         """Say what the backward pass makes: `function(call, *gradients of the outputs)` returns a
@@ -146,6 +156,12 @@ class Rule:
         made = self._run(self.of_backward, call, gradients, {})
         return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
+    def check(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Raises CaptureError where a user's rule gives something else than its operator does."""
+        mode = running()
+        if mode is not None and not self.built_in:
+            blame.check_returns(mode, self.name, self.function, func, (args, kwargs), made)
+
     def _run(self, function: Any, call: Call, args: Any, kwargs: Any) -> Any:
         mode = running()
         if mode is None:
@@ -153,9 +169,26 @@ class Rule:
         mode.kernels[self.name, "rule", self.source or "memplan.register_rule"] += 1
         with acting(mode, self.name):
             try:
-                return function(call, *args, **kwargs)
+                made = function(call, *args, **kwargs)
+            except Exception as error:
+                if self.built_in or isinstance(error, MemplanError):
+                    raise
+                given = (call, *args), kwargs
+                raise blame.failed(mode, self.name, function, error, given) from error
             finally:
                 call._held.clear()
+        if not self.built_in:
+            inputs = (args, kwargs, call.saved)
+            blame.check_devices(mode, self.name, function, inputs, (made, call._kept))
+        return made
+
+
+def _takes_no_call(name: str, function: Any) -> UsageError:
+    place = blame.place_of(function)
+    return UsageError(
+        f"{place + ': ' if place else ''}the rule for {name} is not a function that takes a call",
+        "def rule(call, x, ...): first a call, then what the real one takes (docs/packages.md)",
+    )
 
 
 @contextmanager
@@ -201,6 +234,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.rule, ctx.needs_grad = rule, call.needs_grad
         ctx.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.leaves = len(leaves)
+        ctx.shapes = [tensor.shape for tensor in tensors]
         return tuple(result) if isinstance(result, list) else result
 
     @staticmethod
@@ -209,12 +243,7 @@ class _Differentiable(torch.autograd.Function):
         saved = tuple(next(tensors) if item is None else item[0] for item in ctx.plain)
         call = Call(needs_grad=ctx.needs_grad, saved=saved)
         made = ctx.rule.run_backward(call, *gradients)
-        if len(made) != len(ctx.positions):
-            raise CaptureError(
-                f"the backward rule of {ctx.rule.name} made {len(made)} gradients for "
-                f"{len(ctx.positions)} tensors among the arguments",
-                "return one for each, in order; None where there is none",
-            )
+        blame.check_gradients(ctx.rule.name, ctx.rule.of_backward, made, ctx.shapes)
         result: list[Any] = [None] * (2 + ctx.leaves)
         for position, gradient, wanted in zip(ctx.positions, made, ctx.needs_grad, strict=True):
             result[2 + position] = gradient if wanted else None

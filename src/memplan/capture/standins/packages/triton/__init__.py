@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from memplan.capture.standins.finder import VERSIONS
-from memplan.capture.standins.launch import launch
+from memplan.capture.standins.launch import launch, tune
 
 __version__ = VERSIONS["triton"]
 
@@ -40,6 +41,7 @@ class JITFunction(KernelInterface):
     def __init__(self, fn: Any) -> None:
         self.fn = fn
         functools.update_wrapper(self, fn)
+        self.arg_names = list(inspect.signature(fn).parameters)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
@@ -61,14 +63,28 @@ class Config:
 
 
 class Autotuner(KernelInterface):
-    """Takes the first configuration; nothing is timed."""
+    """Takes the first configuration; what timing them takes is known."""
 
-    def __init__(self, fn: Any, configs: list[Config]) -> None:
+    def __init__(
+        self, fn: Any, configs: list[Config], keys: list[str], restored: list[str]
+    ) -> None:
         self.fn = self.base_fn = fn
         self.configs = configs
+        self.keys = keys
+        self.restore_value = restored
+        self.timed: set[str] = set()
         self.best_config = configs[0] if configs else Config({})
         self.cache: dict[Any, Config] = {}
         self.__name__ = getattr(fn, "__name__", "kernel")
+        while isinstance(fn, KernelInterface):
+            fn = fn.fn
+        self.arg_names = list(inspect.signature(fn).parameters)
+
+    def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+        """Launch on a grid."""
+        if not warmup:
+            tune(self, self.arg_names, args, kwargs)
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
 
 
 class Heuristics(KernelInterface):
@@ -85,10 +101,17 @@ def jit(fn: Any = None, **_options: Any) -> Any:
     return JITFunction(fn) if fn is not None else JITFunction
 
 
-def autotune(configs: list[Config], key: Any = (), **_options: Any) -> Any:
+def autotune(
+    configs: list[Config],
+    key: Any = (),
+    prune_configs_by: Any = None,
+    reset_to_zero: Any = None,
+    restore_value: Any = None,
+    **_options: Any,
+) -> Any:
     """A decorator."""
-    del key
-    return lambda fn: Autotuner(fn, list(configs))
+    del prune_configs_by, reset_to_zero
+    return lambda fn: Autotuner(fn, list(configs), list(key), list(restore_value or ()))
 
 
 def heuristics(values: dict[str, Any]) -> Any:
