@@ -109,7 +109,7 @@ class StepWatcher:
         if builder.requests(first, second) == builder.requests(second, third):
             self.enough = True
             self.stop_reason = (
-                f"stopped in step 2: after one update, micro-batches of {self._forwards_in_a_step} "
+                f"stopped in step 1 (the second): micro-batches of {self._forwards_in_a_step} "
                 "a step asked for the same memory again and again"
             )
             self.ending.begin(at_once=False)
@@ -146,8 +146,8 @@ class StepWatcher:
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
         elif self.steady:
             self.stop_reason = (
-                f"stopped after {self.completed} optimizer steps: step {self.completed} asked for "
-                "the same memory as the step before"
+                f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the last "
+                "asked for the same memory as the step before"
             )
             if self._growth > 0:
                 self.mode.assumptions.add(

@@ -15,6 +15,7 @@ import msgspec
 
 from memplan.cli.job import Job
 from memplan.cli.rank_choice import Requests, next_ranks, requests_of, uncaptured
+from memplan.cli.rank_host import node_host
 from memplan.cli.streams import progress_line
 from memplan.fit.child import CaptureFailedError, estimate_words, read_estimate
 from memplan.fit.processes import CommandProcess, wait_for_any
@@ -125,7 +126,17 @@ class RankCaptures:
         best = self.largest()
         listed = [self._listed(self.captured[rank]) for rank in sorted(self.captured)]
         notes = [*best.estimate.notes, *uncaptured(self._requests(), self.size)]
-        return msgspec.structs.replace(best.estimate, ranks=listed, notes=notes)
+        answer = msgspec.structs.replace(best.estimate, ranks=listed, notes=notes)
+        estimates = {rank: one.estimate for rank, one in self.captured.items()}
+        node = node_host(estimates, self.size, answer.host_processes)
+        if node is None:
+            return answer
+        return msgspec.structs.replace(
+            answer,
+            host_node_peak_bytes=node.peak,
+            host_node_low_bytes=node.low,
+            host_node_high_bytes=node.high,
+        )
 
     def largest(self) -> CapturedRank:
         """The rank with the largest peak by its high bound, the first of those alike."""
@@ -155,6 +166,10 @@ class RankCaptures:
             reserved_peak_bytes=estimate.reserved_peak_bytes,
             allocated_peak_bytes=estimate.allocated_peak_bytes,
             fits=estimate.fits,
+            host_peak_bytes=estimate.host_peak_bytes,
+            host_low_bytes=estimate.host_low_bytes,
+            host_high_bytes=estimate.host_high_bytes,
+            host_pinned_peak_bytes=estimate.host_pinned_peak_bytes,
             same_as=min(alike) if min(alike) < captured.rank else None,
         )
 

@@ -19,6 +19,7 @@ _KEYS = {
     Role.INPUT: "inputs",
     Role.WORKSPACE: "workspaces",
     Role.COMMUNICATION: "communication",
+    Role.GATHERED_PARAMETER: "temporaries",
 }
 
 
@@ -51,10 +52,17 @@ class Contents:
         NCCL holds for itself."""
         sums = np.zeros(max(Role) + 1, np.int64)
         np.add.at(sums, self._roles[self._alive], self._bytes[self._alive])
-        by_key = {key: int(sums[role]) for role, key in _KEYS.items()}
+        by_key = dict.fromkeys(_KEYS.values(), 0)
+        for role, key in _KEYS.items():
+            by_key[key] += int(sums[role])
         fragmentation = reserved - sum(by_key.values())
         by_key["communication"] += communicators
         return Breakdown(**by_key, fragmentation=fragmentation, context=context)
+
+    def gathered_bytes(self) -> int:
+        """Of the temporaries, whole parameters that FSDP has gathered."""
+        gathered = self._alive[self._roles[self._alive] == Role.GATHERED_PARAMETER]
+        return int(self._bytes[gathered].sum())
 
     def point(self) -> PeakPoint:
         """Where the job stands."""

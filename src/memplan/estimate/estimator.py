@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from memplan import __version__
-from memplan.estimate.communication import Bounds, communication_bytes
+from memplan.estimate.communication import (
+    Bounds,
+    communication_bytes,
+    communication_notes,
+)
 from memplan.estimate.contents import Contents, peak_event
 from memplan.estimate.curve import thin
 from memplan.estimate.host import host_memory
@@ -72,6 +76,7 @@ def estimate(
         breakdown=contents.breakdown(
             interval.reserved[1], card.context_bytes, communication.expected
         ),
+        gathered_parameter_bytes=contents.gathered_bytes(),
         peak=contents.point(),
         largest=contents.largest(),
         assumptions=list(meta.assumptions),
@@ -90,11 +95,13 @@ def estimate(
         host_breakdown=None if host is None else host.breakdown,
         host_processes=processes,
         host_node_peak_bytes=None if host is None else host.peak * processes,
+        host_node_low_bytes=None if host is None else host.low * processes,
+        host_node_high_bytes=None if host is None else host.high * processes,
         capture_peak_bytes=meta.capture_peak_bytes,
         command=list(meta.command),
         notes=[
             *_notes(interval, profile, card),
-            *_communication_notes(trace, communication),
+            *communication_notes(meta.communicators, card.capability),
             *why_wide(trace, interval),
             *meta.notes,
         ],
@@ -129,18 +136,6 @@ def _with_communicators(card: DeviceProfile, communication: Bounds) -> DevicePro
     )
 
 
-def _communication_notes(trace: Trace, communication: Bounds) -> list[str]:
-    number = len(trace.meta.communicators)
-    if not number:
-        return []
-    low, expected, high = (size / (1 << 30) for size in communication)
-    plural = "s" if number > 1 else ""
-    return [
-        f"NCCL's own memory, {number} communicator{plural}, is {expected:.2f} GiB by a rule "
-        f"({low:.2f}-{high:.2f}): it depends on the links between the GPUs."
-    ]
-
-
 def gpu_info(profile: DeviceProfile) -> GpuInfo:
     """The card as answers name it."""
     return GpuInfo(
@@ -156,7 +151,13 @@ def gpu_info(profile: DeviceProfile) -> GpuInfo:
 
 def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfile) -> list[str]:
     if profile is None:
-        return [f"No card was named, so there is no verdict; the job saw {card.device_name}."]
+        assumed = (
+            ", which is assumed where no card is known" if card.name == DEFAULT_PROFILE else ""
+        )
+        return [
+            f"No card is known, so there is no verdict: the script saw {card.device_name} "
+            f"({card.name}){assumed}. --gpu names another."
+        ]
     said = card.sources.get("context", "")
     notes = [f"context of {card.name}: {said}"] if said.startswith(MEASURED_HERE) else []
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):

@@ -23,10 +23,12 @@ def memory_plot(
     height: int = 8,
     room_bytes: int | None = None,
     peak_event: int = -1,
+    steps: int | None = None,
     ascii_only: bool = False,
 ) -> list[str]:
     """Lines of at most `width` characters: allocated memory as an area, reserved as a line above
-    it, the room left for PyTorch on the card as a broken line, the peak marked below.
+    it, the room left for PyTorch on the card as a broken line, the peak marked below. `steps`:
+    optimizer steps completed at the end, where that is known.
 
     Empty for an empty curve or less than 30 characters.
     """
@@ -51,7 +53,7 @@ def memory_plot(
         labels.setdefault(height - 1 - (room - 1) // down, format_bytes(limit))
     edge = "|" if ascii_only else "│"
     lines = [f"{labels.get(i, ''):>{_GUTTER}} {edge}{row}".rstrip() for i, row in enumerate(body)]
-    lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, ascii_only))
+    lines.append(" " * (_GUTTER + 2) + _marks(curve, cells, peak_event, steps, ascii_only))
     return [line[:width] for line in lines]
 
 
@@ -101,9 +103,14 @@ def _ascii_rows(allocated: list[int], reserved: list[int], room: int, height: in
     return lines
 
 
-def _marks(curve: MemoryCurve, cells: int, peak_event: int, ascii_only: bool) -> str:
+def _marks(
+    curve: MemoryCurve, cells: int, peak_event: int, steps: int | None, ascii_only: bool
+) -> str:
     """The line below: the peak's place, and the steps at both ends where they leave it legible."""
-    left, right = f"step {curve.steps[0]}", f"step {curve.steps[-1]}"
+    last = curve.steps[-1]
+    if steps is not None and steps > 1:  # what follows the last step belongs to none
+        last = min(last, steps - 1)
+    left, right = f"step {curve.steps[0]}", f"step {last}"
     start = end = cells // 2
     text = ""
     if peak_event >= 0:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from memplan.report.plot import memory_plot, room_is_near
+from memplan.report.tensors import largest_lines
 from memplan.report.text import (
     clean,
     format_bytes,
@@ -16,12 +17,25 @@ from memplan.report.text import (
     interval_text,
     short_op,
     shorten,
+    step_text,
 )
-from memplan.types.estimate import Estimate, TensorInfo
+from memplan.types.estimate import Estimate, RankEstimate
 
 _MAX_WIDTH = 110
 _BAR = 24
 _KERNELS = 6
+_GATHERED = "gathered parameters"
+_MEANINGS = {
+    "parameters": "and buffers",
+    "activations": "kept for the backward pass",
+    "temporaries": "results in use for a moment",
+    _GATHERED: "whole while a layer runs (FSDP all-gather)",
+    "inputs": "batches",
+    "workspaces": "scratch of kernels and libraries",
+    "fragmentation": "reserved, used by nobody",
+    "communication": "buffers of collectives, NCCL",
+    "context": "CUDA itself, outside PyTorch",
+}
 
 
 def print_estimate(estimate: Estimate, console: Console, *, next_command: str = "") -> None:
@@ -40,7 +54,7 @@ def estimate_lines(
     yield _headline(estimate, ascii_only)
     yield from _ranks(estimate, ascii_only)
     yield Text()
-    yield from _breakdown(estimate, ascii_only)
+    yield from _breakdown(estimate, width, ascii_only)
     yield Text()
     yield from _peak(estimate, width, ascii_only)
     yield from _host(estimate, ascii_only)
@@ -64,28 +78,42 @@ def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
     """Which rank the answer is about, and the others beside it."""
     if estimate.world_size is None:
         return
-    largest = ", the largest of those captured" if len(estimate.ranks) > 1 else ""
+    largest = ", which needs most of those captured" if len(estimate.ranks) > 1 else ""
     yield Text(f"rank {estimate.rank} of {estimate.world_size}{largest}", style="bold")
-    for item in estimate.ranks:
-        peak = interval_text(item.low_bytes, item.peak_bytes, item.high_bytes)
-        if ascii_only:
-            peak = peak.replace("–", "-")
-        verdict = {True: "fits", False: "does not fit", None: ""}[item.fits]
-        same = f"as rank {item.same_as}" if item.same_as is not None else ""
-        said = ", ".join(filter(None, (verdict, same, item.why)))
-        yield Text(f"  {item.rank:>6}  peak {peak}  {said}", style="dim")
+    rows = [_rank_row(item) for item in estimate.ranks]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for rank, peak, host, said in rows:
+        line = f"  {rank:>{widths[0]}}  {peak:<{widths[1]}}  {host:<{widths[2]}}  {said}"
+        yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
 
 
-def _breakdown(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
-    items = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
-    block = "#" if ascii_only else "█"
-    for name, nbytes in items:
-        share = nbytes / max(estimate.peak_bytes, 1)
-        if nbytes:
-            yield Text.assemble(
-                f"  {name.replace('_', ' '):<16}{format_bytes(nbytes):>10}{share:>6.0%}  ",
-                (block * round(share * _BAR), "cyan"),
-            )
+def _rank_row(item: RankEstimate) -> tuple[str, str, str, str]:
+    peak = interval_text(item.low_bytes, item.peak_bytes, item.high_bytes)
+    host = "" if item.host_peak_bytes is None else f"host RAM {format_bytes(item.host_peak_bytes)}"
+    verdict = {True: "fits", False: "does not fit", None: ""}[item.fits]
+    same = f"the same as rank {item.same_as}" if item.same_as is not None else ""
+    said = ", ".join(filter(None, (verdict, same, item.why)))
+    return f"rank {item.rank}", f"peak {peak}", host, said
+
+
+def _breakdown(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+    parts = {name.replace("_", " "): nbytes for name, nbytes in estimate.breakdown.items()}
+    parts["temporaries"] -= estimate.gathered_parameter_bytes
+    parts[_GATHERED] = estimate.gathered_parameter_bytes
+    shown = sorted(filter(lambda part: part[1], parts.items()), key=lambda part: -part[1])
+    if not shown:
+        return
+    total = max(estimate.peak_bytes, 1)
+    name_width = max(16, *(len(name) + 1 for name, _ in shown))
+    bar_width = round(shown[0][1] / total * _BAR)
+    for name, nbytes in shown:
+        bar = ("#" if ascii_only else "█") * round(nbytes / total * _BAR)
+        figures = f"  {name:<{name_width}}{format_bytes(nbytes):>10}{nbytes / total:>6.0%}  "
+        meaning = _MEANINGS.get(name, "")
+        if len(figures) + bar_width + 2 + len(meaning) > width:
+            meaning = ""
+        padded = f"{bar:<{bar_width}}  " if meaning else bar
+        yield Text.assemble(figures, (padded, "cyan"), (meaning, "dim"))
 
 
 def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
@@ -96,62 +124,49 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
     where = [short_op(peak.op) or "an unnamed operation"]
     if peak.module:
         where.append(f"in {peak.module}")
+    when = step_text(peak.step, peak.phase, estimate.steps)
     yield Text.assemble(
         ("at the peak  ", "bold"),
-        clean(f"{' '.join(where)}, {peak.phase}, step {peak.step}", ascii_only=ascii_only),
+        clean(f"{' '.join(where)}, {peak.phase}, {when}", ascii_only=ascii_only),
     )
     if peak.source:
         source = shorten(clean(peak.source, ascii_only=ascii_only), width - 13)
         yield Text(" " * 13 + source, style="dim")
     yield Text(
-        f"PyTorch      reserved {format_bytes(estimate.reserved_peak_bytes)}, "
-        f"allocated {format_bytes(estimate.allocated_peak_bytes)}",
+        f"PyTorch      reserved {format_bytes(estimate.reserved_peak_bytes)}, of it "
+        f"allocated to tensors {format_bytes(estimate.allocated_peak_bytes)}",
         style="dim",
     )
 
 
 def _host(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
-    low, peak, high = (
-        estimate.host_low_bytes,
-        estimate.host_peak_bytes,
-        estimate.host_high_bytes,
-    )
+    for line in _host_lines(estimate):
+        yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
+
+
+def _host_lines(estimate: Estimate) -> Iterator[str]:
+    low, peak, high = estimate.host_low_bytes, estimate.host_peak_bytes, estimate.host_high_bytes
     if low is None or peak is None or high is None:
         return
-    line = f"host RAM     {interval_text(low, peak, high)}"
-    if estimate.host_pinned_peak_bytes:
-        line += f", of it pinned {format_bytes(estimate.host_pinned_peak_bytes)}"
-    if estimate.host_processes > 1 and estimate.host_node_peak_bytes is not None:
-        node = format_bytes(estimate.host_node_peak_bytes)
-        line += f"; {estimate.host_processes} processes on a node: {node}"
-    yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
+    pinned = estimate.host_pinned_peak_bytes
+    of_it = f", of it pinned {format_bytes(pinned)}" if pinned else ""
+    whose = "of this process" if estimate.host_processes > 1 else ""
+    yield f"host RAM     {interval_text(low, peak, high)} {whose}".rstrip() + of_it
+    node = (
+        estimate.host_node_low_bytes,
+        estimate.host_node_peak_bytes,
+        estimate.host_node_high_bytes,
+    )
+    if estimate.host_processes > 1 and None not in node:
+        together = interval_text(*(nbytes or 0 for nbytes in node))
+        yield f"             {together} of the {estimate.host_processes} ranks of a node together"
 
 
 def _largest(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
-    if not estimate.largest:
-        return
-    yield Text()
-    yield Text("largest tensors at the peak", style="bold")
-    rows = Counter(_tensor_row(tensor, ascii_only) for tensor in estimate.largest)
-    what = min(max(len(description) for _, description, _, _ in rows), 34)
-    for (size, description, origin, source), count in rows.items():
-        size = f"{count} x {size}" if count > 1 else size
-        room = max(width - 13 - 2 - what - 2, 12)
-        origin = shorten(origin, max(room - len(source) - 2, 12))
-        yield Text(f"{size:>13}  {shorten(description, what):<{what}}  {origin}  {source}".rstrip())
-
-
-def _tensor_row(tensor: TensorInfo, ascii_only: bool) -> tuple[str, str, str, str]:
-    """Size, shape and dtype, origin, source line: tensors that read alike share a line."""
-    description = " ".join(filter(None, (tensor.shape, tensor.dtype)))
-    maker = tensor.name or " in ".join(filter(None, (short_op(tensor.op), tensor.module)))
-    role = tensor.role.replace("_", " ")
-    return (
-        format_bytes(tensor.bytes),
-        clean(description, ascii_only=ascii_only),
-        clean(f"{maker}, {role}" if maker else role, ascii_only=ascii_only),
-        clean(tensor.source.rpartition("/")[2], ascii_only=ascii_only),
-    )
+    if estimate.largest:
+        yield Text()
+        yield Text("largest tensors at the peak", style="bold")
+        yield from largest_lines(estimate.largest, width, ascii_only)
 
 
 def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
@@ -163,6 +178,7 @@ def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         width=width,
         room_bytes=room,
         peak_event=estimate.peak.event,
+        steps=estimate.steps,
         ascii_only=ascii_only,
     )
     if lines:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from memplan.types.estimate import Estimate
 
+_PIECES = re.compile(r"[^ ./_]*[ ./_]+|[^ ./_]+")
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -20,13 +23,17 @@ def headline(estimate: Estimate) -> str:
         return line
     if estimate.fits:
         return f"{line}: fits, {format_bytes(estimate.spare_bytes or 0)} spare"
-    verdict = "does not fit" if estimate.peak_bytes > estimate.gpu.total_bytes else "may not fit"
+    needed = estimate.peak_bytes * estimate.card_processes
+    verdict = "does not fit" if needed > estimate.gpu.total_bytes else "may not fit"
     return f"{line}: {verdict}, up to {format_bytes(estimate.missing_bytes or 0)} missing"
 
 
 def peak_text(estimate: Estimate) -> str:
-    """`peak 21.4 GiB (20.9–22.0) of 24.0 GiB`: peak, interval and card."""
-    text = f"peak {interval_text(estimate.low_bytes, estimate.peak_bytes, estimate.high_bytes)}"
+    """`peak 21.4 GiB (20.9–22.0) of 24.0 GiB`: peak, interval and card; `peak 8 x 21.4 GiB …` where
+    so many processes share it."""
+    times = f"{estimate.card_processes} x " if estimate.card_processes > 1 else ""
+    interval = interval_text(estimate.low_bytes, estimate.peak_bytes, estimate.high_bytes)
+    text = f"peak {times}{interval}"
     if estimate.gpu is None:
         return text
     return f"{text} of {format_bytes(estimate.gpu.total_bytes)}"
@@ -53,6 +60,36 @@ def short_op(name: str) -> str:
 def shorten(text: str, width: int) -> str:
     """Cut to `width` from the left: the end of a path or a module says most."""
     return text if len(text) <= width else "..." + text[len(text) - max(width - 3, 0) :]
+
+
+def cut_middle(text: str, width: int) -> str:
+    """Cut to `width` in the middle, for what tells names apart stands at either end."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 0)
+    head = kept // 2
+    return text[:head] + "..."[: width - kept] + text[len(text) - (kept - head) :]
+
+
+def wrap_name(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, broken behind spaces, dots, slashes and underscores."""
+    lines = [""]
+    for piece in _PIECES.findall(text):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines]
+
+
+def step_text(step: int, phase: str, steps: int) -> str:
+    """Where in the run: steps count from 0, as in JSON; `steps` of them were completed."""
+    if phase == "setup":
+        return "before step 0"
+    if 0 < steps <= step and phase in ("evaluation", "other"):
+        return f"after step {steps - 1}"
+    return f"step {step}"
 
 
 def _unit(nbytes: int) -> tuple[str, int]:

@@ -147,6 +147,11 @@ class TraceBuilder:
         columns["shape"].append(self.intern(shape))
         return len(columns["role"]) - 1
 
+    @property
+    def newest_storage(self) -> int:
+        """Number of the last storage generation that began; -1 before the first."""
+        return len(self._storages["role"]) - 1
+
     def new_storage_like(self, storage: int) -> int:
         """Number of a new generation of a storage, for the same tensor."""
         columns = self._storages
@@ -155,8 +160,12 @@ class TraceBuilder:
         return len(columns["role"]) - 1
 
     def set_role(self, storage: int, role: Role, name: str = "") -> None:
-        """Say what a storage is for once that is known."""
-        self._storages["role"][storage] = role
+        """Say what a storage is for once that is known. A gathered parameter stays one: while it is
+        whole it is a parameter of its module too."""
+        roles = self._storages["role"]
+        if role == Role.PARAMETER and roles[storage] == Role.GATHERED_PARAMETER:
+            return
+        roles[storage] = role
         if name:
             self._storages["name"][storage] = self.intern(name)
 

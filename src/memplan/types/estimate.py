@@ -77,6 +77,7 @@ class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
     module: str = ""
     phase: str = ""
     step: int = 0
+    """Optimizer steps completed before: the first step is 0."""
     source: str = ""
 
 
@@ -99,6 +100,7 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True):
 
     events: list[int]
     steps: list[int]
+    """Optimizer steps completed before each bucket: the first step is 0."""
     allocated_bytes: list[int]
     reserved_bytes: list[int]
 
@@ -115,6 +117,11 @@ class RankEstimate(msgspec.Struct, frozen=True, kw_only=True):
     reserved_peak_bytes: int
     allocated_peak_bytes: int
     fits: bool | None
+    host_peak_bytes: int | None = None
+    """RAM of the rank's process on its host; None where the trace did not follow it."""
+    host_low_bytes: int | None = None
+    host_high_bytes: int | None = None
+    host_pinned_peak_bytes: int | None = None
     same_as: int | None = None
     """The lowest rank that asks for exactly the same memory; None when this is the lowest."""
 
@@ -145,6 +152,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     allocated_high_bytes: int
     requested_peak_bytes: int
     breakdown: Breakdown
+    gathered_parameter_bytes: int
+    """Of the breakdown's temporaries: whole parameters that FSDP has gathered from their shards."""
     peak: PeakPoint
     largest: list[TensorInfo]
     """The ten largest storages alive at the peak, largest first."""
@@ -170,9 +179,12 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Page-locked memory, a part of it."""
     host_breakdown: HostBreakdown | None
     host_processes: int
-    """Processes of the job that share one host: each needs as much."""
+    """Processes of the job that share one host."""
     host_node_peak_bytes: int | None
-    """`host_peak_bytes` of them all."""
+    """RAM of them all, at the peak of each. Where several ranks were captured: of the node that
+    needs most, ranks between two captured ones being taken to need what the larger does."""
+    host_node_low_bytes: int | None
+    host_node_high_bytes: int | None
     capture_peak_bytes: int
     """Resident memory of the capture itself."""
     command: list[str]

@@ -26,7 +26,7 @@ from memplan.types.trace import Events, HostEvents, Ops, Storages, Trace, TraceM
 from memplan.types.trace_check import check_trace
 
 MAGIC = b"\x93memplan trace\n"
-VERSION = 3
+VERSION = 4
 _ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}}
 """By version: the columns of `Ops` that it added, and what stands for them in older files."""
 MAX_DECOMPRESSED_BYTES = 4 << 30

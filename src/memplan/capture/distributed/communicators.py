@@ -17,7 +17,15 @@ from torch._C._distributed_c10d import ProcessGroup
 from memplan.capture.torch_cuda import FakeEvent
 from memplan.types.trace import Communicator
 
-_SETTINGS = ("NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
+_SETTINGS = (
+    "NCCL_BUFFSIZE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MAX_P2P_NCHANNELS",
+    "NCCL_MAX_CTAS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_NVLS_CHUNKSIZE",
+    "NCCL_NVLS_NCHANNELS",
+)
 DEFAULT_LOCAL = 8
 """GPUs of a node where no place says it."""
 

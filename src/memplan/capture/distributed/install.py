@@ -11,7 +11,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.distributed import dtensor, peers, symmetric
+from memplan.capture.distributed import dtensor, gathered, peers, symmetric
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
 from memplan.capture.distributed.functional import FunctionalCollectives
@@ -55,6 +55,7 @@ class Distributed:
         if not distributed.is_available():
             return
         dtensor.install(patches, watcher)
+        gathered.install(patches, watcher, self.mode)
         symmetric.install(patches, watcher, self.mode)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
