@@ -146,8 +146,8 @@ class StepWatcher:
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
         elif self.steady:
             self.stop_reason = (
-                f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the last "
-                "asked for the same memory as the step before"
+                f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the "
+                "last asked for the same memory as the step before"
             )
             if self._growth > 0:
                 self.mode.assumptions.add(
