@@ -8,11 +8,11 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
-#include <random>
 #include <thread>
 
 #include "packing/first_fit.hpp"
 #include "packing/search.hpp"
+#include "packing/shake.hpp"
 #include "packing/skyline.hpp"
 #include "packing/witness.hpp"
 
@@ -26,6 +26,7 @@ using Offsets = std::vector<std::int64_t>;
 constexpr std::int64_t kMostCells = 4'000'000;
 constexpr std::int64_t kFirstLimit = 200;
 constexpr std::int64_t kMostLimit = 1'000'000;
+constexpr int kDivesOfRound = 30;
 
 // Sets a flag at the deadline or when the caller cancels.
 class Watch {
@@ -110,20 +111,30 @@ class Solver {
   Answer run() {
     if (const std::optional<Answer> clash = impossible_at_once()) return *clash;
     if (question_.dive) first_dives();
-    while (!done() && !watch_.stopped()) {
-      const bool may_search = question_.search && cells_ <= kMostCells;
-      if (may_search) {
-        search_round();
-      } else if (question_.dive) {
-        noisy_dives();
-      } else {
-        break;
-      }
+    while (!done() && !watch_.stopped() && round()) {
     }
     return answer();
   }
 
  private:
+  // One after the other: the search at the bound (or the capacity that is asked for), dives, the
+  // search between the bound and the best. False where there is nothing to do.
+  bool round() {
+    const bool may_search = question_.search && cells_ <= kMostCells;
+    const bool may_dive = question_.dive && (goal_ < 0 || goal_ > bound_ || !may_search);
+    if (!may_search && !may_dive) return false;
+    const int turn = may_search ? round_ % 3 : 1;
+    ++round_;
+    if (turn == 1 && may_dive) {
+      more_dives();
+    } else if (turn == 2 && goal_ < 0 && height_ > bound_ + 1) {
+      search_between();
+    } else if (may_search) {
+      search_at_goal();
+    }
+    return true;
+  }
+
   bool done() const {
     if (impossible_) return true;
     return goal_ >= 0 ? height_ >= 0 && height_ <= goal_ : height_ == bound_;
@@ -148,68 +159,58 @@ class Solver {
     found_by_ = by;
   }
 
-  std::vector<double> dive_score(const Weights& weights, double noise, std::uint64_t seed) const {
+  std::vector<double> dive_score(const Weights& weights) const {
     std::int64_t biggest = 1;
     for (const Item& item : problem_.items) biggest = std::max(biggest, item.size);
-    std::mt19937_64 random(seed);
-    std::uniform_real_distribution<double> factor(1.0 - noise, 1.0 + noise);
     std::vector<double> score;
     score.reserve(problem_.items.size());
     for (const Item& item : problem_.items) {
       const double length = static_cast<double>(item.length()) / problem_.sections;
       const double size = static_cast<double>(item.size) / static_cast<double>(biggest);
-      score.push_back((weights.length * length + weights.size * size +
-                       weights.product * length * size) *
-                      (noise > 0 ? factor(random) : 1.0));
+      score.push_back(weights.length * length + weights.size * size +
+                      weights.product * length * size);
     }
     return score;
   }
 
-  struct Dive {
-    std::int64_t height = -1;
-    Offsets offsets;
-  };
-
-  Dive dive(int thread, const std::vector<double>& score) {
-    Dive dive;
-    if (has_fixed_) {
-      dive.height = first_fit(problem_, score, watch_.stop(), dive.offsets);
-      return dive;
-    }
-    auto& skyline = skylines_.at(static_cast<std::size_t>(thread));
+  std::int64_t dive(int thread, const std::vector<double>& score, Offsets& offsets) {
+    if (has_fixed_) return first_fit(problem_, score, watch_.stop(), offsets);
+    auto& skyline = skylines_[static_cast<std::size_t>(thread)];
     if (!skyline) skyline = std::make_unique<Skyline>(problem_);
-    dive.height = skyline->fill(score, watch_.stop(), dive.offsets);
-    return dive;
+    return skyline->fill(score, watch_.stop(), offsets);
   }
 
-  void dives(const std::vector<std::vector<double>>& scores) {
-    skylines_.resize(static_cast<std::size_t>(threads_));
-    for (std::size_t next = 0; next < scores.size() && !done() && !watch_.stopped();) {
-      const std::size_t count =
-          std::min(static_cast<std::size_t>(threads_), scores.size() - next);
-      std::vector<Dive> found(count);
-      together(static_cast<int>(count), [&](int t) {
-        found[static_cast<std::size_t>(t)] = dive(t, scores[next + static_cast<std::size_t>(t)]);
-      });
-      for (const Dive& one : found) offer(one.height, one.offsets, "skyline");
-      next += count;
-    }
-  }
-
+  // One of every kind, until one reaches the bound.
   void first_dives() {
-    std::vector<std::vector<double>> scores;
-    for (const Weights& weights : kDives) scores.push_back(dive_score(weights, 0, 0));
-    dives(scores);
+    skylines_.resize(static_cast<std::size_t>(threads_));
+    const int kinds = static_cast<int>(std::size(kDives));
+    for (int next = 0; next < kinds && !done() && !watch_.stopped(); next += threads_) {
+      const int count = std::min(threads_, kinds - next);
+      std::vector<std::int64_t> heights(static_cast<std::size_t>(count));
+      std::vector<Offsets> offsets(static_cast<std::size_t>(count));
+      together(count, [&](int t) {
+        const auto i = static_cast<std::size_t>(t);
+        heights[i] = dive(t, dive_score(kDives[next + t]), offsets[i]);
+      });
+      for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i], "skyline");
+    }
   }
 
-  void noisy_dives() {
-    std::vector<std::vector<double>> scores;
-    const double noise = 0.02 * (1 + round_ % 16);
-    for (const Weights& weights : kDives) {
-      scores.push_back(dive_score(weights, noise, question_.seed * 1'000'003 + ++dive_));
+  // Each thread has its own line of them, from a beginning of its own.
+  void more_dives() {
+    const auto threads = static_cast<std::size_t>(threads_);
+    for (std::size_t t = shakes_.size(); t < threads; ++t) {
+      shakes_.emplace_back(problem_, dive_score(kDives[t % std::size(kDives)]),
+                           question_.seed * 7919 + t);
     }
-    dives(scores);
-    ++round_;
+    skylines_.resize(threads);
+    together(threads_, [&](int t) {
+      const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
+        return dive(t, score, offsets);
+      };
+      shakes_[static_cast<std::size_t>(t)].run(run, kDivesOfRound, goal_ < 0 ? bound_ : goal_);
+    });
+    for (const Shake& shake : shakes_) offer(shake.height(), shake.offsets(), "skyline");
   }
 
   // Searches at one capacity, kept from round to round for what they know to be impossible.
@@ -219,24 +220,24 @@ class Solver {
     int rounds = 0;
   };
 
-  void search_round() {
-    const bool lower = goal_ < 0 && height_ > bound_ + 1 && round_ % 2 == 1;
-    Attempt& attempt = lower ? between_ : at_goal_;
-    const std::int64_t capacity = goal_ >= 0 ? goal_ : (lower ? capacity_between() : bound_);
-    if (attempt.capacity != capacity) attempt = {capacity, {}, 0};
-    const Outcome outcome = search_at(attempt);
-    ++round_;
-    if (outcome == Outcome::kImpossible) {
-      if (goal_ >= 0) {
-        impossible_ = true;
-      } else {
-        bound_ = capacity + 1;
-        share_ = 0.5;
-      }
-    } else if (lower) {
-      share_ = outcome == Outcome::kFound ? 0.5 : (1.0 + share_) / 2.0;
-      if (share_ > 0.98) share_ = 0.25;
-    }
+  void search_at_goal() {
+    const std::int64_t capacity = goal_ >= 0 ? goal_ : bound_;
+    if (at_goal_.capacity != capacity) at_goal_ = {capacity, {}, 0};
+    if (search_at(at_goal_) == Outcome::kImpossible) rule_out(capacity);
+  }
+
+  void search_between() {
+    const std::int64_t capacity = capacity_between();
+    if (between_.capacity != capacity) between_ = {capacity, {}, 0};
+    const Outcome outcome = search_at(between_);
+    if (outcome == Outcome::kImpossible) rule_out(capacity);
+    share_ = outcome == Outcome::kLimit ? (1.0 + share_) / 2.0 : 0.5;
+    if (share_ > 0.98) share_ = 0.25;
+  }
+
+  void rule_out(std::int64_t capacity) {
+    bound_ = std::max(bound_, capacity + 1);
+    impossible_ = goal_ >= 0;
   }
 
   std::int64_t capacity_between() const {
@@ -312,7 +313,7 @@ class Solver {
   bool impossible_ = false;
 
   std::vector<std::unique_ptr<Skyline>> skylines_;
-  std::uint64_t dive_ = 0;
+  std::vector<Shake> shakes_;
   int round_ = 0;
   Attempt at_goal_;
   Attempt between_;
