@@ -282,7 +282,11 @@ void Search::find_valleys(int first, int last) {
     const std::int64_t right = wall(end) ? kNone : floor_[at(end)];
     const bool lowest = left > floor_[at(s)] && right > floor_[at(s)];
     const int valley = lowest ? static_cast<int>(valleys_.size()) : -1;
-    if (lowest) valleys_.push_back({s, end, std::min(left, right), kNone, 0});
+    if (lowest) {
+      const std::int64_t ceiling =
+          *std::min_element(ceiling_.begin() + s, ceiling_.begin() + end);
+      valleys_.push_back({s, end, std::min({left, right, ceiling}), kNone, 0});
+    }
     for (; s < end; ++s) {
       valley_of_[at(s)] = valley;
       effective_[at(s)] = floor_[at(s)];
@@ -316,17 +320,16 @@ void Search::find_candidates(const std::vector<int>& items) {
   }
 }
 
-// What a section's floor at least becomes when nothing rests on it as it is.
-std::int64_t Search::floor_if_skipped(const Valley& valley, int section) const {
-  return std::min({valley.next, valley.lowest_top, ceiling_[at(section)]});
+// What the floor of a section of the valley at least becomes when nothing rests on it as it is.
+std::int64_t Search::floor_if_skipped(const Valley& valley) {
+  return std::min(valley.next, valley.lowest_top);
 }
 
 // A valley without a candidate is filled with nothing, up to its lower neighbour.
 bool Search::raise_valleys(bool& raised) {
   for (const Valley& valley : valleys_) {
     if (valley.candidates > 0) continue;
-    std::int64_t next = valley.next;
-    for (int s = valley.first; s < valley.last; ++s) next = std::min(next, ceiling_[at(s)]);
+    const std::int64_t next = valley.next;
     if (next <= floor_[at(valley.first)] || next == kNone) return false;
     for (int s = valley.first; s < valley.last; ++s) {
       if (next + remaining_[at(s)] > capacity_) return blame(s);
@@ -347,7 +350,7 @@ bool Search::analyse(const std::vector<int>& items, int first, int last, bool& r
   for (const Valley& valley : valleys_) {
     for (int s = valley.first; s < valley.last; ++s) {
       if (count_[at(s)] > 0) continue;
-      effective_[at(s)] = floor_if_skipped(valley, s);
+      effective_[at(s)] = floor_if_skipped(valley);
       if (effective_[at(s)] + remaining_[at(s)] > capacity_) return blame(s);
     }
   }
@@ -415,7 +418,7 @@ void Search::choose(Choice& choice) const {
   for (const Valley& valley : valleys_) {
     for (int s = valley.first; s < valley.last; ++s) {
       if (count_[at(s)] == 0) continue;
-      const bool may_skip = floor_if_skipped(valley, s) + remaining_[at(s)] <= capacity_;
+      const bool may_skip = floor_if_skipped(valley) + remaining_[at(s)] <= capacity_;
       const int options = count_[at(s)] + (may_skip ? 1 : 0);
       const double rank =
           options == 1 ? 0.0 : options / (taste_.power > 0 ? std::pow(weight_[at(s)], taste_.power) : 1.0);

@@ -53,11 +53,11 @@ class Search {
   struct Valley {
     int first;
     int last;
-    std::int64_t next;         // the floor of its lower neighbour
+    std::int64_t next;         // where it ends: its lower neighbour's floor, or a fixed buffer
     std::int64_t lowest_top;   // of its candidates, where one rests
     int candidates;
   };
-  std::int64_t floor_if_skipped(const Valley& valley, int section) const;
+  static std::int64_t floor_if_skipped(const Valley& valley);
 
   Outcome solve(std::vector<int>& items, int first, int last);
   Outcome solve_parts(std::vector<int>& items, int first, int last);
