@@ -107,7 +107,9 @@ def test_groups_and_meshes() -> None:
         found.append(
             (tuple(mesh.get_coordinate() or ()), mesh["dp"].size(), mesh.get_local_rank("tp"))
         )
-        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        gloo = dist.new_group(backend="gloo")
+        dist.monitored_barrier(gloo)
+        gloo.monitored_barrier()
         dist.destroy_process_group()
 
     capture(job, rank=5, size=8)

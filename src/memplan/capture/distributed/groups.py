@@ -73,6 +73,7 @@ class ProcessGroups:
         self._init: Callable[..., Any] = c10d.init_process_group
         self._new: Callable[..., Any] = c10d.new_group
         self._excepthook = sys.excepthook
+        mode.collectives[torch.ops.c10d.monitored_barrier_.default] = self._monitored
 
     # Making
 
@@ -216,6 +217,10 @@ class ProcessGroups:
         chosen = group or c10d._get_default_group()
         if host_backend(self._asked.get(chosen.group_name, _BOTH)) != "gloo":
             raise ValueError("monitored_barrier is only implemented for GLOO backend.")
+
+    def _monitored(self, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        """The same, asked of the group itself (Lightning does)."""
+        self.monitored_barrier(distributed.ProcessGroup.unbox(args[1]))
 
     def close(self) -> None:
         """Destroy what the script left."""
