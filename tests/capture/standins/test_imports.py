@@ -113,6 +113,34 @@ def test_names_that_the_stand_in_lacks() -> None:
     assert "test_imports.py:" in caught.value.message
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed"
+)
+def test_deepspeed_is_to_be_installed() -> None:
+    def job(use: bool) -> None:
+        import deepspeed  # type: ignore[import-not-found]
+
+        assert deepspeed.__version__
+        assert not isinstance(torch.nn.Linear(2, 2), deepspeed.DeepSpeedEngine)
+        assert deepspeed.DeepSpeedEngine | None
+        if use:
+            with deepspeed.zero.Init():
+                pass
+
+    run(lambda: job(False))
+    with pytest.raises(CaptureError, match=r"deepspeed.zero.Init cannot be captured") as caught:
+        run(lambda: job(True))
+    assert "DS_BUILD_OPS=0 pip install deepspeed" in caught.value.hint
+
+    def trainer() -> None:
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+
+    with pytest.raises(CaptureError, match=r"test_imports.py:\d+: the job wants DeepSpeed"):
+        run(trainer)
+
+
 def test_an_unknown_package_is_refused() -> None:
     with pytest.raises(UsageError, match="no stand-in for no_such_package"):
         run(guarded, "no_such_package")

@@ -97,7 +97,7 @@ def bytes_alive_at_the_end(trace: Trace) -> int:
 def test_the_benchmarks_of_triton_run_their_function() -> None:
     def job() -> None:
         import triton
-        import triton.testing
+        import triton.testing  # type: ignore[import-not-found]
 
         def step() -> None:
             torch.empty(256, device="cuda")
@@ -123,7 +123,7 @@ def test_a_triton_kernel_of_the_script_takes_what_its_rule_says() -> None:
     def job() -> None:
         import triton
 
-        @triton.jit  # type: ignore[untyped-decorator]
+        @triton.jit
         def scratchy(x):  # type: ignore[no-untyped-def]
             pass
 

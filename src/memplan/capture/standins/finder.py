@@ -33,7 +33,7 @@ VERSIONS = {
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
-_INSTALL = {
+INSTALL = {
     "deepspeed": "install DeepSpeed here (DS_BUILD_OPS=0 pip install deepspeed): its own Python "
     "runs, without its kernels",
     "liger_kernel": "install Liger-Kernel here (pip install --no-deps liger-kernel): its own "
@@ -59,7 +59,7 @@ class Unknown:
             where = f"{text}:{frame.f_lineno}" if text else ""
             frame = frame.f_back
         package = self.__name__.partition(".")[0]
-        install = _INSTALL.get(package, f"install {package} here if it imports without a GPU")
+        install = INSTALL.get(package, f"install {package} here if it imports without a GPU")
         return CaptureError(
             f"{where or 'the script'}: {self.__name__} cannot be captured: {package} is not "
             "installed here, and nothing says what it takes of the GPU's memory",
@@ -71,6 +71,14 @@ class Unknown:
 
     def __mro_entries__(self, _bases: Any) -> Any:
         raise self._refuse()
+
+    def __instancecheck__(self, _instance: object) -> bool:
+        return False  # nothing was ever made of it
+
+    def __or__(self, _other: Any) -> Any:
+        return Any  # in an annotation
+
+    __ror__ = __or__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -227,6 +235,8 @@ class _EmptyLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         make_permissive(module)
+        if module.__name__ in VERSIONS:
+            module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
 
 
 def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:

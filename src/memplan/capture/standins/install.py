@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memplan.capture.standins import compiled_kernels, kernels, launch, subclasses
-from memplan.capture.standins.finder import VERSIONS, StandInFinder, installed
+from memplan.capture.standins.finder import INSTALL, VERSIONS, StandInFinder, installed
 from memplan.capture.standins.registry import RuleActor, function_names, unused
-from memplan.types.errors import MemplanError, UsageError
+from memplan.capture.standins.rules import running
+from memplan.types.errors import CaptureError, MemplanError, UsageError
 
 if TYPE_CHECKING:
     import types
@@ -90,6 +91,7 @@ class StandIns:
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
             "triton.testing": partial(launch.adapt_testing, patches),
             "triton.runtime.driver": partial(launch.adapt_driver, patches),
+            "transformers.integrations.deepspeed": partial(_needs_deepspeed, patches),
             "transformers.modeling_utils": partial(self._asked_for_flash, patches),
             "transformers.utils.quantization_config": partial(self._asked_for_bits, patches),
         }
@@ -127,6 +129,24 @@ class StandIns:
             "another name"
             for name, place in idle[:_SHOWN]
         ]
+
+
+def _needs_deepspeed(patches: Patches, module: types.ModuleType) -> None:
+    """A job with a configuration for DeepSpeed is none without it."""
+    config = module.HfDeepSpeedConfig
+    make = config.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not installed("deepspeed"):
+            mode = running()
+            raise CaptureError(
+                f"{(mode.source() if mode else '') or 'the script'}: the job wants DeepSpeed, "
+                "which is not installed here, and only its own Python says what it takes",
+                INSTALL["deepspeed"],
+            )
+        make(self, *args, **kwargs)
+
+    patches.set(config, "__init__", init)
 
 
 def _run_rules(path: str) -> None:

@@ -180,7 +180,7 @@ class RuleActor:
         self.mode.rules[name] = _handler(rule)
         if packet is None or rule.of_backward is not None:
             # Absent here, or differentiated by the rule: taken before the dispatcher.
-            face = _Operator(rule, namespace, operator)
+            face = RuledOperator(rule, namespace, operator)
             self.patches.set(getattr(torch.ops, namespace), operator, face)
         for known in list(self.mode.handlers):
             if self.mode.handlers[known] is None:
@@ -198,7 +198,7 @@ def _packet(namespace: str, operator: str) -> Any:
     return torch._ops._OpNamespace.__getattr__(getattr(torch.ops, namespace), operator)
 
 
-class _Operator:
+class RuledOperator:
     """`torch.ops.namespace.operator` by its rule; by the real one, should it come and the rule not
     differentiate."""
 

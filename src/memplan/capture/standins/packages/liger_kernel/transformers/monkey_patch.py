@@ -153,12 +153,34 @@ def _apply_liger_kernel_to_instance(model: Any, **kwargs: Any) -> None:
     _apply_liger_kernel(model.config.model_type, model=model, **kwargs)
 
 
+_CHOICES = (
+    "rope",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "rms_norm",
+    "swiglu",
+)
+
+
 class AutoLigerKernelForCausalLM:
-    """`AutoModelForCausalLM` with Liger's modules."""
+    """`AutoModelForCausalLM` with Liger's modules; which of them, keywords choose."""
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        _apply_liger_kernel(AutoConfig.from_pretrained(name).model_type)
-        return AutoModelForCausalLM.from_pretrained(name, *args, **kwargs)
+        rest = cls._apply(AutoConfig.from_pretrained(name).model_type, kwargs)
+        return AutoModelForCausalLM.from_pretrained(name, *args, **rest)
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(config, **cls._apply(config.model_type, kwargs))
+
+    @staticmethod
+    def _apply(model_type: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is not Liger's."""
+        own = {name: value for name, value in kwargs.items() if name in _CHOICES}
+        _apply_liger_kernel(model_type, **own)
+        return {name: value for name, value in kwargs.items() if name not in own}
