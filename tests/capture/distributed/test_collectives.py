@@ -116,3 +116,29 @@ def test_communicators_are_made_at_the_first_collective_or_with_their_device() -
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
 
     assert [(c.eager, c.collectives) for c in capture(eager).meta.communicators] == [(True, [])]
+
+
+def test_a_batch_of_sends_goes_over_the_groups_communicator() -> None:
+    def job() -> None:
+        join()
+        own, others = torch.ones(1000, device="cuda"), torch.empty(2000, device="cuda")
+        ops = [dist.P2POp(dist.isend, own, 1), dist.P2POp(dist.irecv, others, 3)]
+        works = dist.batch_isend_irecv(ops)
+        assert len(works) == 1, "NCCL gives one handle for all"
+        del own, ops
+        torch.empty(10, device="cuda")
+        works[0].wait()
+        torch.empty(20, device="cuda")
+        hosts = dist.new_group(backend="gloo")
+        pair = [
+            dist.P2POp(dist.isend, torch.ones(1), 1, hosts),
+            dist.P2POp(dist.irecv, torch.ones(1), 1, hosts),
+        ]
+        assert len(dist.batch_isend_irecv(pair)) == 2, "gloo one for each"
+
+    trace = capture(job, rank=0, size=4)
+    (made,) = trace.meta.communicators
+    assert (made.ranks, made.peers, made.collectives) == (4, 2, ["send", "recv"])
+    rows = [(event.kind, event.bytes, event.stream) for event in trace]
+    waited = max(i for i, row in enumerate(rows) if row[0] == EventKind.EVENT_WAIT)
+    assert waited < rows.index((EventKind.FREE, 4000, 0)) < rows.index((EventKind.ALLOC, 80, 0))

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.distributed import arithmetic
 from memplan.capture.distributed.arithmetic import Value
+from memplan.capture.distributed.batches import Batch
 from memplan.capture.distributed.works import RankWork, Works, finished
 from memplan.types.trace import EventKind, Role
 
@@ -161,6 +162,8 @@ class Collectives:
         self.mode = mode
         self.communicators = communicators
         self.works = Works()
+        self.batches: dict[str, Batch] = {}
+        """Open batches, by the name of their group."""
         self._async_at = {
             func: next(
                 (i for i, arg in enumerate(func._schema.arguments) if arg.name == "async_op"), -1
@@ -209,6 +212,10 @@ class Collectives:
             self._put(out, value, inputs)
         return work
 
+    def by_nccl(self, group: ProcessGroup, device: torch.device) -> bool:
+        """Whether a group's tensors on a device travel by NCCL."""
+        return device.type == self.mode.device_type and self.communicators.has_nccl(group)
+
     # Memory
 
     def _record(
@@ -225,7 +232,8 @@ class Collectives:
         if not any(item.fake_device.type == mode.device_type for item in fakes):
             return finished(outputs)
         peer = int(call.args[2]) if form.kind in _POINT_TO_POINT else None
-        own_stream = self.communicators.used(group, form.kind, peer)
+        batch = self.batches.get(group.group_name)
+        own_stream = self.communicators.used(group, form.kind, peer, batched=batch is not None)
         position = self._async_at[func]
         asynchronous = form.kind in _POINT_TO_POINT or (
             position >= 0 and (len(call.args) <= position or bool(call.args[position]))
@@ -243,6 +251,11 @@ class Collectives:
         if not asynchronous:
             return finished(outputs)
         done = (lambda: None) if own_stream is None else (lambda: self._wait(own_stream, None))
+        if batch is not None:
+            batch.inputs += inputs
+            batch.outputs += outputs
+            batch.done = done
+            return finished(outputs)
         return self.works.kept(RankWork(outputs, inputs, done))
 
     def _wait(self, ahead: int, waits: int | None) -> None:

@@ -2,7 +2,8 @@
 once where the group was given its device (`device_id`).
 
 Alone in its group a rank needs one too. A send or receive outside a batch has a communicator for
-the pair, unless the group was made with its device (`ProcessGroupNCCL::pointToPoint`).
+the pair, unless the group was made with its device; in a batch it goes over the group's
+(`ProcessGroupNCCL::pointToPoint`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Made:
     stream: int
     settings: dict[str, str]
     collectives: list[str] = field(default_factory=list)
+    peers: set[int] = field(default_factory=set)
 
 
 class Communicators:
@@ -59,17 +61,28 @@ class Communicators:
         ranks = distributed.get_process_group_ranks(group)
         self._get(group, tuple(ranks)).eager = True
 
-    def used(self, group: ProcessGroup, kind: str, peer: int | None = None) -> int | None:
-        """A collective on the device: the number of the communicator's stream. None: no NCCL."""
-        if group.group_name in self._without_nccl:
+    def has_nccl(self, group: ProcessGroup) -> bool:
+        return group.group_name not in self._without_nccl
+
+    def used(
+        self, group: ProcessGroup, kind: str, peer: int | None = None, *, batched: bool = False
+    ) -> int | None:
+        """A collective on the device: the number of the communicator's stream. None: no NCCL.
+
+        `peer` is the rank in the group that is sent to or received from, `batched` whether in a
+        batch.
+        """
+        if not self.has_nccl(group):
             return None
         ranks = tuple(distributed.get_process_group_ranks(group))
         whole = self._made.get((group.group_name, ranks))
-        if peer is not None and not (whole is not None and whole.eager):
+        if peer is not None and not batched and not (whole is not None and whole.eager):
             ranks = tuple(sorted({ranks[group.rank()], ranks[peer]}))
         made = self._get(group, ranks)
         if kind not in made.collectives:
             made.collectives.append(kind)
+        if peer is not None:
+            made.peers.add(peer)
         return made.stream
 
     def new_event(self) -> int:
@@ -97,6 +110,7 @@ class Communicators:
                 name=made.name,
                 eager=made.eager,
                 collectives=list(made.collectives),
+                peers=len(made.peers),
                 settings=made.settings,
             )
             for made in self._made.values()

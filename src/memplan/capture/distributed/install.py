@@ -11,7 +11,9 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.distributed import dtensor, gathered, peers, symmetric
+from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric
+from memplan.capture.distributed.batches import Batches
+from memplan.capture.distributed.checkpoint import Checkpoints
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
 from memplan.capture.distributed.functional import FunctionalCollectives
@@ -56,6 +58,7 @@ class Distributed:
             return
         dtensor.install(patches, watcher)
         gathered.install(patches, watcher, self.mode)
+        flat_states.install(patches, watcher)
         symmetric.install(patches, watcher, self.mode)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
@@ -68,10 +71,15 @@ class Distributed:
         stack.callback(functional.clear)
         stack.callback(collectives.works.clear)
         Pipelines(self.mode, self._communicators, peers.current()).install(patches, watcher)
+        Checkpoints(self.mode).install(patches, watcher)
         stack.callback(groups.close)
-        self._replace(stack, patches, groups)
+        batches = Batches(collectives)
+        batches.install(patches)
+        self._replace(stack, patches, groups, batches)
 
-    def _replace(self, stack: ExitStack, patches: Patches, groups: ProcessGroups) -> None:
+    def _replace(
+        self, stack: ExitStack, patches: Patches, groups: ProcessGroups, batches: Batches
+    ) -> None:
         spawn_module = sys.modules["torch.multiprocessing.spawn"]
         originals: dict[str, tuple[Any, Any]] = {}
         for name in ("init_process_group", "new_group", "split_group", "get_backend"):
@@ -80,6 +88,8 @@ class Distributed:
             originals[name] = (getattr(c10d, name), getattr(groups, name))
         for name, stand_in in ObjectCollectives(self.mode).stand_ins().items():
             originals[name] = (getattr(c10d, name), stand_in)
+        batched = batches.batch_isend_irecv(c10d.batch_isend_irecv)
+        originals["batch_isend_irecv"] = (c10d.batch_isend_irecv, batched)
         originals["is_nccl_available"] = (c10d.is_nccl_available, lambda: True)
         for name in ("TCPStore", "FileStore"):
             originals[name] = (getattr(_distributed_c10d, name), LocalStore)
