@@ -179,7 +179,7 @@ def test_what_cannot_be_captured_ends_with_4(
 @pytest.mark.parametrize(
     ("card", "own", "output", "line"),
     [
-        (None, "", None, "memplan estimate --gpu rtx4090 train.py --lr '3 4'"),
+        (None, "", None, "memplan estimate --gpu a100-80gb train.py --lr '3 4'"),
         ("l4", "--gpu l4", None, "memplan estimate --gpu l4 -o job.trace train.py --lr '3 4'"),
         ("l4", "", "a.trace", "memplan export --format memory_viz -o a.pickle a.trace"),
         ("1GiB", "--gpu 1GiB -f", None, "memplan estimate -f --gpu rtx4060 train.py --lr '3 4'"),

@@ -16,9 +16,12 @@ import pytest
 
 from memplan.capture.options import RankPlace, ScriptTarget
 from memplan.cli import main
+from memplan.cli.job import MOST_LOCAL, Job, add_rank_options, read_job
 from memplan.cli.launchers import torchrun
+from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
+from memplan.cli.program import split_program
 from memplan.types.errors import UsageError
 from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
 from memplan.types.plan_file import save_plan
@@ -34,6 +37,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith(("SLURM_", "PET_", "ACCELERATE_", "FSDP_")) or name in (
             "OMP_NUM_THREADS",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
         ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "no-settings"))
@@ -85,6 +89,19 @@ def read(line: str, gpus_per_node: int | None = None) -> Launch:
         ("mpirun -H a:2,b:2 -np 4 python -m pkg.train", (4, 2), "-m pkg.train"),
         ("mpiexec -n 16 -ppn 8 -genv A 1 python train.py", (16, 8), "train.py"),
         ("mpirun -np 16 --map-by ppr:4:node python train.py", (16, 4), "train.py"),
+        ("nohup python train.py --x", None, "train.py --x"),
+        ("nice -n 10 nohup train.py", None, "train.py"),
+        ("nice -10 ionice -c2 -n 7 python train.py", None, "train.py"),
+        ("env A=b time -v -o log python -m pkg.train -v", None, "-m pkg.train -v"),
+        ("taskset -c 0-7 python train.py", None, "train.py"),
+        ("taskset 0xff torchrun --nproc-per-node 2 train.py", (2, 2), "train.py"),
+        ("stdbuf -oL -eL python -u train.py -o x", None, "train.py -o x"),
+        ("timeout -k 5 --signal=INT 2h setsid -w chrt -r 5 train.py", None, "train.py"),
+        ("time numactl --cpunodebind=0 -m 0 -l nice python -m torch.distributed.run"
+         " --nproc-per-node 4 train.py --nice", (4, 4), "train.py --nice"),
+        ("srun -n 2 numactl --interleave all python train.py", (2, 2), "train.py"),
+        ("./nohup train.py", None, "./nohup train.py"),
+        ("./bin/torchrun --nproc-per-node 2 train.py", (2, 2), "train.py"),
     ],
 )  # fmt: skip
 def test_what_is_run(line: str, world: tuple[int, int] | None, program: str) -> None:
@@ -153,6 +170,15 @@ def test_what_a_rank_finds(
         ("python -c pass", "python -c", "script"),
         ("env -u A python train.py", "env --unset", "shell"),
         ("accelerate config", "accelerate config starts no training", "accelerate launch"),
+        ("nohup", "nohup: no script given", "nohup … train.py"),
+        ("taskset -c 0-7", "taskset: no script given", ""),
+        ("taskset -p 123", "taskset --pid starts no program", ""),
+        ("numactl --hardware", "numactl --hardware starts no program", ""),
+        ("nice --adjust 3 nice --nope x train.py", "nice: no option --nope", "nice --help"),
+        ("torchrun --rank 3 --nproc-per-node 8 train.py", "torchrun: no option --rank",
+         "--rank before torchrun, where memplan's own options stand"),
+        ("srun --maximize=batch python train.py", "srun: no option --maximize",
+         "memplan estimate --maximize … srun …"),
     ],
 )  # fmt: skip
 def test_what_is_refused(line: str, message: str, hint: str) -> None:
@@ -178,6 +204,11 @@ def test_what_is_refused(line: str, message: str, hint: str) -> None:
          "--gpus-per-node 4, but torchrun starts 8 processes"),
         ("--world-size 8 srun -N 2 --ntasks-per-node 8 python train.py",
          "--world-size 8, but srun starts 16 processes (2 nodes of 8)"),
+        ("--world-size 64 --gpus-per-node 32 train.py",
+         "64 processes (2 nodes of 32): at most 16 processes in a node can be captured"),
+        ("torchrun --nproc-per-node 17 train.py",
+         "17 processes: at most 16 processes in a node can be captured"),
+        ("sleep 5", "sleep is a program, and what it would run cannot be followed"),
         ("--rank 8 torchrun --nproc-per-node 8 train.py", "--rank 8: the job has 8 ranks"),
         ("torchrun --nproc-per-node 8 trian.py", "no script trian.py"),
         ("torchrun -m --nproc-per-node 8 nosuchmodule", "no module nosuchmodule"),
@@ -215,6 +246,8 @@ def test_an_allocation_and_a_job_description_are_defaults(monkeypatch: pytest.Mo
     [
         ("train.py a", "memplan run train.py a"),
         ("-m pkg a", "memplan run -m pkg a"),
+        ("nohup ./train.py", "nohup python -m memplan run ./train.py"),
+        ("taskset -c 0 python train.py", "taskset -c 0 python -m memplan run train.py"),
         ("torchrun --nproc-per-node 2 train.py",
          "torchrun --nproc-per-node 2 -m memplan run train.py"),
         ("torchrun -m --nproc-per-node 2 pkg", "torchrun -m --nproc-per-node 2 memplan run -m pkg"),
@@ -226,6 +259,111 @@ def test_an_allocation_and_a_job_description_are_defaults(monkeypatch: pytest.Mo
 )  # fmt: skip
 def test_a_command_of_ours_below_the_launcher(line: str, below: str) -> None:
     assert read(line).words_below("memplan", "run") == below.split()
+
+
+# Ranks started by hand
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("RANK=3 WORLD_SIZE=8", (8, 8, 3)),
+        ("RANK=3 WORLD_SIZE=8 LOCAL_RANK=3", (8, 8, 3)),
+        ("RANK=9 WORLD_SIZE=16 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4", (16, 4, 9)),
+        ("RANK=3 WORLD_SIZE=6 LOCAL_RANK=0", (6, 3, 3)),
+        ("RANK=5 WORLD_SIZE=7 LOCAL_RANK=0", (7, 1, 5)),
+        ("RANK=0 WORLD_SIZE=12", (12, 6, 0)),
+        ("WORLD_SIZE=8", None),
+        ("RANK=1", None),
+        ("RANK= WORLD_SIZE=", None),
+    ],
+)
+def test_ranks_of_the_environment(line: str, found: tuple[int, int, int] | None) -> None:
+    answer = world_by_hand(dict(word.split("=") for word in line.split()))
+    expected = None if found is None else (World(found[0], found[1]), found[2])
+    assert answer == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("RANK=8 WORLD_SIZE=8", "WORLD_SIZE=8 has ranks 0 to 7"),
+        ("RANK=x WORLD_SIZE=8", "RANK=x of the environment is not a whole number"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE=0"),
+        ("RANK=1 WORLD_SIZE=8 LOCAL_RANK=5", "no nodes alike have such a rank"),
+        ("RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=3", "no nodes alike have such a rank"),
+    ],
+)
+def test_ranks_that_no_launcher_would_set(line: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        world_by_hand(dict(word.split("=") for word in line.split()))
+    assert caught.value.hint
+
+
+def job(line: str) -> Job:
+    parser = argparse.ArgumentParser()
+    add_rank_options(parser, several=True)
+    own, program = split_program(parser, shlex.split(line))
+    args = parser.parse_args(own)
+    args.program = program
+    return read_job(args, "usage")
+
+
+def test_which_rank_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert job("train.py").place is None
+    by_hand = job("RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 python train.py")
+    assert by_hand.place == RankPlace(3, 8, 8)
+    assert any("RANK=3 WORLD_SIZE=8 of the environment" in note for note in by_hand.notes)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert job("train.py").rank == 3
+    assert job("--rank 5 train.py").rank == 5
+    assert job("--rank all train.py").rank is None
+    assert job("--world-size 4 train.py").place == RankPlace(0, 4, 4)
+    assert job("torchrun --nproc-per-node 2 train.py").rank is None
+
+
+def test_a_rank_alone_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert "--rank 4 another" in job("--world-size 8 train.py").notes[-1]
+    assert not job("--world-size 8 --rank 0 train.py").notes
+
+
+@pytest.mark.parametrize(
+    ("named", "gpus"),
+    [
+        (None, None),
+        ("", None),
+        ("-1", None),
+        ("0", 1),
+        ("2,3", 2),
+        ("0,-1,1", 1),
+        ("GPU-a,MIG-b", 2),
+    ],
+)
+def test_gpus_that_a_node_s_processes_see(
+    named: str | None, gpus: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    place = job("--world-size 4 train.py").place
+    assert place == RankPlace(0, 4, 4, gpus)
+    own = job("torchrun --nproc-per-node 4 --virtual-local-rank train.py").place
+    assert own is not None and own.gpus is None
+    alone = " ".join(job("train.py").notes)
+    assert ("captured with one" in alone) == (named is not None and gpus != 1)
+
+
+def test_the_most_processes_of_a_node() -> None:
+    from memplan.capture.fake_cuda import MAX_DEVICES
+
+    assert MOST_LOCAL == MAX_DEVICES
 
 
 # Held to the launchers themselves

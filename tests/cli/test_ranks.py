@@ -51,7 +51,8 @@ def test_all_alike() -> None:
     seen = captured_in_turn([kind("a")] * 64)
     assert sorted(seen) == [0, 63]
     assert uncaptured(seen, 64) == [
-        "ranks 1 to 62: taken to be like 0 and 63, which ask for the same memory"
+        "ranks 1 to 62: taken to be like 0 and 63, which ask for the same memory; one that holds "
+        "larger shapes is not seen, and --rank 31 captures one"
     ]
 
 

@@ -43,10 +43,6 @@ def _constant(value: Any) -> Any:
     return lambda *_args, **_kwargs: value
 
 
-def _nothing(_value: Any) -> None:
-    return None
-
-
 def _device(api: FakeCuda) -> dict[str, Any]:
     profile = api.profile
 
@@ -56,14 +52,15 @@ def _device(api: FakeCuda) -> dict[str, Any]:
     context = type("device", (DeviceContext,), {"_api": api, "__module__": "torch.cuda"})
     return {
         "is_available": _constant(True),
-        "is_initialized": _constant(True),
+        "is_initialized": api.initialized,
         "init": _constant(None),
         "_lazy_init": _constant(None),
+        "_lazy_call": lambda call, **_kwargs: call(),
         "_is_compiled": _constant(True),
         "device_count": lambda: api.devices,
         "_device_count_nvml": lambda: api.devices,
         "current_device": lambda: api.index,
-        "set_device": lambda device: _nothing(api.set_device(device)),
+        "set_device": api.choose_device,
         "_exchange_device": api.set_device,
         "_maybe_exchange_device": api.set_device,
         "device": context,

@@ -9,6 +9,14 @@ from typing import Literal
 
 from memplan.types.device import DeviceProfile
 
+OUR_OPTIONS = frozenset(
+    {
+        *("--gpu", "--routing", "--alloc-conf", "--allow-network", "--with", "--world-size"),
+        *("--gpus-per-node", "--rank", "--maximize", "--multiple-of", "--from-snapshot", "--json"),
+    }
+)
+"""Of memplan's command line; people put them behind a launcher or the script now and then."""
+
 
 @dataclass(frozen=True)
 class ScriptTarget:
@@ -30,6 +38,8 @@ class RankPlace:
     world_size: int
     local_world_size: int
     """Processes, hence GPUs, of one node."""
+    gpus: int | None = None
+    """GPUs that the processes of a node can see, where they are not one each."""
 
     @property
     def local_rank(self) -> int:

@@ -18,9 +18,10 @@ from memplan.capture.context import shown_path
 from memplan.capture.distributed.peers import peers
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.oom_handlers import oom_note
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, device_note, end_children
 from memplan.capture.sandbox import lockdown, sandbox
+from memplan.capture.script_faults import hint_of
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
@@ -93,7 +94,7 @@ def _capture(
         if elsewhere:
             raise device_error(elsewhere[0]) from error
         if not session.ending.draining:
-            raise _script_failed(error, target, box.refused) from error
+            raise _script_failed(error, target, options, box.refused) from error
         _assume_nothing_follows(session, error, target)
     finally:
         sys.argv, sys.path[:] = argv_before, path_before
@@ -131,9 +132,12 @@ def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
     if stop.code in (None, 0):
         return
     if stop.code == 2:
+        ours = next((w for w in target.argv if w.partition("=")[0] in OUR_OPTIONS), None)
         raise UsageError(
             f"{target.name} refused its arguments (exit code 2; its own message is above)",
-            f"give the script's own arguments after its name: memplan estimate {target.name} …",
+            f"options of memplan before the script: memplan estimate {ours} … {target.name} …"
+            if ours
+            else f"its own arguments after its name: memplan estimate {target.name} …",
         )
     raise CaptureError(
         f"{target.name} stopped with exit code {stop.code} before its first steps were seen",
@@ -141,7 +145,9 @@ def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
     )
 
 
-def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str]) -> CaptureError:
+def _script_failed(
+    error: BaseException, target: ScriptTarget, options: CaptureOptions, refused: list[str]
+) -> CaptureError:
     where = _place(error) or target.name
     detail = _beginning(str(error)) or "(no message)"
     if isinstance(error, SyntaxError) and error.lineno and Path(error.filename or "").is_file():
@@ -171,8 +177,7 @@ def _script_failed(error: BaseException, target: ScriptTarget, refused: list[str
         )
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",
-        "if it runs by itself on a GPU, leave that part out when estimating, it cannot be followed "
-        "here; MEMPLAN_DEBUG=1 shows the whole traceback",
+        hint_of(error, target.name, options),
     )
 
 
@@ -230,5 +235,5 @@ def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) 
     if trace.meta.optimizer_steps == 0 and options.steps != 0:
         raise CaptureError(
             f"{target.name} ended without a single optimizer step",
-            "estimate a script that trains, or pass --steps 0 for one that only runs forward",
+            "a script that trains, or memplan estimate --steps 0 for one that only runs forward",
         )

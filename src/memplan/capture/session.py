@@ -29,6 +29,7 @@ from memplan.capture import (
 )
 from memplan.capture.attention import Attention
 from memplan.capture.compiled import Compiled
+from memplan.capture.distributed import cards, peers
 from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
@@ -152,9 +153,12 @@ class CaptureSession:
         context = self.mode.context
         module_call = torch.nn.Module.__call__
         thread_run = threading.Thread.run
+        asked = peers.current().wanted == cards.KEY
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
+                if asked:
+                    cards.tell_of(module, self.mode.device_type)
                 self.ending.before_module(training=torch.is_grad_enabled())
                 if torch.is_grad_enabled():
                     self.steps.before_forward()
@@ -224,7 +228,7 @@ class CaptureSession:
         if self._cuda is not None and self._cuda.alloc_conf:
             return self._cuda.alloc_conf
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        return next((os.environ[name] for name in names if os.environ.get(name)), "")
+        return next((os.environ[name] for name in names if name in os.environ), "")
 
     def trace(self, command: list[str] | None = None) -> Trace:
         """The trace so far."""
@@ -252,14 +256,9 @@ class CaptureSession:
             communicators=others.communicators() if others is not None else [],
         )
         trace = recorder.builder.build(meta)
-        elsewhere = int(trace.events.bytes[trace.events.device > 0].max(initial=0))
-        if place is not None and elsewhere:
-            meta.notes.append(
-                f"rank {place.rank} puts tensors (one of {elsewhere >> 20} MiB) on another rank's "
-                f"card, which is counted for neither: torch.cuda.set_device({place.local_rank}), "
-                "its LOCAL_RANK, may be missing"
-            )
-        return trace
+        if place is None or self._cuda is None:
+            return trace
+        return cards.with_card(trace, place, self.mode.devices, chosen=self._cuda.chosen)
 
 
 def _deactivate() -> None:

@@ -139,6 +139,10 @@ class FakeCuda:
         mode.devices = devices
         mode.current_device = lambda: self.index
         fake_cuda.set_current_device(0)
+        self.chosen = False
+        """Whether the script has made a device the current one, by `torch.cuda.set_device`."""
+        self.touched = False
+        """Whether any has been made the current one, by whatever means."""
         self.alloc_conf = ""
         """Allocator settings that the script made at run time."""
         self._streams_made: Counter[int] = Counter()
@@ -169,10 +173,20 @@ class FakeCuda:
                 f"CUDA error: invalid device ordinal (device {index}, {self.devices} visible)"
             )
         if index >= 0:
+            self.touched = True
             self.index = index
             fake_cuda.set_current_device(index)
             self.default.device = torch.device("cuda", index)
         return before
+
+    def choose_device(self, device: Any) -> None:
+        """`torch.cuda.set_device`. Raises as `set_device` does."""
+        self.set_device(device)
+        self.chosen = True
+
+    def initialized(self) -> bool:
+        """Whether CUDA would have been started by now; `DeviceMesh` chooses a device if not."""
+        return self.touched or self.mode.recorder.peak_live_bytes > 0
 
     def new_stream_number(self, priority: int) -> int:
         """PyTorch hands out 32 streams for each of four priorities, round and round

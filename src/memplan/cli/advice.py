@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.types.device import known_profiles
+from memplan.types.device import DEFAULT_PROFILE, known_profiles
 
 if TYPE_CHECKING:
     from memplan.types.estimate import Estimate
@@ -20,7 +20,7 @@ def next_command(
     # A trace that was kept is not written over, so the same -o would be refused.
     own = without(own_words, "-o", "--output")
     if result.fits is None:
-        words = ["memplan", "estimate", "--gpu", "rtx4090", *own, *rest]
+        words = ["memplan", "estimate", "--gpu", DEFAULT_PROFILE, *own, *rest]
     elif not result.fits and (larger := _larger_card(result.high_bytes)):
         words = ["memplan", "estimate", *without(own, "--gpu"), "--gpu", larger, *rest]
     elif output:

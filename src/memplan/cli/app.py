@@ -17,6 +17,7 @@ from memplan import __version__
 from memplan.cli.command import EXIT_YES, Command, Parser
 from memplan.cli.program import split_program
 from memplan.cli.streams import write_answer
+from memplan.fit.processes import started_by_us
 from memplan.types.errors import MemplanError, UsageError
 
 _COMMANDS = {
@@ -36,13 +37,15 @@ _EXIT_INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default); the exit code. Raises nothing."""
     words = sys.argv[1:] if argv is None else list(argv)
+    started_by_us()
     try:
         return _dispatch(words, own_process=argv is None)
     except MemplanError as error:
         _complain(f"error: {error.message}", error.hint)
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted", "")
+        if not started_by_us():
+            _complain("interrupted", "")
         return _EXIT_INTERRUPTED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_YES

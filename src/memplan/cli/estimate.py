@@ -16,10 +16,11 @@ import msgspec
 
 from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
-from memplan.cli.command import CONF_VARIABLES, EXIT_NO, EXIT_YES
+from memplan.cli.allocator import check_settings, settings_of
+from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
-from memplan.cli.job import Job, add_rank_options, read_job
+from memplan.cli.job import Job, add_packages_option, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
 from memplan.cli.signals import ended_by_signal
@@ -51,8 +52,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
-    add("--with", dest="packages", metavar="PACKAGE|RULES.py", action="append", default=[],
-        help="a package that only the GPU machine has, or a file of rules")  # fmt: skip
+    add_packages_option(parser)
     add_rank_options(parser, several=True)
     add_maximize_options(parser)
     add("--from-snapshot", metavar="FILE",
@@ -77,10 +77,7 @@ def _run(args: argparse.Namespace) -> int:
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
     plan = load_plan(plan_path(args.plan)) if args.plan else None
-    from memplan.simulate import AllocatorSettings
-
-    if args.alloc_conf:
-        AllocatorSettings.parse(args.alloc_conf)
+    check_settings(args.alloc_conf, os.environ | job.environment)
     if args.maximize is not None:
         return maximize_option(args, job, named, path)
     if args.multiple_of is not None:
@@ -116,7 +113,7 @@ def _estimate_rank(
     result = estimate(trace, named)
     return msgspec.structs.replace(
         result,
-        notes=[*result.notes, *job.launch.notes],
+        notes=[*result.notes, *job.notes],
         rank=job.place.rank if job.place else None,
         world_size=job.place.world_size if job.place else None,
     )
@@ -168,9 +165,8 @@ def _results(path: Path | None) -> tuple[Path, ...]:
 def _with_settings(trace: Trace, alloc_conf: str | None, job: Job, planned: str) -> Trace:
     """The option wins over what the script set, that over the environment, in PyTorch's order, and
     that over the plan."""
-    around = {**os.environ, **job.environment}
-    inherited = [around.get(name, "") for name in CONF_VARIABLES]
-    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, *inherited, planned)), "")
+    _, inherited = settings_of(os.environ | job.environment)
+    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, inherited, planned)), "")
     return replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=conf))
 
 

@@ -8,6 +8,7 @@ script; everything after it is the script's own.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -15,9 +16,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memplan.capture.options import ScriptTarget
+from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
-from memplan.cli.job import Job, add_rank_options, read_job
+from memplan.cli.job import (
+    ALL_RANKS,
+    Job,
+    add_packages_option,
+    add_rank_options,
+    packages_words,
+    read_job,
+)
 from memplan.cli.machine import machine_profile
 from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, write_json, write_report
@@ -45,6 +54,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
     add("--allow-network", action="store_true", help="let the script use the network")
+    add_packages_option(parser)
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
     add("--json", action="store_true", help="the answer as JSON on stdout")
@@ -56,6 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.rank == ALL_RANKS:
+        raise UsageError(
+            "--rank all: a plan is made from one rank, and all of them apply it",
+            "memplan estimate --rank all names the rank that needs most; --rank N for that one",
+        )
     job = read_job(args, _USAGE)
     program = job.launch.target
     if args.steps is not None and args.steps < 1:
@@ -68,10 +83,8 @@ def _run(args: argparse.Namespace) -> int:
     from memplan.fit.child import CaptureFailedError, ChildCapture
     from memplan.fit.flow import fit
     from memplan.recompute import solve
-    from memplan.simulate import AllocatorSettings
 
-    if args.alloc_conf:
-        AllocatorSettings.parse(args.alloc_conf)
+    check_settings(args.alloc_conf, os.environ | job.environment)
     try:
         with (
             ChildCapture(_child_options(args, job), job.launch.words) as capture,
@@ -81,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
     except CaptureFailedError as error:
         sys.stderr.write(error.said)  # empty where it has said so itself
         return error.code
-    answer = fitted.answer
+    answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
         from memplan.types.plan_file import save_plan
 
@@ -103,7 +116,17 @@ def _child_options(args: argparse.Namespace, job: Job) -> list[str]:
         ("--alloc-conf", args.alloc_conf),
     ):
         words += [option, str(value)] if value is not None else []
+    words += packages_words(args.packages)
     return [*words, *(["--allow-network"] if args.allow_network else [])]
+
+
+def _notes(job: Job) -> list[str]:
+    if job.world is None or job.world.size == 1:
+        return []
+    return [
+        f"The plan is made from rank {job.rank or 0} of {job.world.size}, and every rank applies "
+        "it: memplan estimate --rank all shows whether another needs more, --rank N plans for it."
+    ]
 
 
 def next_command(answer: Fit, own_words: list[str], launch: Launch) -> str:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memplan.capture.options import RankPlace, ScriptTarget
+from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.context import MOST_GPUS_PER_NODE
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
+from memplan.cli.machine import visible_gpus
 from memplan.cli.program import check_program
 from memplan.types.errors import UsageError
 
 ALL_RANKS = "all"
+MOST_LOCAL = 16
+"""Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capture/fake_cuda.py`, which
+cannot be asked without importing torch."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +31,24 @@ class Job:
         launch: the program with its launchers.
         world: the ranks; None for a job of one process that no launcher started.
         rank: the rank to capture, 0 without a world; None for all that can differ.
+        notes: sentences for a person about how the command was read.
     """
 
     launch: Launch
     world: World | None
     rank: int | None
+    notes: tuple[str, ...] = ()
 
     @property
     def place(self) -> RankPlace | None:
         """The process in question; the first where all are."""
-        return self.world.place(self.rank or 0) if self.world else None
+        if self.world is None:
+            return None
+        place = self.world.place(self.rank or 0)
+        if "CUDA_VISIBLE_DEVICES" in self.launch.environment(place):
+            return place  # the launcher's word, for this process alone
+        gpus = visible_gpus(os.environ)
+        return replace(place, gpus=min(gpus, MOST_LOCAL) if gpus else None)
 
     @property
     def target(self) -> ScriptTarget:
@@ -61,9 +74,19 @@ def add_rank_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     add("--world-size", type=_positive, metavar="N", help="the script runs as one of N ranks")
     add("--gpus-per-node", type=_positive, metavar="N",
         help="ranks on each node (8, or all if there are fewer)")  # fmt: skip
-    which = "the rank to capture" + (", or all that can differ" if several else "")
-    add("--rank", type=_rank if several else _whole, help=which,
-        metavar="N|all" if several else "N")  # fmt: skip
+    which = "the rank to capture" + (", or all that can differ" if several else " (0)")
+    add("--rank", type=_rank, help=which, metavar="N|all" if several else "N")
+
+
+def add_packages_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--with", dest="packages", metavar="PACKAGE|RULES.py", action="append", default=[],
+        help="a package that only the GPU machine has, or a file of rules")  # fmt: skip
+
+
+def packages_words(packages: list[str]) -> list[str]:
+    """The same for the command line of a capture."""
+    return [word for package in packages for word in ("--with", package)]
 
 
 def read_job(args: argparse.Namespace, usage: str) -> Job:
@@ -75,15 +98,53 @@ def read_job(args: argparse.Namespace, usage: str) -> Job:
     _extend_path(launch)
     check_program(launch.target, usage)
     world = _world(args, launch)
-    if world is None:
-        return Job(launch, None, 0)
-    rank = args.rank
-    if rank is None:
+    if world is not None:
         # A launcher's command asks about the whole job, --world-size about a rank of it.
-        rank = ALL_RANKS if launch.world and world.size > 1 else 0
-    if rank == ALL_RANKS:
-        return Job(launch, world, None if world.size > 1 else 0)
-    return Job(launch, world, world.place(rank).rank)
+        return _job_of_ranks(args.rank, launch, world, ALL_RANKS if launch.world else 0)
+    by_hand = world_by_hand(os.environ | launch.environment(None), args.gpus_per_node)
+    if by_hand is None:
+        _refuse_rank_options(args)
+        return Job(launch, None, 0, (*launch.notes, *_of_one_gpu(launch)))
+    world, rank = by_hand
+    note = f"RANK={rank} WORLD_SIZE={world.size} of the environment, nodes of {world.local_size}"
+    return _job_of_ranks(args.rank, launch, world, rank, note)
+
+
+def _job_of_ranks(
+    asked: int | str | None, launch: Launch, world: World, usual: int | str, *said: str
+) -> Job:
+    if world.local_size > MOST_LOCAL:
+        raise UsageError(
+            f"{world}: at most {MOST_LOCAL} processes in a node can be captured",
+            f"count the machine's operating systems as nodes, {MOST_LOCAL} GPUs each at most",
+        )
+    notes = (*launch.notes, *said)
+    rank = usual if asked is None else asked
+    if isinstance(rank, str):  # all
+        return Job(launch, world, None if world.size > 1 else 0, notes)
+    number = world.place(rank).rank
+    if asked is None and world.size > 1:
+        notes += (_only_one(number, world.size),)
+    return Job(launch, world, number, notes)
+
+
+def _only_one(rank: int, size: int) -> str:
+    """What an answer about a single rank leaves open."""
+    return (
+        f"rank {rank} alone of {size} was captured; --rank all captures those that can differ, "
+        f"--rank {size // 2 if rank != size // 2 else 0} another"
+    )
+
+
+def _of_one_gpu(launch: Launch) -> list[str]:
+    """What a job of one process makes of CUDA_VISIBLE_DEVICES, where that is not one GPU."""
+    around = os.environ | launch.environment(None)
+    named = around.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible_gpus(around)
+    if named is None or gpus == 1:
+        return []
+    has = f"names {gpus} GPUs" if gpus else "hides every GPU"
+    return [f"CUDA_VISIBLE_DEVICES={named} {has}; the script was captured with one"]
 
 
 def _extend_path(launch: Launch) -> None:
@@ -98,12 +159,6 @@ def _world(args: argparse.Namespace, launch: Launch) -> World | None:
     if launch.world is not None:
         return _agreed(launch.world, size, per_node, _launchers(launch))
     if size is None:
-        for option, value in (("--rank", args.rank), ("--gpus-per-node", per_node)):
-            if value is not None:
-                raise UsageError(
-                    f"{option} {value} of a job of one process",
-                    f"--world-size 8 {option} {value}, or the launcher before the script",
-                )
         return None
     local = min(per_node or MOST_GPUS_PER_NODE, size)
     if size % local:
@@ -113,6 +168,15 @@ def _world(args: argparse.Namespace, launch: Launch) -> World | None:
             f"--world-size {size} --gpus-per-node {fitting}",
         )
     return World(size, local)
+
+
+def _refuse_rank_options(args: argparse.Namespace) -> None:
+    for option, value in (("--rank", args.rank), ("--gpus-per-node", args.gpus_per_node)):
+        if value is not None:
+            raise UsageError(
+                f"{option} {value} of a job of one process",
+                f"--world-size 8 {option} {value}, or the launcher before the script",
+            )
 
 
 def _agreed(world: World, size: int | None, per_node: int | None, launchers: str) -> World:

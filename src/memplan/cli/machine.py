@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
@@ -27,6 +29,17 @@ class MachineGpu:
     name: str
     total_bytes: int
     capability: tuple[int, int]
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int | None:
+    """How many GPUs CUDA_VISIBLE_DEVICES leaves a process: those before the first that is none, as
+    CUDA reads it. None where it is not set, or hides all of them: the card is another machine's."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return None
+    names = [name.strip() for name in named.split(",")]
+    good = takewhile(lambda name: name.isdecimal() or name.startswith(("GPU-", "MIG-")), names)
+    return len(set(good)) or None
 
 
 def machine_gpu() -> MachineGpu | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -79,6 +80,11 @@ def _check_script(path: Path) -> None:
         return
     if path.is_dir():
         raise UsageError(f"{path} is a directory", f"-m {path.name}, or a script inside it")
+    if path.name == str(path) and not path.suffix and shutil.which(path.name):
+        raise UsageError(
+            f"{path} is a program, and what it would run cannot be followed",
+            "the command that it runs: python train.py",
+        )
     folder = path.parent
     names = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)

@@ -66,11 +66,20 @@ def uncaptured(seen: Mapping[int, Requests], size: int) -> list[str]:
             continue
         names = f"rank {a + 1}" if b - a == 2 else f"ranks {a + 1} to {b - 1}"
         if seen[a] == seen[b]:
-            said.append(f"{names}: taken to be like {a} and {b}, which ask for the same memory")
+            said.append(
+                f"{names}: taken to be like {a} and {b}, which ask for the same memory; one that "
+                f"holds larger shapes is not seen, and --rank {(a + b) // 2} captures one"
+            )
         elif seen[a].count == seen[b].count:
-            said.append(f"{names}: taken to need no more than {a} or {b}, which differ in sizes")
+            said.append(
+                f"{names}: taken to need no more than {a} or {b}, which differ in sizes; "
+                f"--rank {(a + b) // 2} captures one"
+            )
         else:
-            said.append(f"{names}: not captured, between ranks {a} and {b} that differ: --rank N")
+            said.append(
+                f"{names}: not captured, between ranks {a} and {b} that differ; "
+                f"--rank {(a + b) // 2} captures one"
+            )
     return said
 
 

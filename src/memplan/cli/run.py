@@ -82,6 +82,8 @@ def _set_allocator(conf: str) -> None:
         from memplan.simulate import AllocatorSettings
 
         AllocatorSettings.parse(conf)
+        for name in CONF_VARIABLES:  # PyTorch goes by the first that is set, be it empty
+            os.environ.pop(name, None)
         os.environ[CONF_VARIABLES[-1]] = conf
 
 

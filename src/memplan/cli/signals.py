@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from memplan.fit.processes import started_by_us
+
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _SECONDS_TO_CLEAN_UP = 5.0
 
@@ -55,7 +57,8 @@ def ended_by_signal(command: Callable[[], int]) -> int:
         _taken.clear()
     if not received:
         return code
-    sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
+    if not started_by_us():
+        sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
     return 128 + received[0][0]
 
 

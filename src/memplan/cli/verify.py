@@ -21,6 +21,7 @@ import msgspec
 from memplan.capture.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
+from memplan.cli.job import add_packages_option, packages_words
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.cli.program import check_program, split_program
 from memplan.cli.signals import ended_by_signal
@@ -44,11 +45,12 @@ _USAGE = "memplan verify job.trace train.py"
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "memplan verify [--steps N] [--calibrate] [--json] TRACE|PLAN SCRIPT [ARGS…]"
+    parser.usage = "memplan verify [options] TRACE|PLAN SCRIPT [ARGS…]"
     add = parser.add_argument
     add("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to run (3)")
     add("--calibrate", action="store_true",
         help="keep what the process took outside PyTorch for later estimates")  # fmt: skip
+    add_packages_option(parser)
     add("--json", action="store_true", help="the answer as JSON on stdout")
 
 
@@ -70,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     with progress_line() as progress, tempfile.TemporaryDirectory(prefix="memplan-verify-") as work:
         progress("reading what was foreseen")
-        foreseen, estimate, plan = _foreseen(path, program, profile)
+        foreseen, estimate, plan = _foreseen(path, program, profile, args.packages)
         progress(f"running {program.name} for {args.steps} steps")
         measured, real = _measure(Path(work), program, args.steps, plan)
     from memplan.estimate.verify import verify
@@ -86,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _foreseen(
-    path: Path, program: ScriptTarget, profile: DeviceProfile
+    path: Path, program: ScriptTarget, profile: DeviceProfile, packages: list[str]
 ) -> tuple[Trace, Estimate, Path | None]:
     """The captured job, its estimate for this card, and the plan if the file is one."""
     with path.open("rb") as file:
@@ -97,7 +99,7 @@ def _foreseen(
 
         plan = load_plan(path)
         try:
-            with ChildCapture([]) as capture:
+            with ChildCapture(packages_words(packages)) as capture:
                 found = capture(program, plan)
         except CaptureFailedError as error:
             raise NoAnswerError(f"the script could not be captured with {path}") from error

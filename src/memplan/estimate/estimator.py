@@ -45,13 +45,12 @@ def estimate(
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     card = profile or _seen_card(trace)
     communication = communication_bytes(trace.meta.communicators, card.capability)
-    interval = find_interval(
-        trace, settings, _with_communicators(card, communication), limited=profile is not None
-    )
+    part = _part(_with_communicators(card, communication), trace.meta.card_processes)
+    interval = find_interval(trace, settings, part, limited=profile is not None)
     timeline = interval.expected.timeline
     contents = Contents(trace, timeline, peak_event(timeline))
     low, peak, high = interval.peak
-    missing = _missing_bytes(interval, settings, card)
+    missing = _missing_bytes(interval, settings, part) * trace.meta.card_processes
     fits = None if profile is None else missing == 0
     meta = trace.meta
     host = host_memory(trace, settings)
@@ -64,8 +63,9 @@ def estimate(
         peak_bytes=peak,
         low_bytes=low,
         high_bytes=high,
-        spare_bytes=card.total_memory_bytes - peak if fits else None,
+        spare_bytes=card.total_memory_bytes - peak * meta.card_processes if fits else None,
         missing_bytes=missing if fits is False else None,
+        card_processes=meta.card_processes,
         reserved_peak_bytes=interval.reserved[1],
         reserved_low_bytes=interval.reserved[0],
         reserved_high_bytes=interval.reserved[2],
@@ -123,6 +123,13 @@ def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: Device
         allowed = int(total * settings.per_process_memory_fraction)
         missing = max(missing, interval.reserved[2] - allowed)
     return missing if interval.expected.fits and interval.high.fits else max(missing, 1)
+
+
+def _part(card: DeviceProfile, processes: int) -> DeviceProfile:
+    """What each of so many processes alike has of the card."""
+    if processes == 1:
+        return card
+    return msgspec.structs.replace(card, total_memory_bytes=card.total_memory_bytes // processes)
 
 
 def _with_communicators(card: DeviceProfile, communication: Bounds) -> DeviceProfile:

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from memplan.capture.options import ScriptTarget
-from memplan.fit.processes import CommandProcess
+from memplan.fit.processes import CommandProcess, ended_by
 from memplan.types.errors import InternalError
 from memplan.types.estimate import Estimate
 from memplan.types.plan import Plan
@@ -111,11 +111,10 @@ def estimate_words(options: list[str], trace: Path, program: list[str]) -> list[
 def read_estimate(process: CommandProcess) -> Estimate:
     """The answer of a capture that has ended. Raises CaptureFailedError where it gave none."""
     code = process.wait()
-    if code < 0:
-        name = signal.Signals(-code).name
-        why = ", as Linux does where memory runs out" if name == "SIGKILL" else ""
-        said = f"{process.said()}memplan: error: the capture was ended by {name}{why}\n"
-        raise CaptureFailedError(_NO_ANSWER if why else _OUR_FAULT, said)
+    if (number := ended_by(code)) is not None:
+        why = ", as Linux does where memory runs out" if number is signal.SIGKILL else ""
+        said = f"{process.said()}memplan: error: the capture was ended by {number.name}{why}\n"
+        raise CaptureFailedError(_NO_ANSWER if why or code > 0 else _OUR_FAULT, said)
     if code not in _ANSWERED:
         raise CaptureFailedError(code, process.said())
     try:

@@ -46,7 +46,7 @@ def fit(
     began = time.monotonic()
     plain = capture(program)
     if plain.estimate.fits is None:
-        raise UsageError("there is no card to fit", "--gpu rtx4090, or a size such as --gpu 24GiB")
+        raise UsageError("there is no card to fit", "--gpu h100, or a size such as --gpu 24GiB")
     verdict = judge(plain.trace, profile, plain.estimate)
     if verdict.fits:
         plan = envelope(program, plain, profile, alloc_conf=verdict.alloc_conf)

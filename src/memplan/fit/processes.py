@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +17,8 @@ _SECONDS_BY_ITSELF = 1.0
 _SECONDS_TO_END = 20.0
 """What a child that was told to end has for removing what it made."""
 _SECONDS_BETWEEN_LOOKS = 0.05
+_PARENT = "MEMPLAN_PARENT"
+"""Environment variable of a command that another one of ours started: the number of its process."""
 
 
 class CommandProcess:
@@ -30,6 +35,7 @@ class CommandProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._kept,
+            env=os.environ | {_PARENT: str(os.getpid())},
         )
 
     def __enter__(self) -> CommandProcess:
@@ -84,6 +90,22 @@ class CommandProcess:
                 continue
         self._process.kill()
         self._process.wait()
+
+
+@functools.cache
+def started_by_us() -> bool:
+    """Whether another command of ours started this process; that one says how it ends. To be asked
+    before the user's program runs, which shall not find the traces of it."""
+    return os.environ.pop(_PARENT, "") == str(os.getppid())
+
+
+def ended_by(code: int) -> signal.Signals | None:
+    """The signal that an exit code tells of, the process's own (143) or the system's (-15)."""
+    number = -code if code < 0 else code - 128
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return None
 
 
 def wait_for_any(processes: Sequence[CommandProcess]) -> CommandProcess:

@@ -170,6 +170,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     num_alloc_retries: int
     """Times the allocator had to give cached segments back to go on, on this card."""
     events: int
+    card_processes: int = 1
+    """Processes of the job that share the card; `fits`, `spare_bytes` and `missing_bytes` count
+    them all, every other figure is of one."""
     host_peak_bytes: int | None
     """RAM of the job's process on the host, its workers included; None where the trace did not
     follow it."""

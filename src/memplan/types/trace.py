@@ -214,6 +214,8 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     assumptions: list[Assumption] = []
     kernels: list[KernelChoice] = []
     communicators: list[Communicator] = []
+    card_processes: int = 1
+    """Processes of the job that have their memory on the card numbered 0, this one included."""
     initial_segments: list[Segment] = []
     notes: list[str] = []
 

@@ -117,8 +117,8 @@ class ProcessGroups:
                     raise CaptureError(
                         f"{where}: init_process_group({name}={given}), but what is captured is "
                         f"rank {place.rank} of {place.world_size}",
-                        "let the script take both from its environment (RANK, WORLD_SIZE), or give "
-                        "memplan the numbers that it uses",
+                        f"--{name.replace('_', '-')} {given}, or the launcher's own number, or let "
+                        "the script take both from its environment (RANK, WORLD_SIZE)",
                     )
             return place.rank, place.world_size
         in_method = _query(init_method or "")

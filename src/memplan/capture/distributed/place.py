@@ -70,7 +70,9 @@ def visible_devices(place: RankPlace | None, extra: Mapping[str, str]) -> int:
     named = extra.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return max(len([name for name in named.split(",") if name.strip()]), 1)
-    return place.local_world_size if place is not None else 1
+    if place is None:
+        return 1
+    return place.local_world_size if place.gpus is None else place.gpus
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+from memplan.capture.options import OUR_OPTIONS
 from memplan.types.errors import UsageError
 
 Given = dict[str, list[str]]
@@ -103,6 +104,12 @@ class OptionTable:
         begun = {o.key: o for n, o in self.names.items() if n.startswith(name) and len(name) > 2}
         if len(begun) == 1 and name.startswith("--"):
             return next(iter(begun.values()))
+        if name in OUR_OPTIONS:
+            raise UsageError(
+                f"{self.launcher}: no option {word or name}",
+                f"{name} before {self.launcher}, where memplan's own options stand: "
+                f"memplan estimate {name} … {self.launcher} …",
+            )
         near = difflib.get_close_matches(name, self.names, n=1)
         raise UsageError(
             f"{self.launcher}: no option {word or name}",

@@ -10,6 +10,7 @@ from memplan.cli.launchers.context import Context, Reader, Step
 from memplan.cli.launchers.deepspeed import read_deepspeed
 from memplan.cli.launchers.launch import Launch, Layer, innermost
 from memplan.cli.launchers.mpirun import read_mpirun
+from memplan.cli.launchers.prefixes import PREFIXES
 from memplan.cli.launchers.python import (
     PYTHON_NAME,
     assignments,
@@ -22,6 +23,7 @@ from memplan.cli.launchers.torchrun import read_launch_module, read_torchrun
 from memplan.types.errors import UsageError
 
 _READERS: dict[str, Reader] = {
+    **PREFIXES,
     "torchrun": read_torchrun,
     "accelerate": read_accelerate,
     "accelerate-launch": read_accelerate_launch,
@@ -79,6 +81,8 @@ def _reader_of(words: list[str]) -> tuple[Reader | None, list[str]]:
     if is_assignment(words[0]) and not Path(words[0]).exists():
         return _read_assignments, words
     name = Path(words[0]).name
+    if words[0] == f"./{name}":
+        return None, words[1:]  # a script of that name
     if name in _SHELLS and not Path(words[0]).is_file():
         raise UsageError(
             f"{name}: what a shell would run cannot be followed", "the command that the shell runs"

@@ -1,0 +1,61 @@
+"""What to try when a script raises an error of its own: faults that a real run would meet as well
+are told from what cannot be followed."""
+
+from __future__ import annotations
+
+import re
+
+from memplan.capture.options import CaptureOptions
+
+_OF_THE_WORLD = re.compile(
+    r"world[ _-]?size|\bmesh\b|\branks?\b|num_devices|n_?gpus|parallel", re.I
+)
+_NO_SUCH_DEVICE = "invalid device ordinal"
+_LEAVE_OUT = (
+    "{name} by itself: if it runs on a GPU, leave that part out when estimating, it cannot be "
+    "followed here; MEMPLAN_DEBUG=1 shows the whole traceback"
+)
+
+
+def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
+    """What to try after `error` of the script `name`."""
+    text = f"{type(error).__name__}: {error}"
+    if _NO_SUCH_DEVICE in text:
+        return _of_devices(options)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        top = error.name.partition(".")[0]
+        return (
+            f"install {top} beside memplan; --with {top} where only the machine with the GPU can "
+            "have it"
+        )
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return "the folder that the script is run from, or the right path in its arguments"
+    if options.place is not None and _OF_THE_WORLD.search(text):
+        return (
+            f"the world has {_world(options)}: --world-size, or the launcher's own number "
+            "(torchrun --nnodes, --nproc-per-node), as the script expects it"
+        )
+    return _LEAVE_OUT.format(name=name)
+
+
+def _world(options: CaptureOptions) -> str:
+    place = options.place
+    assert place is not None
+    nodes = place.world_size // place.local_world_size
+    ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
+    return f"{ranks}, {place.local_world_size} on each of {nodes} nodes" if nodes > 1 else ranks
+
+
+def _of_devices(options: CaptureOptions) -> str:
+    place = options.place
+    if place is None:
+        return (
+            "the script was captured as a job of one process with one GPU: cuda:0, or memplan "
+            "estimate --world-size N, or its launcher before it"
+        )
+    if place.gpus is not None and place.gpus < place.local_world_size:
+        return (
+            f"CUDA_VISIBLE_DEVICES leaves each process {place.gpus} of the "
+            f"{place.local_world_size} GPUs of a node: unset it"
+        )
+    return f"LOCAL_RANK in the place of RANK: the world has {_world(options)}"
