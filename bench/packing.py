@@ -1,0 +1,170 @@
+"""How low, how surely and how fast buffers are packed (`packing.json`), beside greedy-by-size and
+omnimalloc's allocators on the same problems, in the same time.
+
+    python -m bench.packing [--only NAME] [--seconds 30]
+
+The problems: MiniMalloc's public ones where the shared data folder is there, tilings of a
+rectangle made here (the least height is known: the rectangle's), and random buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import omnimalloc
+
+from bench.results import ROOT, write_result
+from memplan.layout.greedy import greedy_by_size
+from memplan.layout.problem import Problem, make_problem
+from memplan.layout.problem_file import read_problem
+from memplan.layout.solve import fit_capacity, minimise
+from memplan.layout.validate import validate
+from memplan.types.solution import Infeasible, Solved
+
+MINIMALLOC_CAPACITY = 1_048_576
+DECIDE_SECONDS = 10.0
+MINIMISE_SECONDS = 30.0
+PEERS = ("supermalloc", "telamalloc")
+
+
+def tiling(count: int, seed: int) -> Problem:
+    """A rectangle cut at random into `count` buffers: any layout without a gap is optimal."""
+    rng = random.Random(seed)
+    tiles = [(0, 512, 0, 1024)]
+    while len(tiles) < count:
+        tiles.sort(key=lambda t: (t[1] - t[0]) * (t[3] - t[2]) * rng.random())
+        begin, end, low, high = tiles.pop()
+        if end - begin > 1 and (high - low == 1 or rng.random() < 0.5):
+            cut = rng.randint(begin + 1, end - 1)
+            tiles += [(begin, cut, low, high), (cut, end, low, high)]
+        else:
+            cut = rng.randint(low + 1, high - 1)
+            tiles += [(begin, end, low, cut), (begin, end, cut, high)]
+    rng.shuffle(tiles)
+    columns = np.array(tiles, np.int64)
+    return make_problem(columns[:, 0], columns[:, 1], columns[:, 3] - columns[:, 2])
+
+
+def random_buffers(count: int, seed: int) -> Problem:
+    """Sizes over three orders of magnitude, lifetimes over two."""
+    rng = np.random.default_rng(seed)
+    lower = rng.integers(0, count, count)
+    upper = lower + 1 + np.exp(rng.uniform(0, np.log(count / 4), count)).astype(np.int64)
+    size = 512 * np.exp(rng.uniform(0, np.log(1000), count)).astype(np.int64)
+    return make_problem(lower, upper, size)
+
+
+def problems() -> dict[str, tuple[Problem, int | None]]:
+    """By name, with the capacity to decide where there is one."""
+    folder = Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data")
+    found: dict[str, tuple[Problem, int | None]] = {}
+    for path in sorted((folder / "packing").glob("*.csv")):
+        tight = path.stem.endswith(str(MINIMALLOC_CAPACITY))
+        name = path.stem.removesuffix(f".{MINIMALLOC_CAPACITY}")
+        found[name] = (read_problem(path), MINIMALLOC_CAPACITY if tight else None)
+    for count in (60, 120, 240):
+        found[f"tiling_{count}"] = (tiling(count, count), 1024)
+    for count in (300, 3000, 30_000):
+        found[f"random_{count}"] = (random_buffers(count, count), None)
+    return found
+
+
+def decide(problem: Problem, capacity: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    answer = fit_capacity(problem, capacity, seconds=DECIDE_SECONDS)
+    seconds = time.perf_counter() - began
+    return {
+        "capacity_bytes": capacity,
+        "decided": isinstance(answer, Solved | Infeasible),
+        "fits": isinstance(answer, Solved),
+        "seconds": seconds,
+    }
+
+
+def ours(problem: Problem, seconds: float) -> dict[str, Any]:
+    began = time.perf_counter()
+    answer = minimise(problem, seconds=seconds)
+    took = time.perf_counter() - began
+    if isinstance(answer, Infeasible):
+        raise AssertionError(answer.reason)  # without a capacity or fixed offsets there is a layout
+    layout = answer.solution if isinstance(answer, Solved) else answer.best
+    if layout is None:
+        raise AssertionError(f"nothing found in {seconds} s")
+    if len(problem) <= 5000 and (fault := validate(problem, layout.offsets)):
+        raise AssertionError(fault)
+    return {
+        "height_bytes": layout.height,
+        "lower_bound_bytes": int(answer.bound),
+        "optimal": layout.height == int(answer.bound),
+        "above_bound": layout.height / answer.bound - 1.0,
+        "seconds": took,
+    }
+
+
+def peer(problem: Problem, name: str, seconds: float) -> dict[str, Any]:
+    """omnimalloc's allocator of that name. Its time is bounded by its own option."""
+    buffers = tuple(
+        omnimalloc.Allocation(id=row, size=int(size), start=int(lower), end=int(upper))
+        for row, (size, lower, upper) in enumerate(
+            zip(problem.size, problem.lower, problem.upper, strict=True)
+        )
+    )
+    began = time.perf_counter()
+    allocator = omnimalloc.allocators.BaseAllocator.get(name)(timeout=seconds)
+    placed = omnimalloc.allocate(buffers, allocator=allocator)
+    took = time.perf_counter() - began
+    height = max(int(b.offset) + int(b.size) for b in placed)
+    return {"height_bytes": height, "seconds": took}
+
+
+def compare(problem: Problem, capacity: int | None, seconds: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"buffers": len(problem), "max_load_bytes": problem.max_load}
+    if capacity is not None:
+        row["decide"] = decide(problem, capacity)
+    row["memplan"] = ours(problem, seconds)
+    row["greedy_bytes"] = greedy_by_size(problem).height if len(problem) <= 5000 else None
+    for name in PEERS:
+        row[name] = peer(problem, name, seconds)
+    row["best_peer_bytes"] = min(row[name]["height_bytes"] for name in PEERS)
+    row["ahead_or_equal"] = row["memplan"]["height_bytes"] <= row["best_peer_bytes"]
+    return row
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    decided = [row["decide"] for row in rows.values() if "decide" in row]
+    quick = [rows[name]["memplan"] for name in ("resnet50", "G_1") if name in rows]
+    return {
+        "to_decide": len(decided),
+        "decided": sum(one["decided"] for one in decided),
+        "slowest_decision_seconds": max(one["seconds"] for one in decided),
+        "most_above_bound": max(row["memplan"]["above_bound"] for row in rows.values()),
+        "slowest_network_seconds": max((one["seconds"] for one in quick), default=None),
+        "networks_optimal": sum(one["optimal"] for one in quick),
+        "problems": len(rows),
+        "ahead_or_equal": sum(row["ahead_or_equal"] for row in rows.values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", metavar="NAME", help="one problem, printed and not written")
+    parser.add_argument("--seconds", type=float, default=MINIMISE_SECONDS)
+    args = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (problem, capacity) in problems().items():
+        if args.only in (None, name):
+            rows[name] = compare(problem, capacity, args.seconds)
+            print(name, rows[name], flush=True)
+    if args.only is None:
+        data = {"minimise_seconds": args.seconds, **summary(rows), "rows": rows}
+        print(write_result("packing", data))
+
+
+if __name__ == "__main__":
+    main()
