@@ -11,9 +11,12 @@ from rich.console import Console
 from memplan.estimate import estimate
 from memplan.report.plot import memory_plot
 from memplan.report.terminal import estimate_lines, print_estimate
+from memplan.report.text import step_text
 from memplan.types.device import find_profile
-from memplan.types.estimate import Estimate, MemoryCurve
+from memplan.types.estimate import Estimate, MemoryCurve, RankEstimate
 from tests.estimate.jobs import MIB, training_job
+
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def test_the_first_line_is_the_answer(answer: Estimate) -> None:
         "memory over time",
         "▲ peak",
         "Tokens spread evenly over the experts. (3 times)",
-        "kernels  flash (4)",
+        "kernels  sdpa: flash (4)",
         "events; the step repeats",
         "made by hand",
         "next: do this",
@@ -146,3 +149,87 @@ def test_the_peak_is_marked_where_it_is(place: int) -> None:
     )
     column = lines[-1].index("^")
     assert lines[0][column] == "#" or lines[0][column - 1] == "#"
+
+
+def of_ranks(answer: Estimate, *peaks: int) -> Estimate:
+    """The answer as that of rank 0 of a job whose ranks were all captured."""
+    ranks = [
+        RankEstimate(
+            rank=rank,
+            why="first rank" if rank == 0 else "last rank",
+            peak_bytes=peak,
+            low_bytes=peak,
+            high_bytes=peak,
+            reserved_peak_bytes=peak,
+            allocated_peak_bytes=peak,
+            fits=True,
+            host_peak_bytes=(rank + 1) * GIB,
+            same_as=0 if rank and peak == peaks[0] else None,
+        )
+        for rank, peak in enumerate(peaks)
+    ]
+    host = {f"host_{name}_bytes": GIB for name in ("low", "peak", "high")}
+    node = {f"host_node_{name}_bytes": 3 * GIB for name in ("low", "peak", "high")}
+    return msgspec.structs.replace(
+        answer,
+        rank=0,
+        world_size=len(peaks),
+        ranks=ranks,
+        host_processes=len(peaks),
+        **host,
+        **node,
+    )
+
+
+def test_each_rank_has_its_host_and_the_node_their_sum(answer: Estimate) -> None:
+    shown = text(of_ranks(answer, 2 * GIB, GIB))
+    assert "rank 0 of 2, which needs most of those captured" in shown
+    assert "rank 1  peak 1.0 GiB (1.0–1.0)  host RAM 2.0 GiB  fits, last rank" in shown
+    assert "host RAM     1.0 GiB (1.0–1.0) of this process\n" in shown
+    assert "             3.0 GiB (3.0–3.0) of the 2 ranks of a node together" in shown
+    alike = text(of_ranks(answer, GIB, GIB))
+    assert "rank 0 of 2; the others captured need the same" in alike
+    assert text(of_ranks(answer, GIB, GIB), ascii_only=True).isascii()
+
+
+def test_gathered_parameters_are_apart_from_temporaries(answer: Estimate) -> None:
+    parts = msgspec.structs.replace(answer.breakdown, temporaries=300 * MIB)
+    one = msgspec.structs.replace(answer, breakdown=parts, gathered_parameter_bytes=200 * MIB)
+    shown = text(one)
+    assert any(
+        line.startswith("  gathered parameters    200 MiB") and line.endswith("FSDP all-gather")
+        for line in shown.splitlines()
+    )
+    assert "  temporaries            100 MiB" in shown
+    assert "gathered" not in text(answer)
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+def test_the_breakdown_stays_within_the_width(answer: Estimate, width: int) -> None:
+    lines = text(answer, width).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("  optimizer state"))
+    end = lines.index("", start)
+    assert all(len(line) <= max(width, 60) for line in lines[start:end])
+    explained = any(line.endswith("used by nobody") for line in lines)
+    assert explained == (width > 40)
+
+
+@pytest.mark.parametrize(
+    ("step", "phase", "steps", "said"),
+    [
+        (0, "setup", 3, "before step 0"),
+        (0, "forward", 3, "step 0"),
+        (2, "backward", 3, "step 2"),
+        (3, "evaluation", 3, "after step 2"),
+        (3, "forward", 3, "step 3"),
+        (0, "evaluation", 0, "step 0"),
+    ],
+)
+def test_steps_count_from_0(step: int, phase: str, steps: int, said: str) -> None:
+    assert step_text(step, phase, steps) == said
+
+
+def test_the_chart_ends_with_the_last_step() -> None:
+    job = curve([0, 4, 2, 1], [2, 4, 4, 4])  # its last bucket begins after three steps
+    assert memory_plot(job, width=60, steps=3, ascii_only=True)[-1].endswith("step 2")
+    assert memory_plot(job, width=60, steps=4, ascii_only=True)[-1].endswith("step 3")

@@ -79,6 +79,8 @@ def test_shorten_keeps_the_end() -> None:
     assert shorten("/home/someone/train.py:12", 14).endswith("train.py:12")
 
 
-@pytest.mark.parametrize("name", ["mm", "aten.mm.default", "aten::mm"])
+@pytest.mark.parametrize(
+    "name", ["mm", "aten.mm.default", "aten::mm", "aten.mm.out", "aten::mm.out"]
+)
 def test_short_op(name: str) -> None:
     assert short_op(name) == "mm"

@@ -10,11 +10,13 @@ from rich.text import Text
 from memplan.report.text import clean, cut_middle, format_bytes, short_op, wrap_name
 from memplan.types.estimate import TensorInfo
 
-_INDENT = 15
 _LONGEST_DESCRIPTION = 34
 _NARROWEST = 24
 _MOST_LINES = 6
-_ROLES = {"gathered_parameter": "gathered parameter (FSDP all-gather)"}
+_ROLES = {
+    "gathered_parameter": "gathered parameter (FSDP all-gather)",
+    "communication": "buffer of a collective",
+}
 
 
 def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> Iterator[Text]:
@@ -26,12 +28,14 @@ def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> It
     sources = _short_sources(tensors)
     rows = Counter(_row(tensor, sources[tensor.source], ascii_only) for tensor in tensors)
     what = min(max(len(description) for _, description, _, _ in rows), _LONGEST_DESCRIPTION)
-    room = max(width - _INDENT - what - 2, _NARROWEST)
-    margin = " " * (_INDENT + what + 2)
-    for (size, description, origin, source), count in rows.items():
-        size = f"{count} x {size}" if count > 1 else size
+    sizes = [f"{count} x {row[0]}" if count > 1 else row[0] for row, count in rows.items()]
+    longest = max(map(len, sizes))
+    margin = " " * (2 + longest + 2 + what + 2)
+    room = max(width - len(margin), _NARROWEST)
+    for size, (_, description, origin, source) in zip(sizes, rows, strict=True):
         first, *rest = _wrapped(origin, source, room)
-        yield Text(f"{size:>13}  {cut_middle(description, what):<{what}}  {first}".rstrip())
+        shape = cut_middle(description, what)
+        yield Text(f"  {size:>{longest}}  {shape:<{what}}  {first}".rstrip())
         for line in rest:
             yield Text(margin + line, style="dim")
 
@@ -44,7 +48,10 @@ def _row(tensor: TensorInfo, source: str, ascii_only: bool) -> tuple[str, str, s
     return (
         format_bytes(tensor.bytes),
         clean(description, ascii_only=ascii_only),
-        clean(f"{maker}, {role}" if maker else role, ascii_only=ascii_only),
+        clean(
+            maker if maker.endswith(role) else f"{maker}, {role}".lstrip(", "),
+            ascii_only=ascii_only,
+        ),
         clean(source, ascii_only=ascii_only),
     )
 

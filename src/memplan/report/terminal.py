@@ -24,12 +24,13 @@ from memplan.types.estimate import Estimate, RankEstimate
 _MAX_WIDTH = 110
 _BAR = 24
 _KERNELS = 6
+_OPERATORS = {"scaled_dot_product_attention": "attention", "recurrent": "RNN"}
 _GATHERED = "gathered parameters"
 _MEANINGS = {
     "parameters": "and buffers",
     "activations": "kept for the backward pass",
     "temporaries": "results in use for a moment",
-    _GATHERED: "whole while a layer runs (FSDP all-gather)",
+    _GATHERED: "FSDP all-gather",
     "inputs": "batches",
     "workspaces": "scratch of kernels and libraries",
     "fragmentation": "reserved, used by nobody",
@@ -78,8 +79,13 @@ def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
     """Which rank the answer is about, and the others beside it."""
     if estimate.world_size is None:
         return
-    largest = ", which needs most of those captured" if len(estimate.ranks) > 1 else ""
-    yield Text(f"rank {estimate.rank} of {estimate.world_size}{largest}", style="bold")
+    others = [item for item in estimate.ranks if item.rank != estimate.rank]
+    beside = ""
+    if others and all(item.same_as == estimate.rank for item in others):
+        beside = "; the others captured need the same"
+    elif others:
+        beside = ", which needs most of those captured"
+    yield Text(f"rank {estimate.rank} of {estimate.world_size}{beside}", style="bold")
     rows = [_rank_row(item) for item in estimate.ranks]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for rank, peak, host, said in rows:
@@ -202,7 +208,8 @@ def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
             yield Text("  " + clean(f"{item.text}{times}{where}", ascii_only=ascii_only))
     kernels: Counter[str] = Counter()
     for choice in estimate.kernels:
-        kernels[choice.kernel] += choice.count
+        op = short_op(choice.op)
+        kernels[f"{_OPERATORS.get(op, op)}: {choice.kernel}"] += choice.count
     if kernels:
         shown = [f"{kernel} ({count})" for kernel, count in kernels.most_common(_KERNELS)]
         more = len(kernels) - len(shown)

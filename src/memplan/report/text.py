@@ -6,7 +6,7 @@ import re
 
 from memplan.types.estimate import Estimate
 
-_PIECES = re.compile(r"[^ ./_]*[ ./_]+|[^ ./_]+")
+_PIECES = re.compile(r"[^ ./]*[ ./]+|[^ ./]+")
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -53,8 +53,10 @@ def clean(text: str, *, ascii_only: bool = False) -> str:
 
 
 def short_op(name: str) -> str:
-    """An operator's name as its caller knows it: `aten.mm.default` and `aten::mm` are `mm`."""
-    return name.removeprefix("aten.").removeprefix("aten::").removesuffix(".default")
+    """An operator's name as its caller knows it: `aten.mm.default` and `aten::mm` are `mm`,
+    `aten.sum.dim_IntList` is `sum`."""
+    short = name.removeprefix("aten.").removeprefix("aten::")
+    return name.removesuffix(".default") if short == name else short.partition(".")[0]
 
 
 def shorten(text: str, width: int) -> str:
@@ -72,7 +74,7 @@ def cut_middle(text: str, width: int) -> str:
 
 
 def wrap_name(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken behind spaces, dots, slashes and underscores."""
+    """Lines of at most `width` characters, broken behind spaces, dots and slashes."""
     lines = [""]
     for piece in _PIECES.findall(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
