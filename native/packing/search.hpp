@@ -25,7 +25,7 @@ struct Taste {
   double power;
 };
 
-// Exact search for offsets below a capacity: `docs/layout.md`, "Branch and bound on valleys".
+// Exact search for offsets below a capacity: `docs/packing.md`, "The exact search".
 //
 // Buffers are placed bottom up, each at rest on another or on the ground. The tops of what is
 // placed make a skyline; in one of its valleys, one section is chosen, and the branches are: each

@@ -22,8 +22,10 @@ namespace {
 
 using Offsets = std::vector<std::int64_t>;
 
-// Of an exact search's tables: buffers times the sections that they live through.
+// What an exact search can be given: its tables hold the sections that each buffer lives through,
+// and it keeps the floors and the buffers left on every level of its recursion.
 constexpr std::int64_t kMostCells = 4'000'000;
+constexpr std::size_t kMostBuffers = 2'500;
 constexpr std::int64_t kFirstLimit = 200;
 constexpr std::int64_t kMostLimit = 1'000'000;
 constexpr int kDivesOfRound = 30;
@@ -120,7 +122,8 @@ class Solver {
   // One after the other: the search at the bound (or the capacity that is asked for), dives, the
   // search between the bound and the best. False where there is nothing to do.
   bool round() {
-    const bool may_search = question_.search && cells_ <= kMostCells;
+    const bool may_search = question_.search && cells_ <= kMostCells &&
+                            problem_.items.size() <= kMostBuffers;
     const bool may_dive = question_.dive && (goal_ < 0 || goal_ > bound_ || !may_search);
     if (!may_search && !may_dive) return false;
     const int turn = may_search ? round_ % 3 : 1;
