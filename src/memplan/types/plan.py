@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from memplan.types.allocation import AllocationPart
+
 
 class OpOutput(msgspec.Struct, frozen=True, array_like=True):
     """A value of a forward pass: the `output`-th storage (from 0) of those that the `nth` op (from
@@ -68,3 +70,5 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Allocator settings that it counts on, in the syntax of `PYTORCH_ALLOC_CONF`; in force unless
     the environment or the script sets its own."""
     recompute: RecomputePart | None = None
+    allocation: AllocationPart | None = None
+    """Made from a capture with the rest of the plan in effect: recomputation changes requests."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from memplan.types.allocation import check_allocation
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import write_file
 from memplan.types.plan import Plan, RecomputePart
@@ -69,6 +70,14 @@ def _check(plan: Plan, path: Path) -> None:
         )
     if plan.recompute is not None:
         _check_recompute(plan.recompute, path)
+    if plan.allocation is not None:
+        try:
+            check_allocation(plan.allocation)
+        except FormatError as error:
+            raise FormatError(
+                f"{path}: {error.message}",
+                error.hint or "copy it again, or make it again: memplan plan -o PLAN …",
+            ) from error
 
 
 def _check_recompute(part: RecomputePart, path: Path) -> None:

@@ -1,0 +1,160 @@
+"""Plan where every request of a training step goes, before the job runs.
+
+The script is captured (or a trace is read), its steady step found, and its requests are placed in
+one arena with the least height found. `memplan run --plan PLAN` serves them from there. Options of
+memplan come before the script; everything after it is the script's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from memplan import __version__
+from memplan.cli.command import EXIT_YES
+from memplan.cli.files import input_path, output_path, plan_path
+from memplan.cli.job import add_rank_options, read_job
+from memplan.cli.recompute import positive_seconds
+from memplan.cli.signals import ended_by_signal
+from memplan.cli.streams import write_answer, write_json
+from memplan.types.errors import UsageError
+from memplan.types.plan_file import load_plan, save_plan
+
+if TYPE_CHECKING:
+    from memplan.layout.static_plan import StaticPlan
+    from memplan.types.plan import Plan
+    from memplan.types.trace import Trace
+
+TAKES_PROGRAM = True
+_USAGE = "memplan plan -o job.plan train.py"
+_TIMEOUT = 10.0
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "memplan plan -o PLAN [options] SCRIPT [ARGS…]\n"
+        "       memplan plan -o PLAN [options] torchrun|accelerate launch|srun|… SCRIPT [ARGS…]\n"
+        "       memplan plan -o PLAN --from-trace TRACE"
+    )
+    add = parser.add_argument
+    add("-o", "--output", metavar="PLAN", required=True, help="write the plan to this file")
+    add("-f", "--force", action="store_true", help="write over an existing file")
+    add("--from-trace", metavar="TRACE", help="no script: plan the steady step of this trace")
+    add("--plan", metavar="BEFORE",
+        help="plan the job as it is with this plan in effect, and keep its parts")  # fmt: skip
+    add("--timeout", metavar="S", type=positive_seconds, default=_TIMEOUT,
+        help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
+    add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
+    add("--steps", type=int, metavar="N", help="optimizer steps to capture")
+    add("--routing", choices=("balanced", "worst"), default="balanced",
+        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add_rank_options(parser, several=False)
+    add("--allow-network", action="store_true", help="let the script use the network")
+    add("--json", action="store_true", help="the answer as JSON on stdout")
+    add("-m", metavar="MODULE", help="plan a module instead of a script")
+
+
+def run(args: argparse.Namespace) -> int:
+    return ended_by_signal(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    reads = args.from_trace or ""
+    path = output_path(args.output, force=args.force, reads=reads)
+    before = load_plan(plan_path(args.plan)) if args.plan else None
+    words: list[str] = []
+    if args.from_trace:
+        trace = _read(args)
+    else:
+        captured = _capture(args, before)
+        if isinstance(captured, int):
+            return captured
+        trace, words = captured
+    from memplan.layout.static_plan import plan_of, static_plan
+
+    start = time.monotonic()
+    found = static_plan(trace, seconds=args.timeout)
+    seconds = time.monotonic() - start
+    save_plan(plan_of(trace, found, before), path, overwrite=args.force)
+    if args.json:
+        write_json(_as_json(trace, found, args.output, seconds))
+    else:
+        write_answer(_text(found, seconds))
+        if words:
+            hint = shlex.join(["memplan", "run", "--plan", args.output, *words])
+            write_answer(f"next: {hint}\n")
+    return EXIT_YES
+
+
+def _read(args: argparse.Namespace) -> Trace:
+    if args.program is not None or args.m is not None:
+        raise UsageError("a script beside --from-trace", "one of the two")
+    from memplan.types.trace_file import load_trace
+
+    return load_trace(input_path(args.from_trace))
+
+
+def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, list[str]] | int:
+    """The captured trace and the program's words, or the exit code of a capture that failed."""
+    job = read_job(args, _USAGE)
+    if args.steps is not None and args.steps < 2:
+        raise UsageError(f"--steps {args.steps}: a plan needs steps to compare", "--steps 3")
+    from memplan.fit.child import CaptureFailedError, ChildCapture
+
+    options = ["--routing", args.routing, *job.rank_options()]
+    options += ["--rank", str(job.rank or 0)] if job.world else []
+    options += ["--gpu", args.gpu] if args.gpu else []
+    options += ["--steps", str(args.steps)] if args.steps else []
+    options += ["--allow-network"] if args.allow_network else []
+    try:
+        with ChildCapture(options, job.launch.words) as capture:
+            trace = capture(job.launch.target, before).trace
+    except CaptureFailedError as error:
+        sys.stderr.write(error.said)  # empty where it has said so itself
+        return error.code
+    return trace, job.launch.words()
+
+
+def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict[str, Any]:
+    part = found.part
+    return {
+        "schema_version": 1,
+        "memplan_version": __version__,
+        "torch_version": trace.meta.torch_version,
+        "gpu": trace.meta.gpu or None,
+        "plan": path,
+        "arena_bytes": part.arena_bytes,
+        "load_bytes": part.load_bytes,
+        "optimal": found.proved,
+        "steps": part.steps,
+        "requests": part.requests,
+        "planned": found.planned,
+        "dynamic": found.dynamic,
+        "spaces": len(part.spaces),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _text(found: StaticPlan, seconds: float) -> str:
+    from memplan.report.text import format_bytes
+
+    part = found.part
+    above = part.arena_bytes / max(part.load_bytes, 1) - 1
+    quality = "the least possible" if found.proved else f"{above:.2%} above what is alive at once"
+    round_ = "a step" if part.steps == 1 else f"{part.steps} steps"
+    lines = [
+        f"arena {format_bytes(part.arena_bytes)}: {quality}; {found.planned} of "
+        f"{part.requests} requests of {round_} have their place ({seconds:.1f} s)"
+    ]
+    if found.dynamic:
+        lines.append(
+            f"{found.dynamic} depend on data and go to {len(part.spaces)} reusable spaces, or to "
+            "PyTorch's own allocator"
+        )
+    rest = part.requests - found.planned - found.dynamic
+    if rest:
+        lines.append(f"{rest} live too long for a place that recurs: PyTorch's own allocator")
+    return "\n".join(lines) + "\n"

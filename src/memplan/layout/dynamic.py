@@ -1,0 +1,103 @@
+"""Which requests of a step need not recur with the same size: those whose shape depends on data.
+
+Two signs. A request that the next step does not repeat; and one that comes from an operator whose
+output size depends on values (`nonzero`: routing to experts, masks), or from an operator that reads
+such an output and keeps its leading dimension. The second holds where a capture assumed the values
+and so saw the same sizes in every step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.types.trace import I64, EventKind, Trace
+
+Bools = npt.NDArray[np.bool_]
+
+_ROOTS = (
+    "aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.repeat_interleave",
+    "aten.bincount",
+)  # fmt: skip
+_RESYNC = 6
+"""Equal requests in a row after which two steps are taken to go on alike."""
+_WINDOW = 4096
+"""Requests within which that is looked for."""
+
+
+def data_dependent(trace: Trace) -> Bools:
+    """By storage: whether its size depends on data, as its operators tell."""
+    found = np.zeros(len(trace.storages), np.bool_)
+    names = [trace.strings[number] for number in np.unique(trace.ops.name).tolist()]
+    if not any(name.startswith(_ROOTS) for name in names):
+        return found
+    leading = _leading(trace)
+    _mark_roots(trace, found)
+    ops = trace.ops
+    reads_start, writes_start = ops.reads_start.tolist(), ops.writes_start.tolist()
+    reads, writes = ops.reads.tolist(), ops.writes.tolist()
+    marked = set(np.flatnonzero(found).tolist())
+    for row in range(len(ops)):
+        depends = {
+            leading[storage]
+            for storage in reads[reads_start[row] : reads_start[row + 1]]
+            if storage in marked
+        }
+        if depends:
+            marked.update(
+                storage
+                for storage in writes[writes_start[row] : writes_start[row + 1]]
+                if leading[storage] in depends and leading[storage] > 1
+            )
+    found[list(marked)] = True
+    return found
+
+
+def _mark_roots(trace: Trace, found: Bools) -> None:
+    root = np.array([text.startswith(_ROOTS) for text in trace.strings])
+    events = trace.events
+    made = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.op >= 0))
+    made = made[root[trace.ops.name[events.op[made]]]]
+    found[events.storage[made]] = True
+
+
+def _leading(trace: Trace) -> list[int]:
+    """By storage: its first dimension, -1 for scalars and unknown shapes."""
+    numbers = [int(text.split("x", 1)[0]) if text[:1].isdigit() else -1 for text in trace.strings]
+    leading: list[int] = np.array(numbers, np.int64)[trace.storages.shape].tolist()
+    return leading
+
+
+def matched(left: I64, right: I64) -> Bools:
+    """Which items of `left` recur in `right` in the same order: a greedy comparison that finds its
+    place again where some items in a row are equal."""
+    found = np.zeros(len(left), np.bool_)
+    i = j = 0
+    while i < len(left) and j < len(right):
+        length = min(len(left) - i, len(right) - j)
+        differs = left[i : i + length] != right[j : j + length]
+        run = int(differs.argmax()) if differs.any() else length
+        found[i : i + run] = True
+        i, j = i + run, j + run
+        if run == length:
+            break
+        step = _next_place(left[i : i + _WINDOW], right[j : j + _WINDOW])
+        if step is None:
+            i, j = i + _WINDOW // 2, j + _WINDOW // 2
+        else:
+            i, j = i + step[0], j + step[1]
+    return found
+
+
+def _next_place(left: I64, right: I64) -> tuple[int, int] | None:
+    """The nearest places from which both go on alike for a while."""
+    later: dict[tuple[int, ...], int] = {}
+    for at, run in enumerate(_runs(right)):
+        later.setdefault(run, at)
+    places = ((at, later[run]) for at, run in enumerate(_runs(left)) if run in later)
+    return min(places, key=lambda place: place[0] + place[1], default=None)
+
+
+def _runs(items: I64) -> list[tuple[int, ...]]:
+    values = items.tolist()
+    return list(zip(*(values[shift:] for shift in range(_RESYNC)), strict=False))

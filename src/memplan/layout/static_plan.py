@@ -1,0 +1,115 @@
+"""The static plan: from a trace to the allocation part of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan import __version__
+from memplan.layout.check import check_layout
+from memplan.layout.problem import Layout
+from memplan.layout.rounds import Round, make_round, offsets_of, round_problem
+from memplan.layout.solve import Cancel, minimise
+from memplan.layout.spaces import Windows, dynamic_windows, reusable_spaces
+from memplan.layout.step import step_requests
+from memplan.phases.requests import request_signature
+from memplan.types.allocation import AllocationPart, Requests, pack_requests
+from memplan.types.errors import NoAnswerError
+from memplan.types.plan import Fingerprint, Plan
+from memplan.types.solution import Infeasible, Solved
+from memplan.types.trace import I64, Trace
+
+
+@dataclass(frozen=True)
+class StaticPlan:
+    """A plan of the allocation of a steady step, and what it was made from."""
+
+    part: AllocationPart
+    requests: Requests
+    made: Round
+    proved: bool
+    """No layout of these requests is lower."""
+
+    @property
+    def planned(self) -> int:
+        """Requests with an address."""
+        return len(self.made.planned)
+
+    @property
+    def dynamic(self) -> int:
+        """Requests whose size depends on data."""
+        return int(self.made.dynamic.sum())
+
+
+def static_plan(
+    trace: Trace, *, seconds: float = 10.0, seed: int = 0, cancel: Cancel | None = None
+) -> StaticPlan:
+    """Plan the steady step of a trace, searching for at most `seconds`.
+
+    Raises NoAnswerError for a trace without a step, or with none to plan; or when no layout was
+    found in time.
+    """
+    made = make_round(step_requests(trace))
+    windows = dynamic_windows(made)
+    problem, rows = round_problem(made, windows.blocks)
+    if not len(problem):
+        raise NoAnswerError("no request of the step recurs: nothing to plan")
+    answer = minimise(problem, seconds=seconds, seed=seed, cancel=cancel)
+    assert not isinstance(answer, Infeasible), answer.reason  # what is fixed is stacked
+    layout = answer.solution if isinstance(answer, Solved) else answer.best
+    if layout is None:
+        raise NoAnswerError("no layout was found in time", f"--timeout {2 * seconds:g}")
+    check_layout(problem, layout)
+    offsets, blocks = offsets_of(made, windows.blocks, rows, layout)
+    part, requests = allocation_part(made, windows, offsets, blocks, layout, problem.max_load)
+    return StaticPlan(part, requests, made, isinstance(answer, Solved))
+
+
+def allocation_part(
+    made: Round, windows: Windows, offsets: I64, blocks: I64, layout: Layout, load: int
+) -> tuple[AllocationPart, Requests]:
+    """A layout of a round's problem as the part of a plan."""
+    step = made.step
+    requests = Requests(
+        bytes=made.bytes,
+        stream=made.stream,
+        phase=made.phase,
+        lower=made.lower,
+        upper=made.upper,
+        offset=offsets,
+        space=windows.of_row,
+    )
+    part = AllocationPart(
+        device=step.device,
+        requests=len(requests),
+        prologue=made.prologue,
+        start=made.start,
+        clock=made.clock,
+        steps=made.steps,
+        arena_bytes=layout.height,
+        load_bytes=load,
+        phases=step.phases,
+        spaces=reusable_spaces(made, windows, offsets, blocks, layout.height),
+        columns=pack_requests(requests),
+    )
+    return part, requests
+
+
+def plan_of(trace: Trace, found: StaticPlan, before: Plan | None = None) -> Plan:
+    """The envelope, with what it was made from; the other parts are those of `before`, the plan
+    that was in effect when the trace was captured."""
+    step = found.made.step
+    made_from = Fingerprint(
+        script=trace.meta.command[0] if trace.meta.command else "",
+        command=trace.meta.command,
+        torch_version=trace.meta.torch_version,
+        gpu=trace.meta.gpu,
+        forward_ops=before.made_from.forward_ops if before else 0,
+        requests=request_signature(trace, step.start, step.start + step.clock).hex(),
+    )
+    return Plan(
+        memplan_version=__version__,
+        made_from=made_from,
+        alloc_conf=before.alloc_conf if before else "",
+        recompute=before.recompute if before else None,
+        allocation=found.part,
+    )

@@ -1,0 +1,126 @@
+"""The requests of a steady step, as its plan needs them: one row an allocation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.layout.dynamic import Bools, data_dependent, matched
+from memplan.layout.streams import NEVER, Lifetimes, lifetimes
+from memplan.phases.steps import StepTable, find_steps
+from memplan.types.errors import NoAnswerError
+from memplan.types.trace import I64, EventKind, Phase, Trace
+
+
+@dataclass(frozen=True)
+class StepRequests:
+    """What a steady step asks of one device. Moments count the trace's events from the step's first
+    one; the step repeats every `clock` of them."""
+
+    trace: Trace
+    device: int
+    step: int
+    start: int
+    clock: int
+    storage: I64
+    bytes: I64
+    stream: I64
+    alloc: I64
+    """The moment of the request itself, in `[0, clock)`."""
+    lower: I64
+    upper: I64
+    """In use over `[lower, upper)`, streams considered; before 0 and beyond `clock` where it
+    reaches into the steps before and behind, and by far where it is never safe to reuse."""
+    kept: Bools
+    """Never released, as far as the trace tells: every step adds to them."""
+    dynamic: Bools
+    """Sizes that need not recur."""
+    phase_start: I64
+    phase_end: I64
+    """Numbers in `phases`, in the order of the step, of its allocation and its release."""
+    phases: list[str]
+    lifetimes: Lifetimes
+    """Of all the trace's storages on this device."""
+    data_dependent: Bools
+    """By storage."""
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+def step_requests(trace: Trace) -> StepRequests:
+    """The requests of the first steady step; of the last complete step but one where none is
+    steady, with what its successor does not repeat marked dynamic.
+
+    Raises NoAnswerError for a trace without a complete step, or that asks nothing in it.
+    """
+    table = find_steps(trace)
+    if not len(table):
+        raise NoAnswerError(
+            f"no step to plan: {table.reason}", "capture more steps: memplan estimate --steps 4 -o"
+        )
+    step = max(len(table) - 2, 0) if table.steady is None else table.steady
+    start, stop = table[step]
+    events = trace.events
+    asked = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.bytes > 0))
+    inside = asked[(asked >= start) & (asked < stop)]
+    if not len(inside):
+        raise NoAnswerError("the step to plan asks for no memory", "capture a training job")
+    devices, counts = np.unique(events.device[inside], return_counts=True)
+    device = int(devices[counts.argmax()])
+    rows = inside[events.device[inside] == device]
+    storage = events.storage[rows]
+    life = lifetimes(trace, device)
+    end = life.end[storage]
+    data = data_dependent(trace)
+    dynamic = data[storage] | _differs(trace, table, step, rows)
+    names, phase_of = _phases(table, step, stop - start)
+    clock = stop - start
+    return StepRequests(
+        trace=trace,
+        device=device,
+        step=step,
+        start=start,
+        clock=clock,
+        storage=storage,
+        bytes=events.bytes[rows],
+        stream=events.stream[rows].astype(np.int64),
+        alloc=rows - start,
+        lower=life.begin[storage] - start,
+        upper=end - start,
+        kept=end == NEVER,
+        dynamic=dynamic,
+        phase_start=phase_of[rows - start],
+        phase_end=phase_of[(end - 1 - start) % clock],
+        phases=names,
+        lifetimes=life,
+        data_dependent=data,
+    )
+
+
+def _differs(trace: Trace, table: StepTable, step: int, rows: I64) -> Bools:
+    """Which requests the next step does not repeat; none where that is not known."""
+    if table.steady is not None or step + 1 >= len(table):
+        return np.zeros(len(rows), np.bool_)
+    events = trace.events
+    start, stop = table[step + 1]
+    later = np.flatnonzero(events.kind[start:stop] == EventKind.ALLOC) + start
+    later = later[(events.device[later] == events.device[rows[0]]) & (events.bytes[later] > 0)]
+    both = np.concatenate((rows, later))
+    key = events.bytes[both] * 1024 + events.stream[both] % 1024
+    return ~matched(key[: len(rows)], key[len(rows) :])
+
+
+def _phases(table: StepTable, step: int, clock: int) -> tuple[list[str], I64]:
+    """Names of the step's phases in order, and the number of each moment's."""
+    of_moment = np.zeros(clock, np.int64)
+    spans = table.phases
+    names: list[str] = []
+    start = table[step].start
+    for row in np.flatnonzero(spans.step == step).tolist():
+        lower, upper = int(spans.start[row]) - start, int(spans.stop[row]) - start
+        of_moment[lower:upper] = len(names)
+        phase = Phase(int(spans.phase[row])).name.lower()
+        names.append(f"{phase} {int(spans.micro_batch[row])}")
+    return names or ["step"], of_moment

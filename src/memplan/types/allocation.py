@@ -1,0 +1,234 @@
+"""The allocation part of a plan: where each request of a job goes.
+
+Requests are rows, in the order in which the job makes them: first the prologue, up to the steady
+step, then a round, which repeats. A row is alive over `[lower, upper)` on the plan's clock: the
+prologue takes `[0, start)`, the first round `[start, start + clock)`. What of a round ends later
+lives on into the next one, where its row begins no earlier than it ends; what of the prologue ends
+with the first round stays for ever. Sizes and offsets are bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from memplan.types.errors import FormatError
+from memplan.types.trace import I64
+
+VERSION = 1
+COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset", "space")
+MAX_REQUESTS = 4_000_000
+_MAX_BYTES = 1 << 48
+_MAX_CLOCK = 1 << 40
+_LEVEL = 3
+ROUNDING = 512
+"""A request takes a multiple of this, as in PyTorch's own allocator."""
+
+
+class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dynamic reusable space: what no planned request uses while those of a module span live."""
+
+    module: str
+    """Path of the module; empty outside of modules."""
+    lower: int
+    """First moment of the window over which it is free, on the plan's clock."""
+    upper: int
+    """End of the window; beyond the clock when it ends in the next round."""
+    ranges: list[tuple[int, int]]
+    """Free `[start, end)`, ascending."""
+
+
+class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Offsets for the requests of a job, in one arena."""
+
+    version: int = VERSION
+    device: int = 0
+    requests: int
+    """Rows of the columns."""
+    prologue: int
+    """Of them, those before the first round."""
+    start: int
+    """Moments before the first round."""
+    clock: int
+    """Moments of one round."""
+    steps: int = 1
+    """Optimizer steps of one round."""
+    arena_bytes: int
+    """Height of the layout: no planned request ends beyond it."""
+    load_bytes: int
+    """The most bytes of planned requests alive at once; no layout is lower."""
+    phases: list[str] = []
+    """Names of the phases that the column `phase` numbers."""
+    spaces: list[Space] = []
+    """What the column `space` numbers."""
+    columns: dict[str, bytes]
+    """Each of `COLUMNS`: 64-bit little-endian numbers, compressed by Zstandard. `offset` is -1 for
+    what the plan does not place; `space` is -1 or, for a dynamic request, where it may be placed
+    (its bytes are then those of the step that was captured)."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The columns of an `AllocationPart`, one row a request."""
+
+    bytes: I64
+    stream: I64
+    phase: I64
+    lower: I64
+    upper: I64
+    offset: I64
+    space: I64
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+def rounded(nbytes: I64) -> I64:
+    """What requests take: the next multiple of `ROUNDING`."""
+    return -(-nbytes // ROUNDING) * ROUNDING
+
+
+def pack_requests(requests: Requests) -> dict[str, bytes]:
+    """The columns as a plan holds them."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+    return {
+        name: compressor.compress(np.ascontiguousarray(getattr(requests, name), "<i8").tobytes())
+        for name in COLUMNS
+    }
+
+
+def read_requests(part: AllocationPart) -> Requests:
+    """The columns of a part. Raises FormatError when they are damaged or of another length."""
+    if not 0 <= part.requests <= MAX_REQUESTS:
+        raise FormatError(f"its allocation part claims {part.requests} requests")
+    if sorted(part.columns) != sorted(COLUMNS):
+        raise FormatError(
+            f"its allocation part has columns {', '.join(sorted(part.columns))[:200]}"
+        )
+    size = 8 * part.requests
+    columns = {}
+    for name, packed in part.columns.items():
+        try:
+            if zstandard.frame_content_size(packed) != size:
+                raise FormatError(f"column {name} does not hold {part.requests} numbers")
+            content = zstandard.ZstdDecompressor().decompress(
+                packed, max_output_size=size, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise FormatError(f"column {name} is damaged: {error}") from error
+        if len(content) != size:
+            raise FormatError(f"column {name} does not hold {part.requests} numbers")
+        columns[name] = np.frombuffer(content, "<i8").astype(np.int64)
+    return Requests(**columns)
+
+
+def check_allocation(part: AllocationPart) -> None:
+    """Raise FormatError, with the reason, unless the part could be a plan: every number in range,
+    and no two planned requests that are alive at once on the same bytes."""
+    if part.version != VERSION:
+        raise FormatError(
+            f"its allocation part has version {part.version}; this memplan reads {VERSION}",
+            "make the plan again with this memplan",
+        )
+    if not (
+        0 < part.clock < _MAX_CLOCK and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
+    ):
+        raise FormatError("its allocation part has a clock, steps or device out of range")
+    if not 0 <= part.load_bytes <= part.arena_bytes < _MAX_BYTES:
+        raise FormatError("its allocation part has a height below its load, or out of range")
+    requests = read_requests(part)
+    limits = {
+        "bytes": (0, _MAX_BYTES),
+        "stream": (0, 1 << 31),
+        "phase": (-1, len(part.phases)),
+        "lower": (0, part.start + part.clock),
+        "upper": (1, part.start + 2 * part.clock + 1),
+        "offset": (-1, part.arena_bytes + 1),
+        "space": (-1, len(part.spaces)),
+    }
+    for name, (low, high) in limits.items():
+        column = getattr(requests, name)
+        faulty = (column < low) | (column >= high)
+        if faulty.any():
+            row = int(faulty.argmax())
+            raise FormatError(f"{name} of request {row} is {column[row]}, outside [{low}, {high})")
+    _check_places(part, requests)
+    for space in part.spaces:
+        edges = [edge for pair in space.ranges for edge in pair]
+        inside = not edges or (edges[0] >= 0 and edges[-1] <= part.arena_bytes)
+        if not inside or any(a > b for a, b in pairwise(edges)):
+            module = space.module[:80]
+            raise FormatError(f"the space of module {module!r} is no part of the arena")
+
+
+def _check_places(part: AllocationPart, requests: Requests) -> None:
+    end = part.start + part.clock
+    before = np.arange(part.requests) < part.prologue
+    lower, upper = requests.lower, requests.upper
+    _refuse(lower >= upper, "lives for no time")
+    _refuse(before & (upper > end), "is of the prologue and outlives the first round")
+    strays = ~before & ((lower < part.start) | (upper - lower > part.clock))
+    _refuse(strays, "is of the round and begins before it, or lives longer")
+    planned = requests.offset >= 0
+    size = rounded(requests.bytes)
+    misplaced = planned & (requests.offset % ROUNDING != 0)
+    misplaced |= planned & (requests.offset + size > part.arena_bytes)
+    _refuse(misplaced, "is placed across the arena's end, or unaligned")
+    _refuse(planned & (requests.space >= 0), "has both a place and a space")
+    # The prologue and the first round; then what stays and any later round, which begins with the
+    # ends of the round before.
+    stays = np.flatnonzero(planned & before & (upper == end))
+    again = np.flatnonzero(planned & (upper > end))
+    of_round = np.flatnonzero(planned & ~before)
+    first = np.flatnonzero(planned)
+    later = np.concatenate((stays, of_round, again))
+    begin = np.full(len(stays), part.start), lower[of_round], np.full(len(again), part.start)
+    ends = upper[stays], np.minimum(upper[of_round], end), upper[again] - part.clock
+    for rows, opens, closes in (
+        (first, lower[first], np.minimum(upper[first], end)),
+        (later, np.concatenate(begin), np.concatenate(ends)),
+    ):
+        pair = find_overlap(opens, closes, requests.offset[rows], size[rows])
+        if pair is not None:
+            which = f"{rows[pair[0]]} and {rows[pair[1]]}"
+            raise FormatError(f"requests {which} are given the same bytes")
+
+
+def _refuse(faulty: npt.NDArray[np.bool_], what: str) -> None:
+    if faulty.any():
+        raise FormatError(f"request {int(faulty.argmax())} {what}")
+
+
+def find_overlap(lower: I64, upper: I64, offset: I64, size: I64) -> tuple[int, int] | None:
+    """Two rows that are alive at once and share bytes; None when there are none.
+
+    One sweep over the ends of lifetimes `[lower, upper)`, with what is alive sorted by offset.
+    """
+    present = np.flatnonzero(size > 0)
+    count = len(present)
+    times = np.concatenate((upper[present], lower[present]))
+    # At one moment, what ends is gone before what begins: the ends come first among equals.
+    order = np.argsort(times, kind="stable").tolist()
+    starts = offset[present].tolist()
+    ends = (offset[present] + size[present]).tolist()
+    starts_alive: list[int] = []
+    alive: list[int] = []
+    for event in order:
+        row = event % count
+        at = bisect_left(starts_alive, starts[row])
+        if event < count:
+            del starts_alive[at], alive[at]
+            continue
+        if at < len(alive) and starts_alive[at] < ends[row]:
+            return int(present[alive[at]]), int(present[row])
+        if at and ends[alive[at - 1]] > starts[row]:
+            return int(present[alive[at - 1]]), int(present[row])
+        starts_alive.insert(at, starts[row])
+        alive.insert(at, row)
+    return None
