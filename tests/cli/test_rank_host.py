@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+from memplan.cli.rank_choice import Requests
 from memplan.cli.rank_host import HostBytes, node_host
+from memplan.cli.ranks import CapturedRank, RankCaptures
 from memplan.estimate import estimate
 from memplan.types.estimate import Estimate
 from tests.estimate.jobs import training_job
@@ -35,3 +39,18 @@ def test_the_node_that_needs_most() -> None:
 def test_no_sum_without_the_host_of_each() -> None:
     assert node_host({0: rank(10), 1: rank(None)}, 2, 2) is None
     assert node_host({0: rank(10)}, 2, 2) is None
+
+
+def test_the_answer_of_several_ranks_has_them_all() -> None:
+    captures = RankCaptures(4, [], [])
+    for number, peak in ((0, 50), (3, 20)):
+        one = msgspec.structs.replace(
+            rank(peak), host_processes=4, host_pinned_peak_bytes=peak // 10, rank=number
+        )
+        requests = Requests(1, b"alike", one.high_bytes)
+        captures.captured[number] = CapturedRank(number, "why", one, requests, Path("none"))
+    answer = captures.answer()
+    assert [item.host_peak_bytes for item in answer.ranks] == [50, 20]
+    assert [item.host_pinned_peak_bytes for item in answer.ranks] == [5, 2]
+    assert answer.host_node_peak_bytes == 3 * 50 + 20
+    assert (answer.host_node_low_bytes, answer.host_node_high_bytes) == (166, 178)
