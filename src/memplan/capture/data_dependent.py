@@ -161,10 +161,13 @@ def values_of(mode: CaptureMode, func: Any, tensor: FakeTensor) -> torch.Tensor:
 
 
 def masked_index(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing with boolean masks: they become index tensors, as the real kernel makes them."""
+    """Indexing with boolean masks: they become index tensors, as the real kernel makes them; or a
+    mask and a number of the host are a fill, as there."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
         return NotImplemented
+    if func is not aten.index.Tensor and _is_fill(args, kwargs):
+        return _fill(mode, func, args)
     replaced: list[Any] = []
     for index in indices:
         if not _is_mask(index):
@@ -174,6 +177,34 @@ def masked_index(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         else:
             replaced.extend(index.nonzero().unbind(1))
     return mode.fake(func, (args[0], replaced, *args[2:]), kwargs)
+
+
+def _is_fill(args: Any, kwargs: Any) -> bool:
+    """`canDispatchToMaskedFill` in PyTorch's `native/TensorAdvancedIndexingUtils.h`."""
+    target, indices, value = args[:3]
+    given = [index for index in indices if index is not None]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return (
+        not accumulate
+        and value.numel() == 1
+        and value.device.type == "cpu"
+        and len(given) == 1
+        and _is_mask(given[0])
+        and given[0].device == target.device
+    )
+
+
+def _fill(mode: CaptureMode, func: Any, args: Any) -> Any:
+    target, indices, value = args[:3]
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    mask = indices[before]
+    if func is aten.index_put.default:
+        target = mode.fake(aten.clone.default, (target,), {})
+    for _ in range(target.dim() - before - mask.dim()):
+        mask = mode.fake(aten.unsqueeze.default, (mask, -1), {})
+    known = mode.values.of(value) if isinstance(value, FakeTensor) else value
+    number = 0 if known is None else known.item()
+    return mode.fake(aten.masked_fill_.Scalar, (target, mask, number), {})
 
 
 def _is_mask(index: Any) -> bool:

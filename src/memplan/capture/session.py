@@ -16,6 +16,7 @@ from memplan.capture import (
     constructors,
     data_dependent,
     foreach,
+    formulas,
     fused,
     host_memory,
     host_methods,
@@ -71,7 +72,12 @@ class CaptureSession:
         self.mode = CaptureMode(
             device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
-            handlers={**data_dependent.HANDLERS, **foreach.HANDLERS, **shape_rules.HANDLERS},
+            handlers={
+                **data_dependent.HANDLERS,
+                **formulas.HANDLERS,
+                **foreach.HANDLERS,
+                **shape_rules.HANDLERS,
+            },
             observers=dict(data_dependent.OBSERVERS),
         )
         self.ending = Ending(self.mode)

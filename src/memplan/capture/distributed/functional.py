@@ -25,6 +25,7 @@ aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 _MODULE = "torch.distributed._functional_collectives"
+_CONTEXT = "torch.distributed.tensor.experimental._context_parallel._cp_custom_ops"
 
 
 class FunctionalCollectives:
@@ -61,6 +62,7 @@ class FunctionalCollectives:
             ],
             functional.all_to_all_single.default: self._all_to_all,
             functional.wait_tensor.default: self._wait,
+            torch.ops._dtensor.shard_dim_alltoall.default: self._to_other_dimension,
         }
         return {func: _adapted(answer) for func, answer in answers.items()}
 
@@ -76,6 +78,22 @@ class FunctionalCollectives:
                 )
 
         watcher.add(_MODULE, adapt)
+        watcher.add(_CONTEXT, self._run_bodies)
+
+    def _run_bodies(self, module: ModuleType) -> None:
+        """Context parallelism's own operators are made of collectives in Python; their rules for
+        fake tensors tell only what comes out."""
+        for name in ("flex_cp_allgather", "flex_cp_allgather_backward"):
+            made = getattr(module, name, None)
+            if made is not None:
+                self.mode.collectives[made._opoverload] = self._inside(made._init_fn)
+
+    def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def run(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with self.mode:
+                return body(*args, **kwargs)
+
+        return run
 
     def clear(self) -> None:
         """Forget what was never waited for."""
@@ -93,7 +111,7 @@ class FunctionalCollectives:
         self, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if out is None:
-            out = self._empty(x, [x.shape[0] * size, *x.shape[1:]])
+            out = self._empty(x, [x.shape[0] * size, *x.shape[1:]] if x.dim() else [size])
         return self._started(c10d._allgather_base_.default, group, x, out)
 
     def _reduce_scatter(
@@ -109,6 +127,27 @@ class FunctionalCollectives:
         out = self._empty(x, [sum(receives), *x.shape[1:]])
         args = (out, x, None, list(receives), list(sends))
         return self._started(c10d.alltoall_base_.default, group, x, out, args=args)
+
+    def _to_other_dimension(
+        self, x: torch.Tensor, gather_dim: int, shard_dim: int, group: Any
+    ) -> torch.Tensor:
+        """Split in one dimension from now on and not in another: the parts side by side, as many
+        received, and those put together."""
+        if not isinstance(group, ProcessGroup):
+            group = _resolve_process_group(group)
+        size = group.size()
+        shape = list(x.shape)
+        shape[shard_dim] //= size
+        with self.mode:
+            parts = x.view([*shape[:shard_dim], size, *shape[shard_dim:]])
+            sent = parts.movedim(shard_dim, 0).contiguous()
+            received = torch.empty_like(sent)
+        args: tuple[Any, ...] = (received, sent, None, [], [])
+        func = c10d.alltoall_base_.default
+        self.collectives.start(func, group, sent, received, args=args).wait()
+        shape[gather_dim] *= size
+        with self.mode:
+            return received.movedim(0, gather_dim).contiguous().view(shape)
 
     def _wait(self, x: torch.Tensor) -> torch.Tensor:
         work = self._pending.pop(x.untyped_storage()._cdata, None)
