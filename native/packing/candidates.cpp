@@ -110,15 +110,9 @@ void Candidates::search(std::size_t node, const Window& window, int& best) const
   search(2 * node + (left_first ? 1 : 0), window, best);
 }
 
-int Candidates::best_over(int begin, int over, int end) const {
+int Candidates::best(const Window& window) const {
   int best = -1;
-  search(1, {begin, over, over + 1, end}, best);
-  return best;
-}
-
-int Candidates::best_within(int begin, int end) const {
-  int best = -1;
-  search(1, {begin, end, begin, end}, best);
+  search(1, window, best);
   return best;
 }
 

@@ -20,16 +20,17 @@ class Candidates {
   void reset(const std::vector<double>& score);
   void remove(int item);
 
-  // The best-scoring item with begin <= first <= over and over < last <= end; -1: none.
-  int best_over(int begin, int over, int end) const;
-  // The best-scoring item with begin <= first and last <= end; -1: none.
-  int best_within(int begin, int end) const;
+  // Bounds on both ends of a lifetime, each inclusive.
+  struct Window {
+    int least_first, most_first, least_last, most_last;
+  };
+
+  // The best-scoring item in the window; -1: none.
+  int best(const Window& window) const;
+  double score(int item) const { return score_[static_cast<std::size_t>(item)]; }
 
  private:
   struct Node {
-    int least_first, most_first, least_last, most_last;
-  };
-  struct Window {
     int least_first, most_first, least_last, most_last;
   };
 

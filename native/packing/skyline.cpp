@@ -38,10 +38,16 @@ bool Skyline::current(const Run& run) const {
   return run_last_[at(run.first)] == run.last && run_floor_[at(run.first)] == run.floor;
 }
 
-int Skyline::choose(const Run& run) const {
+int Skyline::choose(const Run& run, double at_side) const {
   const int tight = slack_.least(run.first, run.last).first;
-  const int item = candidates_.best_over(run.first, tight, run.last);
-  return item >= 0 ? item : candidates_.best_within(run.first, run.last);
+  const int best = candidates_.best({run.first, tight, tight + 1, run.last});
+  if (best < 0) return candidates_.best({run.first, run.last, run.first, run.last});
+  if (at_side > 1) return best;
+  const int left = candidates_.best({run.first, run.first, tight + 1, run.last});
+  const int right = candidates_.best({run.first, tight, run.last, run.last});
+  const auto score = [&](int item) { return item < 0 ? -1.0 : candidates_.score(item); };
+  const int side = score(right) > score(left) ? right : left;
+  return score(side) >= at_side * score(best) ? side : best;
 }
 
 // Nothing fits: the valley is lost up to its lower neighbour.
@@ -53,9 +59,9 @@ void Skyline::raise(const Run& run) {
   join_run(run.first, run.last, next);
 }
 
-std::int64_t Skyline::fill(const std::vector<double>& score, const std::atomic<bool>& stop,
+std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
                            std::vector<std::int64_t>& offsets) {
-  candidates_.reset(score);
+  candidates_.reset(manner.score);
   std::vector<std::int64_t> slack(problem_.load.size());
   for (std::size_t s = 0; s < slack.size(); ++s) {
     slack[s] = problem_.bound - problem_.load[s];
@@ -74,7 +80,7 @@ std::int64_t Skyline::fill(const std::vector<double>& score, const std::atomic<b
     lowest_.pop();
     if (!current(run)) continue;
     if (stop.load(std::memory_order_relaxed)) return -1;
-    const int chosen = choose(run);
+    const int chosen = choose(run, manner.at_side);
     if (chosen < 0) {
       raise(run);
       continue;

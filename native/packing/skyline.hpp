@@ -17,8 +17,15 @@ class Skyline {
  public:
   explicit Skyline(const Problem& problem);
 
-  // Fills `offsets`; returns the height. -1 when stopped.
-  std::int64_t fill(const std::vector<double>& score, const std::atomic<bool>& stop,
+  // What a dive goes by: the scores of the buffers, and from which part of the best score on one
+  // that touches a side of the valley is preferred, because it leaves one gap instead of two.
+  struct Manner {
+    std::vector<double> score;
+    double at_side;  // above 1: never
+  };
+
+  // Fills `offsets`; returns the height, -1 when stopped.
+  std::int64_t fill(const Manner& manner, const std::atomic<bool>& stop,
                     std::vector<std::int64_t>& offsets);
 
  private:
@@ -36,7 +43,7 @@ class Skyline {
   void set_run(int first, int last, std::int64_t floor);
   void join_run(int first, int last, std::int64_t floor);
   void raise(const Run& run);
-  int choose(const Run& run) const;
+  int choose(const Run& run, double at_side) const;
   bool current(const Run& run) const;
 
   const Problem& problem_;

@@ -80,12 +80,17 @@ void together(int count, const std::function<void(int)>& task) {
   for (std::thread& thread : threads) thread.join();
 }
 
-struct Weights {
-  double length, size, product;
+struct DiveTaste {
+  double length, size, product;  // weights of a score
+  double at_side;                // Skyline::Manner
 };
 
 // In the order in which they did best on the steps of real models.
-constexpr Weights kDives[] = {{1, 0.1, 0}, {0, 0, 1}, {1, 0, 0}, {1, 1, 0}, {0, 1, 0}, {0.2, 1, 0}};
+constexpr double kNever = 2.0;
+constexpr DiveTaste kDives[] = {
+    {1, 0.1, 0, 0.5}, {0, 0, 1, 0.5},    {1, 0.1, 0, kNever}, {0, 0, 1, kNever},
+    {1, 0, 0, 0.5},   {1, 1, 0, kNever}, {0, 1, 0, 0.5},      {0.2, 1, 0, kNever},
+};
 
 constexpr Taste kTastes[] = {
     // length, size, load, noise, power
@@ -162,7 +167,7 @@ class Solver {
     found_by_ = by;
   }
 
-  std::vector<double> dive_score(const Weights& weights) const {
+  std::vector<double> dive_score(const DiveTaste& weights) const {
     std::int64_t biggest = 1;
     for (const Item& item : problem_.items) biggest = std::max(biggest, item.size);
     std::vector<double> score;
@@ -176,11 +181,11 @@ class Solver {
     return score;
   }
 
-  std::int64_t dive(int thread, const std::vector<double>& score, Offsets& offsets) {
-    if (has_fixed_) return first_fit(problem_, score, watch_.stop(), offsets);
+  std::int64_t dive(int thread, const Skyline::Manner& manner, Offsets& offsets) {
+    if (has_fixed_) return first_fit(problem_, manner.score, watch_.stop(), offsets);
     auto& skyline = skylines_[static_cast<std::size_t>(thread)];
     if (!skyline) skyline = std::make_unique<Skyline>(problem_);
-    return skyline->fill(score, watch_.stop(), offsets);
+    return skyline->fill(manner, watch_.stop(), offsets);
   }
 
   // One of every kind, until one reaches the bound.
@@ -193,7 +198,8 @@ class Solver {
       std::vector<Offsets> offsets(static_cast<std::size_t>(count));
       together(count, [&](int t) {
         const auto i = static_cast<std::size_t>(t);
-        heights[i] = dive(t, dive_score(kDives[next + t]), offsets[i]);
+        const DiveTaste& taste = kDives[next + t];
+        heights[i] = dive(t, {dive_score(taste), taste.at_side}, offsets[i]);
       });
       for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i], "skyline");
     }
@@ -209,7 +215,8 @@ class Solver {
     skylines_.resize(threads);
     together(threads_, [&](int t) {
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
-        return dive(t, score, offsets);
+        return dive(t, {score, kDives[static_cast<std::size_t>(t) % std::size(kDives)].at_side},
+                    offsets);
       };
       shakes_[static_cast<std::size_t>(t)].run(run, kDivesOfRound, goal_ < 0 ? bound_ : goal_);
     });
