@@ -163,6 +163,32 @@ def test_bad_settings_are_refused_before_capturing(
     assert capture.target is None
 
 
+@pytest.mark.parametrize(
+    ("variables", "code", "said"),
+    [
+        ({"PYTORCH_ALLOC_CONF": "nonsense:1"}, 2, "PYTORCH_ALLOC_CONF=nonsense:1 of the env"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x", "PYTORCH_ALLOC_CONF": ""}, 2, "PYTORCH_CUDA_ALLOC_CONF"),
+        # PyTorch goes by the first that is set.
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "x"}, 0, ""),
+    ],
+)
+def test_bad_settings_of_the_environment(
+    capture: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    code: int,
+    said: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["estimate", "train.py"]) == code
+    assert said in capfd.readouterr().err
+    assert (capture.target is None) == (code == 2)
+    if code:
+        assert main(["estimate", "--alloc-conf", "max_split_size_mb:64", "train.py"]) == 0
+
+
 def test_what_cannot_be_captured_ends_with_4(
     capture: Capture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,4 +152,5 @@ def test_a_signal_ends_every_capture(folder: Path) -> None:
         assert process.stderr.readline().startswith("rank 0")
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 143
+        assert process.stderr.read().splitlines() == ["memplan: ended by SIGTERM"]
     assert not list((folder / "scratch").glob("memplan-*"))

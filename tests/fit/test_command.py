@@ -142,18 +142,34 @@ def test_without_o_the_next_command_has_it(capsys: pytest.CaptureFixture[str]) -
 
 def test_options_reach_the_captures() -> None:
     words = ["--gpu", "24GiB", "--steps", "5", "--routing", "worst", "--allow-network"]
+    words += ["--with", "apex", "--with=rules.py"]
     assert fit(*words, "--alloc-conf", "max_split_size_mb:64", "-m", "json.tool", "x") == 0
     assert FakeCapture.asked == [ScriptTarget("module", "json.tool", ("x",))]
     assert FakeCapture.options == [
         "--routing", "worst", "--gpu", "24GiB", "--steps", "5",
-        "--alloc-conf", "max_split_size_mb:64", "--allow-network",
+        "--alloc-conf", "max_split_size_mb:64", "--with", "apex", "--with", "rules.py",
+        "--allow-network",
     ]  # fmt: skip
+
+
+def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--gpu", "24GiB", "--json", "torchrun", "--nproc-per-node", "2", "train.py") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(note.startswith("The plan is made from rank 0 of 2") for note in notes)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["train.py"], "no card to fit"),
+        (
+            ["--gpu", "24GiB", "--rank", "all", "torchrun", "--nproc-per-node", "2", "train.py"],
+            "--rank all: a plan is made from one rank",
+        ),
+        (
+            ["--gpu", "24GiB", "PYTORCH_ALLOC_CONF=x:1", "python", "train.py"],
+            "PYTORCH_ALLOC_CONF=x:1 of the environment: unknown key 'x'",
+        ),
         (["--gpu", "24GiB"], "no script given"),
         (["--gpu", "many", "train.py"], "unknown GPU 'many'"),
         (["--gpu", "24GiB", "tain.py"], "no script tain.py"),
@@ -218,6 +234,8 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
         script = int(process.stderr.readline())
         process.send_signal(number)
         assert process.wait(60) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+        said = {signal.SIGTERM: "ended by SIGTERM", signal.SIGINT: "interrupted"}[number]
+        assert process.stderr.read() == f"memplan: {said}\n"
     assert not list((tmp_path / "scratch").iterdir())
     with pytest.raises(ProcessLookupError):
         os.kill(script, 0)

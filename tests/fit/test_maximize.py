@@ -17,6 +17,7 @@ from memplan.fit.child import Captured, CaptureFailedError
 from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
 from memplan.fit.option_choice import NumericOption, find_option
+from memplan.fit.options import set_option
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -222,6 +223,7 @@ def test_the_text() -> None:
         ("", "--data.batch_size 4", "batch_size", "--data.batch_size", 4),
         ("p.add_argument('-b', '--batch-size')", "-b 2", "batch-size", "-b", 2),
         ("", "-b 2", "b", "-b", 2),
+        ("", "--batch-size 4 --batch-size=16", "batch-size", "--batch-size", 16),
         ("p.add_argument('--layers', '-l', default=6)", "", "layers", "--layers", 6),
         ("p.add_argument('--bsz', default=6)", "", "batch-size", "--bsz", 6),
         ("", "--per_device_train_batch_size 3", "batch-size", "--per_device_train_batch_size", 3),
@@ -254,6 +256,12 @@ def test_no_option(tmp_path: Path, words: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         find_option(program, name)
     assert caught.value.hint
+
+
+def test_of_an_option_given_twice_the_last_is_set() -> None:
+    """As argparse takes it."""
+    program = ScriptTarget("script", "train.py", ("--bs=4", "--x", "1", "--bs", "8"))
+    assert set_option(program, "--bs", 9).argv == ("--bs=4", "--x", "1", "--bs", "9")
 
 
 # For real
@@ -300,6 +308,7 @@ def test_a_script(tmp_path: Path) -> None:
         ("--multiple-of 8 train.py", "--multiple-of without --maximize"),
         ("--gpu l4 --maximize layers train.py", "no option --layers with a value"),
         ("--maximize batch-size --multiple-of 0 train.py", "'0' is not a number from 1 on"),
+        ("--maximize --batch-size train.py", "argument --maximize: expected one argument"),
     ],
 )
 def test_refused(tmp_path: Path, words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,5 +43,11 @@ class Parser(argparse.ArgumentParser):
             if word not in known
             for match in difflib.get_close_matches(word, known, n=1)
         ]
+        wants = re.search(r"argument (?:-\w/)?(--[a-z-]+): expected one argument", message)
+        if wants is not None:
+            raise UsageError(
+                f"{self.prog}: {message}",
+                f"{wants[1]}=VALUE, where the value begins with a dash",
+            )
         hint = f"{near[0]}, or `{self.prog} --help`" if near else f"`{self.prog} --help`"
         raise UsageError(f"{self.prog}: {message}", hint)
