@@ -10,6 +10,7 @@ should be; a case whose package or data cannot be had is reported and counts as 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from typing import Any
 
 from bench.results import write_result
 from bench.scripts.case import Case
-from bench.scripts.environment import CannotPrepareError
+from bench.scripts.environment import BUILD, CannotPrepareError
 from bench.scripts.runner import run
 from bench.scripts.suite import cases
 from bench.scripts.table import read, write_page
@@ -53,8 +54,11 @@ def main() -> int:
 
 def keep(name: str, result: dict[str, Any], known: Sequence[str]) -> None:
     """Put one result beside those that are there, in the order of `known`; others are dropped."""
-    data = {**read(), name: result}
-    write_result("scripts", {key: data[key] for key in known if key in data})
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "results.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run of other cases writes to the same file
+        data = {**read(), name: result}
+        write_result("scripts", {key: data[key] for key in known if key in data})
 
 
 def _one(case: Case, *, show: bool) -> dict[str, Any]:

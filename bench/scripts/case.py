@@ -74,4 +74,4 @@ class Case:
     broke: str = "nothing"
     """What broke when it was first captured."""
     mended: str = ""
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = 900.0

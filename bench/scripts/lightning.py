@@ -18,6 +18,7 @@ def _case(
     ranks: int = 1,
     exit_codes: tuple[int, ...] = (0, 3),
     message: str = "",
+    found: tuple[str, str] = ("nothing", ""),
 ) -> Case:
     words = " ".join((*launcher, "… fit", *(a.removeprefix("--trainer.") for a in arguments)))
     return Case(
@@ -34,6 +35,8 @@ def _case(
         message=message,
         floor=Reference(8 * _PARAMETERS // ranks, "14.6 M × 8 bytes (SGD)"),
         script=f"`demos.transformer.LightningTransformer` by `LightningCLI`: `{words}`",
+        broke=found[0],
+        mended=found[1],
     )  # fmt: skip
 
 
@@ -42,10 +45,21 @@ _TWO = ("--trainer.precision", "bf16-mixed", "--trainer.devices", "2")
 
 CASES = (
     _case("transformer", "--trainer.precision", "bf16-mixed", "--trainer.devices", "1"),
-    _case("ddp", *_TWO, "--trainer.strategy", "ddp", launcher=_TORCHRUN),
-    _case("fsdp", *_TWO, "--trainer.strategy", "fsdp", launcher=_TORCHRUN, ranks=2),
+    _case(
+        "ddp", *_TWO, "--trainer.strategy", "ddp", launcher=_TORCHRUN,
+        found=("`monitored_barrier` asked of a group itself", "it is answered as the function is"),
+    ),
+    _case(
+        "fsdp", *_TWO, "--trainer.strategy", "fsdp", launcher=_TORCHRUN, ranks=2,
+        found=("the same", "the same"),
+    ),
     _case(
         "unlaunched", *_TWO, "--trainer.strategy", "ddp",
-        exit_codes=(4,), message="memplan estimate --world-size 2 -m",
+        exit_codes=(4,), message="--world-size N",
+        found=(
+            "one process without a launcher has one GPU here, and the answer was to leave the "
+            "Trainer out",
+            "it is refused, and told `--world-size N`",
+        ),
     ),
 )  # fmt: skip

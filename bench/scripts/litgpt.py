@@ -14,6 +14,8 @@ SETUP = Setup(
     wheels=(
         "boto3==1.44.5",
         "botocore==1.44.5",
+        "certifi==2026.10.18",
+        "charset-normalizer==3.5.2",
         "docstring_parser==0.18.0",
         "importlib_resources==7.1.0",
         "jmespath==1.1.0",
@@ -71,7 +73,6 @@ def _case(
         published=published,
         script=words,
         gpu=gpu,
-        timeout_seconds=900.0,
     )
 
 

@@ -83,7 +83,6 @@ def _case(
         broke=found[0],
         mended=found[1],
         gpu="h100",
-        timeout_seconds=900.0,
     )
 
 
@@ -166,7 +165,10 @@ CASES = (
         "1B_lora",
         "gradient_accumulation_steps=1",
         launcher=_TWO_RANKS,
-        checks=(share("optimizer_state", 2 * _LORA),),
+        checks=(
+            share("parameters", _PARAMETERS + _LORA + _ROPE),
+            share("optimizer_state", 2 * _LORA),
+        ),
         floor=Reference(_PARAMETERS + 4 * _LORA, "(1,235.8 M × 2 + 42.5 M × 8 bytes) / 2 ranks"),
     ),
 )

@@ -61,7 +61,6 @@ def _case(
         script=words,
         broke=found[0],
         mended=found[1],
-        timeout_seconds=900.0,
     )
 
 

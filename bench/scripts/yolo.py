@@ -44,6 +44,5 @@ CASES = (
         broke="nothing in training; its final validation needs torchvision's `nms`, which a "
         "torchvision built for CUDA lacks beside a CPU build of PyTorch",
         mended="an assumption says that it was not seen",
-        timeout_seconds=900.0,
     ),
 )  # fmt: skip

@@ -11,6 +11,12 @@ _OF_THE_WORLD = re.compile(
     r"world[ _-]?size|\bmesh\b|\branks?\b|num_devices|n_?gpus|parallel", re.I
 )
 _NO_SUCH_DEVICE = "invalid device ordinal"
+_TOO_FEW_DEVICES = re.compile(
+    r"\b(only|at least|not enough|fewer|more than|requires?|needs?)\b.*\b(gpus?|cuda devices?)\b"
+    r"|\b(gpus?|cuda devices?)\b.*\b(only|at least|not enough|fewer|more than|requires?|needs?)\b",
+    re.I | re.S,
+)
+"""Lightning: "You requested gpu: [0, 1] But your machine only has: [0]"."""
 _LEAVE_OUT = (
     "{name} by itself: if it runs on a GPU, leave that part out when estimating, it cannot be "
     "followed here; MEMPLAN_DEBUG=1 shows the whole traceback"
@@ -20,7 +26,7 @@ _LEAVE_OUT = (
 def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
     """What to try after `error` of the script `name`."""
     text = f"{type(error).__name__}: {error}"
-    if _NO_SUCH_DEVICE in text:
+    if _NO_SUCH_DEVICE in text or (options.place is None and _TOO_FEW_DEVICES.search(text)):
         return _of_devices(options)
     if isinstance(error, ModuleNotFoundError) and error.name:
         top = error.name.partition(".")[0]

@@ -1,0 +1,28 @@
+"""What to try when a script raises an error of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.capture.options import CaptureOptions
+from memplan.capture.script_faults import hint_of
+from memplan.types.device import find_profile
+
+OPTIONS = CaptureOptions(profile=find_profile("rtx4090"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "You requested gpu: [0, 1]\n But your machine only has: [0]",
+        "this example needs at least 2 GPUs",
+        "Not enough CUDA devices: 4 asked for",
+    ],
+)
+def test_more_devices_than_one(message: str) -> None:
+    assert "--world-size N" in hint_of(RuntimeError(message), "train.py", OPTIONS)
+
+
+def test_other_faults_are_not_taken_for_it() -> None:
+    hint = hint_of(ValueError("only one of lr and schedule"), "train.py", OPTIONS)
+    assert "--world-size" not in hint
