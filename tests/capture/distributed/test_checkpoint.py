@@ -36,6 +36,7 @@ from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
 from memplan.estimate.host import host_memory
 from memplan.simulate import AllocatorSettings
+from memplan.types.errors import CaptureError
 from memplan.types.trace import Trace
 from tests.capture.distributed.ranks import join, options
 from tests.capture.distributed.test_host import only_tensors
@@ -114,6 +115,31 @@ def test_rank_0_holds_the_whole_on_the_host(version: int) -> None:
     first, second = (captured(lambda: whole_states(version), rank) for rank in (0, 1))
     assert 0 <= host_tensors(first) - 3 * WHOLE < SLACK  # parameters and two states
     assert host_tensors(second) < WHOLE
+
+
+def test_states_of_flat_parameters_from_another_rank() -> None:
+    """Without `use_orig_params` rank 0 says which there are; loading from it alone is refused."""
+    flat = FullyShardedDataParallel
+    settings = (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    )
+
+    def job() -> None:
+        model = flat(nn.Linear(64, 64), device_id=torch.cuda.current_device())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        whole = flat.optim_state_dict(model, optimizer)
+        assert list(whole["state"]) == ["weight", "bias"]
+        optimizer.load_state_dict(flat.optim_state_dict_to_load(model, optimizer, whole))
+        with flat.state_dict_type(model, *settings):
+            assert not flat.optim_state_dict(model, optimizer)
+            flat.optim_state_dict_to_load(model, optimizer, {})
+
+    with pytest.raises(CaptureError, match="rank 0 alone holds"):
+        captured(job, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

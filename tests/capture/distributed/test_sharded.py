@@ -52,16 +52,15 @@ OTHER_PARTS = {"full_shard_original", "sharded_half"}
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Sizes]:
-    """By world size and rank, the sizes of each job's third step."""
+    """By world size and rank, the sizes of each job's second step."""
     return run_module("tests.capture.distributed.sharded_jobs", tmp_path_factory.mktemp("real"))
 
 
 def captured(name: str, rank: int) -> list[int]:
-    """The sizes of the third step."""
+    """The sizes of the second step."""
     with CaptureSession(options(rank, jobs.SIZE, steps=10)) as session:
         join()
         step = jobs.JOBS[name]("cuda")
-        step()
         step()
         start = len(session.mode.recorder.builder)
         step()

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.patching import Patches
+from memplan.types.errors import CaptureError
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
 
 _MODULE = "torch.distributed.fsdp._optim_utils"
 
 
-def install(patches: Patches, watcher: ImportWatcher) -> None:
+def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None:
     """Until `patches.undo()`."""
 
     def adapt(module: ModuleType) -> None:
@@ -28,6 +32,7 @@ def install(patches: Patches, watcher: ImportWatcher) -> None:
             ("_map_param_key_to_optim_keys", _map_keys(module)),
             ("_gather_all_orig_param_state", _remember(module, gathering)),
             ("_allgather_state_info", _tell(module, gathering)),
+            ("_broadcast_processed_state", _from_rank_0(module, mode)),
         ):
             patches.set(module, name, stand_in)
 
@@ -35,7 +40,8 @@ def install(patches: Patches, watcher: ImportWatcher) -> None:
 
 
 def _map_keys(module: ModuleType) -> Callable[..., Any]:
-    """Every parameter that is trained has a state on some rank."""
+    """Every parameter that is trained has a state on some rank; without `use_orig_params` all ranks
+    have all, so what rank 0 would send is what this one has."""
     original = module._map_param_key_to_optim_keys
 
     def map_keys(
@@ -52,7 +58,7 @@ def _map_keys(module: ModuleType) -> Callable[..., Any]:
             param_key_to_param,
             param_to_fqns,
             fqn_to_fsdp_param_info,
-            merge_keys,
+            True,
         )
         if merge_keys and everyones:
             keys = set(everyones)
@@ -64,6 +70,21 @@ def _map_keys(module: ModuleType) -> Callable[..., Any]:
         return everyones, own
 
     return map_keys
+
+
+def _from_rank_0(module: ModuleType, mode: CaptureMode) -> Callable[..., Any]:
+    original = module._broadcast_processed_state
+
+    def receive(fsdp_state: Any, optim_state: Any, group: Any) -> Any:
+        if fsdp_state.rank != 0:
+            raise CaptureError(
+                f"{mode.source()}: rank 0 alone holds the optimizer's states that are loaded "
+                "(rank0_only) and sends them to this one; rank 0 does not run here",
+                "--rank 0, which needs most; or load without rank0_only, or leave the loading out",
+            )
+        return original(fsdp_state, optim_state, group)
+
+    return receive
 
 
 def _remember(module: ModuleType, gathering: list[Any]) -> Callable[..., Any]:

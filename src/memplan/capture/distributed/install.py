@@ -58,7 +58,7 @@ class Distributed:
             return
         dtensor.install(patches, watcher)
         gathered.install(patches, watcher, self.mode)
-        flat_states.install(patches, watcher)
+        flat_states.install(patches, watcher, self.mode)
         symmetric.install(patches, watcher, self.mode)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
