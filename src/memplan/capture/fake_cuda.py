@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memplan.capture.deferred_dynamo import dynamo
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -189,6 +191,7 @@ def self_test() -> SelfTest:
     """One forward and backward on a fake CUDA tensor, in this process. Cached."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    dynamo.start()
     try:
         with fake_cuda_device(), FakeTensorMode():
             weight = torch.empty(4, 4, device="cuda", requires_grad=True)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,6 +92,12 @@ class HostMemory:
             with self._lock:
                 self.flush()
                 self._process.sample()
+
+    @contextmanager
+    def not_the_jobs(self) -> Iterator[None]:
+        """What the process grows by meanwhile is not counted."""
+        with self._lock, self._process.not_the_jobs():
+            yield
 
     def track(self, tensor: torch.Tensor) -> None:
         """An operator's result that lives on the host."""

@@ -9,9 +9,11 @@ import ctypes
 import mmap
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import process as processes
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
 from memplan.types.trace import HostEventKind
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _INTERVAL_SECONDS = 0.05
 _WORKERS_INTERVAL_SECONDS = 0.5
+_WORKERS_SHARE = 0.02
+"""Of the processor's time at most: the kernel walks all pages of a worker to answer."""
 _NOTEWORTHY = 1 << 20
 """Changes below this are not recorded."""
 _PRIVATE = (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")
@@ -43,6 +47,15 @@ class HostProcess:
         self._last.clear()
         self._next = self._next_workers = 0.0
 
+    @contextmanager
+    def not_the_jobs(self) -> Iterator[None]:
+        """What becomes resident meanwhile is not the job's."""
+        before = self._statm.resident_bytes()
+        try:
+            yield
+        finally:
+            self._baseline += max(self._statm.resident_bytes() - before, 0)
+
     def due(self) -> bool:
         """Whether it is time for another sample."""
         return monotonic() >= self._next
@@ -54,8 +67,10 @@ class HostProcess:
         grown = self._statm.resident_bytes() - self._baseline - self._builder.nbytes()
         self._append(HostEventKind.RESIDENT, max(grown, 0))
         if now >= self._next_workers:
-            self._next_workers = now + _WORKERS_INTERVAL_SECONDS
+            began = thread_time()
             self._append(HostEventKind.WORKERS, _workers_bytes())
+            pause = (thread_time() - began) / _WORKERS_SHARE
+            self._next_workers = now + max(_WORKERS_INTERVAL_SECONDS, pause)
 
     def growth_peak(self) -> int:
         """The largest growth since the job began, also between samples; 0 where the process held

@@ -2,7 +2,7 @@
 
 An operator with a fake input, or one that makes a tensor on the device, runs under PyTorch's
 `FakeTensorMode`; every other operator runs for real. What the first kind allocates goes to the
-`Recorder`.
+`Recorder`. What is known of the job's tensors is in `job_tensors`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -24,17 +24,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.capture.answers import Answers, Assumptions
-from memplan.capture.context import Context
+from memplan.capture.arguments import flat, tensors_among, written_among
 from memplan.capture.fan_in import FanIn
-from memplan.capture.fast_fake import FastFakeMode
-from memplan.capture.host_memory import HostMemory
 from memplan.capture.host_rule import run_on_host
-from memplan.capture.recorder import Recorder
-from memplan.capture.values import Values, small_enough
+from memplan.capture.job_tensors import JobTensors
+from memplan.capture.values import small_enough
 from memplan.capture.work import Work, moved_bytes
-from memplan.types.errors import CaptureError
-from memplan.types.op_names import op_name
 from memplan.types.trace import Role
 
 aten = torch.ops.aten
@@ -63,31 +58,7 @@ def _not_looked_for(*_call: Any) -> Any:
     raise AssertionError("stands for an operator whose rule has not been looked for")
 
 
-class DeviceFakeMode(FastFakeMode):
-    """A fake mode that never asks whether there is a real device, for several threads."""
-
-    def __init__(self) -> None:
-        self._thread = threading.local()
-        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-    @property
-    def avoid_device_init(self) -> bool:
-        return True
-
-    @property
-    def in_kernel_invocation(self) -> bool:
-        """A fake tensor says that it is on `meta` in the thread whose kernel runs, only there."""
-        return getattr(self._thread, "in_kernel", False)
-
-    @in_kernel_invocation.setter
-    def in_kernel_invocation(self, value: bool) -> None:
-        self._thread.in_kernel = value
-
-    def __deepcopy__(self, _memo: Any) -> DeviceFakeMode:
-        return self  # every copy of a fake tensor carries its mode along
-
-
-class CaptureMode(TorchDispatchMode):
+class CaptureMode(JobTensors, TorchDispatchMode):
     """Routes operators to the fake or the real world and records the fake ones.
 
     `handlers` answer an operator in place of the fake kernel (or return NotImplemented);
@@ -107,8 +78,8 @@ class CaptureMode(TorchDispatchMode):
         handlers: dict[Any, Handler] | None = None,
         observers: dict[Any, Observer] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device_type = device_type
+        TorchDispatchMode.__init__(self)
+        JobTensors.__init__(self, device_type)
         self.routing = routing
         self.handlers = dict(handlers or {})
         """None: looked for among the rules, and there is none."""
@@ -126,25 +97,14 @@ class CaptureMode(TorchDispatchMode):
         """The device that `cuda` without an index means."""
         self.caller: FrameType | None = None
         """The frame that called the collective being answered."""
-        self.devices = 1
-        self.own_device = 0
-        """The process's own among them: number 0 of the trace."""
         self.on_op: OnOp | None = None
         """Told of each operator that is recorded, by its row."""
         self.on_real_op: Callable[[], None] | None = None
         """Told of each operator that is about to run for real."""
         self.everything = False
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
-        self.fake_mode = DeviceFakeMode()
-        self.recorder = Recorder()
-        self.host = HostMemory(self.recorder, enabled=device_type != "cpu")
-        self.context = Context(self.recorder.builder)
-        self.values = Values()
-        self.assumptions = Assumptions()
-        self.answers = Answers(self.assumptions, self.source, self.context.in_model)
         self.kernels: Counter[tuple[str, str, str]] = Counter()
         self.fan_in = FanIn()
-        self._op_names: dict[Any, str] = {}
         self._composite: dict[Any, bool] = {}
         self.work = Work()
         self._lock = threading.RLock()
@@ -186,7 +146,7 @@ class CaptureMode(TorchDispatchMode):
         if func is _device_query and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
-        fakes, has_real = _tensors(args, kwargs)
+        fakes, has_real = tensors_among(args, kwargs)
         if func in self.collectives:
             with self._lock:
                 return self._collective(func, args, kwargs)
@@ -252,7 +212,7 @@ class CaptureMode(TorchDispatchMode):
         return any(
             tensor.device.type == self.device_type
             for item in (*args, *kwargs.values())
-            for tensor in ([item] if isinstance(item, torch.Tensor) else _flat(item, torch.Tensor))
+            for tensor in ([item] if isinstance(item, torch.Tensor) else flat(item, torch.Tensor))
         )
 
     def _run(
@@ -338,10 +298,10 @@ class CaptureMode(TorchDispatchMode):
     ) -> Any:
         """Run one operator on fake tensors, record its requests, and keep track of values."""
         if fakes is None:
-            fakes, has_real = _tensors(args, kwargs)
+            fakes, has_real = tensors_among(args, kwargs)
         if has_real:
             if func._schema.is_mutable:
-                for tensor in _mutated(func, args, kwargs, torch.Tensor):
+                for tensor in written_among(func, args, kwargs, torch.Tensor):
                     if not isinstance(tensor, FakeTensor):
                         self.host.written(tensor)
             args, kwargs, made = self._without_real(args, kwargs)
@@ -349,14 +309,12 @@ class CaptureMode(TorchDispatchMode):
         known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
         recorder = self.recorder
         builder = recorder.builder
-        name = self.acting or self._op_names.get(func)
-        if name is None:
-            name = self._op_names[func] = op_name(func)
+        name = self.acting or self.op_name(func)
         builder.begin_op(name, reads=self._numbers(fakes), stream=recorder.stream)
         if self.on_op is not None:
             self.on_op(builder.op, func, args, kwargs)
         result = self._fake_kernel(func, args, kwargs)
-        outputs = [result] if isinstance(result, FakeTensor) else _flat(result)
+        outputs = [result] if isinstance(result, FakeTensor) else flat(result)
         recording = self.recordings.get(func)
         if recording is not None:
             writes = recording(self, func, args, result)
@@ -367,7 +325,7 @@ class CaptureMode(TorchDispatchMode):
                 self.role_of(tensor, Role.INPUT)
         mutated: list[FakeTensor] = []
         if func._schema.is_mutable:
-            mutated = list(_mutated(func, args, kwargs))
+            mutated = list(written_among(func, args, kwargs))
             writes.extend(self._numbers(mutated))
             if known is None:
                 for tensor in mutated:
@@ -394,9 +352,16 @@ class CaptureMode(TorchDispatchMode):
         name = func._schema.name
         return self.rules.get(f"{name}.{func._overloadname}") or self.rules.get(name)
 
+    def _learn(self, outputs: list[FakeTensor], known: Any, inputs: list[FakeTensor]) -> None:
+        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
+        real = [known] if isinstance(known, torch.Tensor) else flat(known, torch.Tensor)
+        for tensor, value in zip(outputs, real, strict=False):
+            if tensor.untyped_storage()._cdata not in shared and small_enough(tensor):
+                self.values.learn(tensor, value)
+
     def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an operator writes to its arguments is not known."""
-        for tensor in _mutated(func, args, kwargs):
+        for tensor in written_among(func, args, kwargs):
             self.values.forget(tensor)
 
     def _fake_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -414,189 +379,8 @@ class CaptureMode(TorchDispatchMode):
             raise self.cannot(func, why) from error
         return result
 
-    def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:
-        """The error for an operator that cannot be answered."""
-        return CaptureError(
-            f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
-            hint
-            or "leave that part out when estimating, or say what the operator makes "
-            "(memplan.register_rule or torch.library.register_fake, docs/packages.md)",
-        )
-
-    def source(self) -> str:
-        """`file:line` of the user's code that is running."""
-        return self.context.source_text(sys._getframe(1)) or self.context.current_source()
-
-    # Tensors
-
-    def record(self, tensor: FakeTensor) -> int:
-        """Track a fake tensor on the device; -1 for one that lives on the host."""
-        device = tensor.fake_device
-        if device.type != self.device_type:
-            if device.type == "cpu":
-                self.host.track(tensor)
-            return -1
-        if (device.index or 0) >= self.devices:
-            has = "one device" if self.devices == 1 else f"{self.devices} devices"
-            raise self.cannot(
-                f"device {device}",
-                f"the job is estimated with {has}",
-                "let the script use cuda:0 when estimating",
-            )
-        self.refuse_sparse(tensor)
-        return self.recorder.track(tensor, self.device_number(device))
-
-    def device_number(self, device: torch.device) -> int:
-        """A device's number in the trace, where the process's own is 0."""
-        index = device.index or 0
-        if index == self.own_device:
-            return 0
-        return index or self.own_device
-
-    def refuse_sparse(self, tensor: torch.Tensor) -> None:
-        """Raises CaptureError for a tensor that has no storage of its own."""
-        if tensor.layout is not torch.strided:
-            raise self.cannot(
-                f"a tensor of layout {tensor.layout}",
-                "only dense tensors can be followed",
-                "use dense ones when estimating (sparse=False for embeddings)",
-            )
-
-    def number_of(self, tensor: torch.Tensor) -> int:
-        return self.recorder.number_of(tensor.untyped_storage())
-
-    def op_name(self, func: Any) -> str:
-        """An operator's name as the trace has it."""
-        name = self._op_names.get(func)
-        if name is None:
-            name = self._op_names[func] = op_name(func)
-        return name
-
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers of the tracked storages among those of some tensors."""
-        return self._numbers([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
-
-    def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
-        live = self.recorder.live
-        found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return [storage.number for storage in found if storage is not None]
-
-    def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
-        """A fake tensor with a real one's geometry, and the host's values when they are few. On the
-        host, but for a real tensor on the job's own kind of device."""
-        device = torch.device("cpu")
-        if tensor.device.type == self.device_type != "cpu":
-            device = torch.device(self.device_type, 0)
-        fake: FakeTensor = self.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(tensor.size()), tuple(tensor.stride())),
-            {"dtype": tensor.dtype, "device": device},
-        )
-        self.host.stand_in(fake)
-        if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
-            self.values.learn(fake, tensor.detach())
-        return fake
-
-    def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
-        """A recorded fake tensor on `device` with the geometry and values of a real one."""
-        fake: FakeTensor = self.fake_mode.dispatch(
-            aten.empty_strided.default,
-            (),
-            (tuple(like.size()), tuple(like.stride())),
-            {"dtype": like.dtype, "device": device},
-        )
-        self.record(fake)
-        self.values.learn(fake, like)
-        return fake
-
-    def _without_real(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
-        made: list[FakeTensor] = []
-
-        def convert(item: Any) -> Any:
-            if isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor):
-                if isinstance(item, (list, tuple)):
-                    return type(item)([convert(inner) for inner in item])
-                return item
-            fake = self.fakify(item)
-            made.append(fake)
-            return fake
-
-        new_args = tuple(convert(item) for item in args)
-        return new_args, {name: convert(item) for name, item in kwargs.items()}, made
-
-    def _learn(self, outputs: list[FakeTensor], known: Any, inputs: list[FakeTensor]) -> None:
-        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
-        real = [known] if isinstance(known, torch.Tensor) else _flat(known, torch.Tensor)
-        for tensor, value in zip(outputs, real, strict=False):
-            if tensor.untyped_storage()._cdata not in shared and small_enough(tensor):
-                self.values.learn(tensor, value)
-
-    def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
-        """Say what a live tensor's storage is for, or the storages of what a wrapper holds (this
-        rank's part of a distributed tensor, a quantised one's data and scales)."""
-        if isinstance(tensor, FakeTensor):
-            number = self.number_of(tensor)
-            if number >= 0:
-                self.recorder.builder.set_role(number, role, name)
-            else:
-                self.host.role_of(tensor, role)
-        elif hasattr(tensor, "__tensor_flatten__"):
-            for attribute in tensor.__tensor_flatten__()[0]:
-                self.role_of(getattr(tensor, attribute), role, name)
-
 
 def _caller() -> FrameType | None:
     """The Python frame that called the operator; None when C++ did (the autograd engine)."""
     own = sys._getframe(1).f_back
     return None if own is None else own.f_back
-
-
-_NO_TENSOR = frozenset({type(None), bool, int, float, torch.dtype, torch.device})
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FakeTensor], bool]:
-    """The fake tensors among the arguments, and whether there is a real one too."""
-    fakes: list[FakeTensor] = []
-    real = False
-    for item in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(item)
-        if kind is FakeTensor:
-            fakes.append(item)
-        elif kind in _NO_TENSOR:
-            continue
-        elif isinstance(item, FakeTensor):  # a parameter of a package's own class
-            fakes.append(item)
-        elif isinstance(item, torch.Tensor):
-            real = True
-        elif isinstance(item, (list, tuple)):
-            for inner in item:
-                if isinstance(inner, FakeTensor):
-                    fakes.append(inner)
-                elif isinstance(inner, torch.Tensor):
-                    real = True
-    return fakes, real
-
-
-def _flat(result: Any, kind: type = FakeTensor) -> list[Any]:
-    if isinstance(result, (list, tuple)):
-        flat: list[Any] = []
-        for item in result:
-            flat.extend([item] if isinstance(item, kind) else _flat(item, kind))
-        return flat
-    return [result] if isinstance(result, kind) else []
-
-
-def _mutated(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = FakeTensor
-) -> Iterator[Any]:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        item = args[position] if position < len(args) else kwargs.get(argument.name)
-        if isinstance(item, kind):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from (inner for inner in item if isinstance(inner, kind))

@@ -19,22 +19,26 @@ class Patches:
         """Replace `owner.name`; returns what stood there, or None."""
         before = vars(owner).get(name, _ABSENT)
         self._undo.append((owner, name, before))
-        setattr(owner, name, value)
+        _put(owner, name, value)
         return None if before is _ABSENT else before
 
-    def originals(self) -> list[tuple[Any, str, Any]]:
-        """What was replaced and stood there at first: owner, name, value."""
+    def originals(self, *, added: bool = False) -> list[tuple[Any, str, Any]]:
+        """What was replaced and stood there at first: owner, name, value. `added`: attributes that
+        were not there, too."""
         found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         for owner, name, before in self._undo:
             found.setdefault((id(owner), name), (owner, name, before))
-        return [item for item in found.values() if item[2] is not _ABSENT]
+        return [item for item in found.values() if added or item[2] is not _ABSENT]
 
     @contextmanager
-    def suspended(self, which: Callable[[Any, str, Any], bool]) -> Iterator[None]:
-        """Put back for a while what stood there at first, where `which(owner, name, value)`."""
+    def suspended(
+        self, which: Callable[[Any, str, Any], bool], *, added: bool = False
+    ) -> Iterator[None]:
+        """Put back for a while what stood there at first, where `which(owner, name, value)`;
+        `added`: take out attributes that were not there, as `which(owner, name, None)` says."""
         taken_out = Patches()
-        for owner, name, before in self.originals():
-            if which(owner, name, before):
+        for owner, name, before in self.originals(added=added):
+            if which(owner, name, None if before is _ABSENT else before):
                 taken_out.set(owner, name, before)
         try:
             yield
@@ -44,8 +48,11 @@ class Patches:
     def undo(self) -> None:
         """Put everything back."""
         while self._undo:
-            owner, name, before = self._undo.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+            _put(*self._undo.pop())
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.capture.deferred_dynamo import dynamo
 from memplan.capture.patching import Patches
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
     from memplan.types.device import DeviceProfile
 
+_ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
+"""Modules that are asked about the device."""
 _WITHOUT_INDUCTOR = ("eager", "aot_eager")
 
 
@@ -48,9 +54,27 @@ class Compiled:
         self._of_capture.set(torch, "compile", compiled)
         if "torch._dynamo.eval_frame" in sys.modules:  # something may be compiled already
             self._prepare("inductor" if "torch._inductor.compile_fx" in sys.modules else "dynamo")
+        else:
+            dynamo.around, dynamo.afterwards = self._importing, self._imported
+
+    @contextmanager
+    def _importing(self) -> Iterator[None]:
+        """Dynamo is to find PyTorch as it is without a capture, and is memory of PyTorch's, not of
+        the job."""
+        with (
+            self._of_capture.suspended(_is_of_pytorch, added=True),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            self._mode.host.not_the_jobs(),
+        ):
+            yield
+
+    def _imported(self) -> None:
+        self._prepare("dynamo")
 
     def undo(self) -> None:
         """Take everything out again, and forget what was compiled for the fake device."""
+        dynamo.reset()
         if "dynamo" in self._ready and _frames_seen() > self._frames_before:
             torch._dynamo.reset()  # which imports Inductor, and that takes seconds
         self._patches.undo()
@@ -60,9 +84,9 @@ class Compiled:
         """Have what a backend needs in place."""
         if "dynamo" not in self._ready:
             self._ready.add("dynamo")
-            from memplan.capture.compiled import dynamo
+            from memplan.capture.compiled.dynamo import install
 
-            dynamo.install(self._stack, self._patches, self._of_capture, self._mode)
+            install(self._stack, self._patches, self._of_capture, self._mode)
         if part == "inductor" and part not in self._ready:
             self._ready.add(part)
             from memplan.capture.compiled import inductor
@@ -72,6 +96,14 @@ class Compiled:
 
 def _is_module_call(owner: Any, name: str, _before: Any) -> bool:
     return owner is torch.nn.Module and name == "__call__"
+
+
+def _is_of_pytorch(owner: Any, _name: str, _before: Any) -> bool:
+    """Whether a patch is of a class, or of what answers for the device. Stand-ins that other
+    modules take by name are to be found."""
+    if not isinstance(owner, types.ModuleType) or owner is torch:
+        return True
+    return owner.__name__.startswith(_ANSWERING)
 
 
 def _frames_seen() -> int:

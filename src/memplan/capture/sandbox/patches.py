@@ -105,10 +105,8 @@ def replace_by_name(patches: Patches, stand_ins: dict[int, Any]) -> None:
     for name, module in list(sys.modules.items()):
         if name in keep or name.startswith(_OWN) or not isinstance(module, types.ModuleType):
             continue
-        for attribute, value in list(vars(module).items()):
-            stand_in = stand_ins.get(id(value))
-            if stand_in is not None:
-                patches.set(module, attribute, stand_in)
+        for attribute, stand_in in _named_here(module, stand_ins):
+            patches.set(module, attribute, stand_in)
 
 
 def release_by_name(originals: dict[int, Any]) -> None:
@@ -116,7 +114,14 @@ def release_by_name(originals: dict[int, Any]) -> None:
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType):
             continue
-        for attribute, value in list(vars(module).items()):
-            original = originals.get(id(value))
-            if original is not None:
-                setattr(module, attribute, original)
+        for attribute, original in _named_here(module, originals):
+            setattr(module, attribute, original)
+
+
+def _named_here(module: types.ModuleType, others: dict[int, Any]) -> list[tuple[str, Any]]:
+    """A module's attributes whose values `others` knows by their ids, with what it has for them."""
+    # Hardly any module has one, and all of a job's are looked through: in C.
+    if others.keys().isdisjoint(map(id, list(vars(module).values()))):
+        return []
+    attributes = list(vars(module).items())
+    return [(name, others[id(value)]) for name, value in attributes if id(value) in others]

@@ -1,0 +1,58 @@
+"""The tensors among an operator's arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_NO_TENSOR = frozenset({type(None), bool, int, float, torch.dtype, torch.device})
+
+
+def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[FakeTensor], bool]:
+    """The fake tensors among the arguments, and whether there is a real one too."""
+    fakes: list[FakeTensor] = []
+    real = False
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(item)
+        if kind is FakeTensor:
+            fakes.append(item)
+        elif kind in _NO_TENSOR:
+            continue
+        elif isinstance(item, FakeTensor):  # a parameter of a package's own class
+            fakes.append(item)
+        elif isinstance(item, torch.Tensor):
+            real = True
+        elif isinstance(item, (list, tuple)):
+            for inner in item:
+                if isinstance(inner, FakeTensor):
+                    fakes.append(inner)
+                elif isinstance(inner, torch.Tensor):
+                    real = True
+    return fakes, real
+
+
+def flat(result: Any, kind: type = FakeTensor) -> list[Any]:
+    """The tensors of a result, those in nested lists too."""
+    if isinstance(result, (list, tuple)):
+        found: list[Any] = []
+        for item in result:
+            found.extend([item] if isinstance(item, kind) else flat(item, kind))
+        return found
+    return [result] if isinstance(result, kind) else []
+
+
+def written_among(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type = FakeTensor
+) -> Iterator[Any]:
+    """The tensors that an operator writes to, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        item = args[position] if position < len(args) else kwargs.get(argument.name)
+        if isinstance(item, kind):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from (inner for inner in item if isinstance(inner, kind))

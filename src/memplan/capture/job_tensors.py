@@ -1,0 +1,166 @@
+"""The tensors of the job: which of them are recorded, what they are for, what is known of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capture.answers import Answers, Assumptions
+from memplan.capture.context import Context
+from memplan.capture.device_fake_mode import DeviceFakeMode
+from memplan.capture.host_memory import HostMemory
+from memplan.capture.recorder import Recorder
+from memplan.capture.values import Values, small_enough
+from memplan.types.errors import CaptureError
+from memplan.types.op_names import op_name
+from memplan.types.trace import Role
+
+aten = torch.ops.aten
+
+
+class JobTensors:
+    """What a capture knows of its job's tensors, and where it writes that down."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.devices = 1
+        self.own_device = 0
+        """The process's own among them: number 0 of the trace."""
+        self.fake_mode = DeviceFakeMode()
+        self.recorder = Recorder()
+        self.host = HostMemory(self.recorder, enabled=device_type != "cpu")
+        self.context = Context(self.recorder.builder)
+        self.values = Values()
+        self.assumptions = Assumptions()
+        self.answers = Answers(self.assumptions, self.source, self.context.in_model)
+        self._op_names: dict[Any, str] = {}
+
+    def record(self, tensor: FakeTensor) -> int:
+        """Track a fake tensor on the device; -1 for one that lives on the host."""
+        device = tensor.fake_device
+        if device.type != self.device_type:
+            if device.type == "cpu":
+                self.host.track(tensor)
+            return -1
+        if (device.index or 0) >= self.devices:
+            has = "one device" if self.devices == 1 else f"{self.devices} devices"
+            raise self.cannot(
+                f"device {device}",
+                f"the job is estimated with {has}",
+                "let the script use cuda:0 when estimating",
+            )
+        self.refuse_sparse(tensor)
+        return self.recorder.track(tensor, self.device_number(device))
+
+    def device_number(self, device: torch.device) -> int:
+        """A device's number in the trace, where the process's own is 0."""
+        index = device.index or 0
+        if index == self.own_device:
+            return 0
+        return index or self.own_device
+
+    def refuse_sparse(self, tensor: torch.Tensor) -> None:
+        """Raises CaptureError for a tensor that has no storage of its own."""
+        if tensor.layout is not torch.strided:
+            raise self.cannot(
+                f"a tensor of layout {tensor.layout}",
+                "only dense tensors can be followed",
+                "use dense ones when estimating (sparse=False for embeddings)",
+            )
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        return self.recorder.number_of(tensor.untyped_storage())
+
+    def op_name(self, func: Any) -> str:
+        """An operator's name as the trace has it."""
+        name = self._op_names.get(func)
+        if name is None:
+            name = self._op_names[func] = op_name(func)
+        return name
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of the tracked storages among those of some tensors."""
+        return self._numbers([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
+
+    def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
+        live = self.recorder.live
+        found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return [storage.number for storage in found if storage is not None]
+
+    def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
+        """A fake tensor with a real one's geometry, and the host's values when they are few. On the
+        host, but for a real tensor on the job's own kind of device."""
+        device = torch.device("cpu")
+        if tensor.device.type == self.device_type != "cpu":
+            device = torch.device(self.device_type, 0)
+        fake: FakeTensor = self.fake_mode.dispatch(
+            aten.empty_strided.default,
+            (),
+            (tuple(tensor.size()), tuple(tensor.stride())),
+            {"dtype": tensor.dtype, "device": device},
+        )
+        self.host.stand_in(fake)
+        if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
+            self.values.learn(fake, tensor.detach())
+        return fake
+
+    def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A recorded fake tensor on `device` with the geometry and values of a real one."""
+        fake: FakeTensor = self.fake_mode.dispatch(
+            aten.empty_strided.default,
+            (),
+            (tuple(like.size()), tuple(like.stride())),
+            {"dtype": like.dtype, "device": device},
+        )
+        self.record(fake)
+        self.values.learn(fake, like)
+        return fake
+
+    def _without_real(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
+        made: list[FakeTensor] = []
+
+        def convert(item: Any) -> Any:
+            if isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor):
+                if isinstance(item, (list, tuple)):
+                    return type(item)([convert(inner) for inner in item])
+                return item
+            fake = self.fakify(item)
+            made.append(fake)
+            return fake
+
+        new_args = tuple(convert(item) for item in args)
+        return new_args, {name: convert(item) for name, item in kwargs.items()}, made
+
+    def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
+        """Say what a live tensor's storage is for, or the storages of what a wrapper holds (this
+        rank's part of a distributed tensor, a quantised one's data and scales)."""
+        if isinstance(tensor, FakeTensor):
+            number = self.number_of(tensor)
+            if number >= 0:
+                self.recorder.builder.set_role(number, role, name)
+            else:
+                self.host.role_of(tensor, role)
+        elif hasattr(tensor, "__tensor_flatten__"):
+            for attribute in tensor.__tensor_flatten__()[0]:
+                self.role_of(getattr(tensor, attribute), role, name)
+
+    # Errors
+
+    def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:
+        """The error for an operator that cannot be answered."""
+        return CaptureError(
+            f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
+            hint
+            or "leave that part out when estimating, or say what the operator makes "
+            "(memplan.register_rule or torch.library.register_fake, docs/packages.md)",
+        )
+
+    def source(self) -> str:
+        """`file:line` of the user's code that is running."""
+        return self.context.source_text(sys._getframe(1)) or self.context.current_source()
