@@ -49,6 +49,8 @@ class Recorder:
         self.stream = 0
         self.provenance = Provenance.OBSERVED
         """How storages that begin now are known."""
+        self.at_most = False
+        """What is asked for stands for something that may be smaller, or not be at all."""
         self.finished = False
         """Set once enough has been seen: what the script lets go of afterwards does not count."""
         self._dead: deque[int] = deque()
@@ -96,7 +98,7 @@ class Recorder:
         reference = (
             found.reference if found is not None else weakref.ref(storage, partial(self._died, key))
         )
-        low = nbytes if low is None else low
+        low = (0 if self.at_most else nbytes) if low is None else low
         high = nbytes if high is None else high
         self.live[key] = LiveStorage(number, nbytes, self.stream, device, low, high, reference)
         if nbytes:

@@ -20,6 +20,7 @@ _CAUSES = {
 """By a part of the operator's name."""
 _OTHER = "kernels take scratch memory whose size is not published"
 _ASSUMED = "sizes depend on values of data"
+_NOT_COMPILED = "a graph that could not be compiled here was captured as eager"
 
 
 def why_wide(trace: Trace, interval: Interval) -> list[str]:
@@ -46,15 +47,16 @@ def _causes(trace: Trace) -> dict[str, tuple[int, int]]:
     rows = np.flatnonzero((events.kind == EventKind.ALLOC) & (uncertain > 0))
     groups: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for row in rows.tolist():
-        text = _cause(trace.event(row).op, int(events.provenance[row]))
+        text = _cause(trace, trace.event(row).op, int(events.provenance[row]))
         bounds = int(events.bytes_low[row]), int(events.bytes_high[row])
         groups[text] = max(groups[text], bounds, key=lambda pair: pair[1] - pair[0])
     return dict(groups)
 
 
-def _cause(op: str, provenance: int) -> str:
+def _cause(trace: Trace, op: str, provenance: int) -> str:
     if provenance == Provenance.ASSUMED:
-        return _ASSUMED
+        compiles = any(item.kind == "compile" for item in trace.meta.assumptions)
+        return _NOT_COMPILED if compiles else _ASSUMED
     return next((text for part, text in _CAUSES.items() if part in op), _OTHER)
 
 

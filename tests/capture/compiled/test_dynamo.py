@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.output_graph import OutputGraph
 from torch._inductor.graph import GraphLowering
 from torch.profiler import ProfilerActivity, profile
 
+import memplan
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
+from memplan.capture.standins import registry
 from memplan.types.device import find_profile
-from memplan.types.trace import EventKind, Phase
+from memplan.types.trace import EventKind, Phase, Provenance, Role
 from tests.capture.compiled.test_inductor import ROWS, WIDTH, Mlp, kernels, train
-from tests.capture.jobs import assumed, operators, record, sizes
+from tests.capture.distributed.ranks import capture, join
+from tests.capture.jobs import assumed, bytes_of, operators, record, sizes
 
 _SMALL = 64
 """Scalars: the profiler does not see some of the engine's own."""
@@ -137,7 +144,77 @@ def test_a_graph_that_cannot_be_compiled_here_runs_as_eager_and_says_so(
     trace = record(job(True))
     (text,) = assumed(trace)
     assert "could not be compiled here" in text and "no such kernel" in text
-    assert sizes(trace, Phase.BACKWARD) == sizes(record(job(False)), Phase.BACKWARD)
+    eager = record(job(False))
+    assert sizes(trace, Phase.BACKWARD) == sizes(eager, Phase.BACKWARD)
+    # what eager keeps is the most that the graph would keep
+    stands_in = [e for e in trace if e.provenance == Provenance.ASSUMED]
+    assert not any(trace.events.bytes_low[event.index] for event in stands_in)
+    made = Counter(event.bytes for event in stands_in if event.kind == EventKind.ALLOC)
+    assert made
+    assert made <= Counter(sizes(eager, Phase.FORWARD))
+
+
+def test_a_compiled_optimizer_step_makes_its_state_and_no_temporaries() -> None:
+    def job() -> None:
+        weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="cuda"))
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        step = torch.compile(optimizer.step)
+        for _ in range(3):
+            weight.grad = torch.empty_like(weight)
+            step()
+
+    trace = record(job)
+    square = WIDTH * WIDTH * 4
+    assert not list(assumed(trace))
+    assert bytes_of(trace, Role.OPTIMIZER_STATE) == 2 * square + 4  # and the number of steps
+    assert sizes(trace).count(square) == 1 + 3 + 2  # the parameter, its gradients, two moments
+
+
+def test_an_error_that_the_script_asked_to_suppress_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_call: object) -> None:
+        raise RuntimeError("cannot be traced")
+
+    def job() -> None:
+        monkeypatch.setattr(OutputGraph, "compile_and_call_fx_graph", refuse)
+        model = Mlp().cuda()
+        with torch._dynamo.config.patch(suppress_errors=True):
+            train(torch.compile(model, backend="eager"), model)
+
+    texts = list(assumed(record(job)))
+    assert texts
+    assert all("could not be compiled here" in text for text in texts)
+
+
+def test_a_model_below_ddp_is_compiled_though_its_graph_is_split() -> None:
+    def job() -> None:
+        join()
+        model = nn.Sequential(Mlp(), Mlp()).cuda()
+        whole = nn.parallel.DistributedDataParallel(model)
+        train(torch.compile(whole, backend="aot_eager"), model)
+
+    trace = capture(job)
+    assert not [text for text in assumed(trace) if "could not be compiled" in text]
+
+
+def test_a_rule_breaks_the_graph() -> None:
+    package = types.ModuleType("my_compiled_package")
+    package.double = lambda x: torch.ops.no_such.operator(x)  # type: ignore[attr-defined]
+    name = "my_compiled_package.double"
+
+    def job() -> None:
+        function = torch.compile(lambda x: package.double(x.sin() * 2).cos() * 2, backend="eager")
+        function(torch.empty(WIDTH, device="cuda"))
+
+    sys.modules[package.__name__] = package
+    try:
+        memplan.register_rule(name, lambda call, x: x.new_empty(2 * x.numel()))
+        trace = record(job)
+    finally:
+        registry.forget_rule(name)
+        del sys.modules[package.__name__]
+    assert [e.bytes for e in trace if e.op == name and e.kind == EventKind.ALLOC] == [2 * 4 * WIDTH]
 
 
 def test_nothing_of_it_stays_in_the_process() -> None:

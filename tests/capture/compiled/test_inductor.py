@@ -139,6 +139,32 @@ def test_cuda_graphs_live_in_a_pool_of_their_own() -> None:
     assert all(event.phase != Phase.OPTIMIZER for event in pool)
 
 
+def test_the_backend_of_cuda_graphs_alone_is_eager_in_a_pool() -> None:
+    def job() -> None:
+        model = Chain().cuda()
+        train(torch.compile(model, backend="cudagraphs"), model)
+
+    trace = record(job)
+    assert not kernels(trace)
+    pool = [event for event in allocations(trace) if event.stream == POOL_STREAM]
+    assert {event.op for event in pool} >= {"aten.mm.default", "aten.sin.default"}
+    assert all("could not be compiled" not in text for text in assumed(trace))
+
+
+def test_settings_of_the_script_do_not_make_it_time_kernels() -> None:
+    asked = {"coordinate_descent_tuning": True, "max_autotune": True, "fx_graph_cache": False}
+
+    def job() -> None:
+        with torch._inductor.config.patch(asked):
+            torch.compile(lambda x: torch.relu(x @ x))(square())
+
+    trace = record(job)
+    assert kernels(trace)
+    assert not list(assumed(trace))
+    timed = next(e for e in trace if e.kind == EventKind.ALLOC and "autotune" in e.op)
+    assert timed.bytes == (40 << 20) + 3 * WIDTH * WIDTH * FLOAT  # with the product
+
+
 def test_timing_takes_memory_once_and_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     def peak_of(mode: str) -> tuple[int, int, int]:
         def job() -> None:

@@ -68,6 +68,16 @@ class Pool:
 
         return run
 
+    def cudagraphify_impl(
+        self,
+        model: Callable[..., Any],
+        _inputs: Sequence[Any],
+        static_input_idxs: Sequence[int],
+        **_kwargs: Any,
+    ) -> Callable[..., Any]:
+        """The same for `backend="cudagraphs"`, which has no Inductor above it."""
+        return self.cudagraphify(model, static_input_idxs)
+
     def _keep_graph(self, nodes: int) -> None:
         recorder = self._mode.recorder
         recorder.builder.begin_op("cuda.graph_instantiate", stream=recorder.stream)

@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,17 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, output_graph, trace_rules, variables
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import optimizer as traced_optimizers
 from torch._dynamo.variables import torch as traced_functions
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.context import shown_path
+from memplan.capture.standins.registry import RuledOperator
+from memplan.capture.standins.rules import Rule
+from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
@@ -68,12 +74,15 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     compile_graph: Any = output_graph.OutputGraph.call_user_compiler
 
     def call(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with suspension.active():
+        lenient = dynamo_config.suppress_errors
+        strict = dynamo_config.patch(suppress_errors=False) if lenient else nullcontext()
+        with suspension.active(), strict, _without_modes():
             try:
                 return compile_frame(wrapper, frame, *args, **kwargs)
-            except InternalTorchDynamoError as error:
-                where = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-                _not_compiled(mode, where, error)
+            except Exception as error:
+                if not (lenient or isinstance(error, InternalTorchDynamoError)):
+                    raise
+                _not_compiled(mode, frame.f_code, frame.f_lineno, error)
                 return ConvertFrameReturn()
 
     def call_user_compiler(output: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,10 +90,10 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
             return _as_forward(mode, compile_graph(output, module, *args, **kwargs))
         except BackendCompilerFailed as error:
             code = output.root_tx.f_code
-            where = f"{shown_path(code.co_filename)}:{code.co_firstlineno}"
-            _not_compiled(mode, where, error.inner_exception)
-            return module.forward
+            _not_compiled(mode, code, code.co_firstlineno, error.inner_exception)
+            return _as_eager(mode, module.forward)
 
+    _record_states(patches, mode)
     for name, stand_in in _OF_A_CUDA_BUILD.items():
         if not hasattr(torch._C, name):
             patches.set(torch._C, name, stand_in)
@@ -95,6 +104,41 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
+
+
+def _without_modes() -> AbstractContextManager[Any]:
+    """Below DistributedDataParallel Dynamo splits graphs at its buckets, and leaves modes on."""
+    split = DistributedDataParallel._active_ddp_module is not None
+    return _disable_current_modes() if split else nullcontext()
+
+
+def _record_states(patches: Patches, mode: CaptureMode) -> None:
+    """Dynamo does not trace how an optimizer makes its state: it has it done, with no mode in
+    force (`torch/_dynamo/variables/optimizer.py`)."""
+    variable: Any = traced_optimizers.OptimizerVariable
+    call_for_real, move_for_real = variable.call_method, variable.move_step_if_cpu
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name != "_init_group" or not hasattr(self.value, name):
+            return call_for_real(self, tx, name, args, kwargs)
+        make = self.value._init_group
+
+        def make_state(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return make(*args, **kwargs)
+
+        self.value._init_group = make_state
+        try:
+            return call_for_real(self, tx, name, args, kwargs)
+        finally:
+            del self.value._init_group
+
+    def move_step_if_cpu(self: Any) -> None:
+        with mode:
+            move_for_real(self)
+
+    patches.set(variable, "call_method", call_method)
+    patches.set(variable, "move_step_if_cpu", move_step_if_cpu)
 
 
 def _as_forward(mode: CaptureMode, compiled: Any) -> Any:
@@ -109,6 +153,21 @@ def _as_forward(mode: CaptureMode, compiled: Any) -> Any:
             return compiled(*args, **kwargs)
         finally:
             context.in_function -= 1
+
+    return run
+
+
+def _as_eager(mode: CaptureMode, forward: Any) -> Any:
+    """What stands for a graph that could not be compiled: at most what eager makes."""
+    recorder = mode.recorder
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = recorder.at_most, recorder.provenance
+        recorder.at_most, recorder.provenance = True, Provenance.ASSUMED
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            recorder.at_most, recorder.provenance = before
 
     return run
 
@@ -130,13 +189,14 @@ def _know_answers(stack: ExitStack, of_capture: Patches) -> None:
                 stack.callback(table.pop, answer, None)
 
 
-def _not_compiled(mode: CaptureMode, where: str, error: BaseException) -> None:
+def _not_compiled(mode: CaptureMode, code: types.CodeType, line: int, error: BaseException) -> None:
+    shown = shown_path(code.co_filename)
     reason = (str(error).strip().splitlines() or [""])[0][:_SHOWN]
     mode.assumptions.add(
         "compile",
         f"could not be compiled here ({type(error).__name__}: {reason}): captured as eager, which "
         "mostly needs more memory",
-        source=where,
+        source=f"{shown}:{line}" if shown else mode.source(),
     )
 
 
@@ -162,8 +222,11 @@ class _Suspension:
                 self._depth -= 1
 
 
-def _is_seen_by_a_model(owner: Any, _name: str, before: Any) -> bool:
-    """Whether a patch is to be taken out: all but functions that answer for the device."""
+def _is_seen_by_a_model(owner: Any, name: str, before: Any) -> bool:
+    """Whether a patch is to be taken out: all but functions that answer for the device, and users'
+    rules, which break the graph: what they stand for could not be traced."""
+    if isinstance(vars(owner).get(name), Rule | RuledOperator):
+        return False
     if not isinstance(owner, types.ModuleType) or owner is torch:
         return True
     return not owner.__name__.startswith(_ANSWERING) or isinstance(before, type)

@@ -49,6 +49,8 @@ _TUNES_PRODUCTS = ("max_autotune", "max_autotune_gemm")
 
 def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> None:
     """Patch Inductor until `patches.undo()` and `stack` is closed."""
+    from torch._inductor import cudagraph_trees  # imports what only a build for CUDA has
+
     if mode.device_type == "cuda":
         card.install(patches)
     compiler = async_compile.AsyncCompile
@@ -60,21 +62,30 @@ def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: Devi
     tuning = Tuning(mode, profile)
     patches.set(pad_mm, "has_triton", lambda: True)
     patches.set(pad_mm, "_should_pad", tuning.pads)
-    patches.set(compile_fx, "cudagraphify", Pool(mode).cudagraphify)
+    pool = Pool(mode)
+    patches.set(compile_fx, "cudagraphify", pool.cudagraphify)
+    patches.set(cudagraph_trees, "cudagraphify_impl", pool.cudagraphify_impl)
     patches.set(graph.GraphLowering, "compile_to_module", _loader(mode, tuning))
     compile_for_real: Any = compile_fx.compile_fx
+
+    inside = False
 
     def compile_graph(
         model: Any, inputs: Any, *args: Any, config_patches: Any = None, **kwargs: Any
     ) -> Any:
-        if inductor_config.fx_graph_cache is False and not config_patches:  # called by itself
-            return compile_for_real(model, inputs, *args, **kwargs)
+        nonlocal inside
+        if inside:  # it calls itself once its settings are in force
+            return compile_for_real(model, inputs, *args, config_patches=config_patches, **kwargs)
         asked = dict(config_patches or {})
         tuning.products |= any(
             asked.get(name, getattr(inductor_config, name)) for name in _TUNES_PRODUCTS
         )
         settings = {**asked, **_SETTINGS}
-        return compile_for_real(model, inputs, *args, config_patches=settings, **kwargs)
+        inside = True
+        try:
+            return compile_for_real(model, inputs, *args, config_patches=settings, **kwargs)
+        finally:
+            inside = False
 
     patches.set(compile_fx, "compile_fx", compile_graph)
 
