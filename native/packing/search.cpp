@@ -10,7 +10,7 @@ namespace memplan::packing {
 
 namespace {
 
-constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max() / 4;
+constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kKnown = std::size_t{1} << 20;
 
 std::uint64_t mix(std::uint64_t value) {  // splitmix64's finaliser
