@@ -57,7 +57,8 @@ def run(case: Case, *, show: bool = False) -> dict[str, Any]:
 
 def _judge(case: Case, code: int, stderr: str, answer: dict[str, Any]) -> list[str]:
     if code not in case.exit_codes:
-        tail = " | ".join(stderr.strip().splitlines()[-6:])
+        _, mark, said = stderr.rpartition("memplan: error: ")
+        tail = " / ".join((mark + said).strip().splitlines()[-6:])
         return [f"exit code {code}, expected {case.exit_codes}: {tail}"]
     if case.message not in stderr:
         return [f"stderr does not say {case.message!r}: {stderr.strip()[-500:]}"]
