@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.process import watch
+from bench.results import ROOT
 from bench.scripts.case import Case
 from bench.scripts.environment import filled, install, places, prepare, variables
 
@@ -58,7 +59,7 @@ def run(case: Case, *, show: bool = False) -> dict[str, Any]:
 def _judge(case: Case, code: int, stderr: str, answer: dict[str, Any]) -> list[str]:
     if code not in case.exit_codes:
         _, mark, said = stderr.rpartition("memplan: error: ")
-        tail = " / ".join((mark + said).strip().splitlines()[-6:])
+        tail = " / ".join((mark + said).replace(f"{ROOT}/", "").strip().splitlines()[-6:])
         return [f"exit code {code}, expected {case.exit_codes}: {tail}"]
     if case.message not in stderr:
         return [f"stderr does not say {case.message!r}: {stderr.strip()[-500:]}"]
