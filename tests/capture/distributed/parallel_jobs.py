@@ -3,10 +3,7 @@ of one of their ranks."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +26,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 
 SIZE = 4
 WIDTH, HEADS, VOCABULARY, TOKENS, BATCH = 64, 4, 96, 24, 4
@@ -111,7 +107,7 @@ def _trainer(model: nn.Module, device: str, *, parallel_loss: bool = False) -> S
     return step
 
 
-def _split_layers(model: Model, mesh: object) -> None:
+def split_layers(model: Model, mesh: object) -> None:
     """Tensor parallel: Megatron's split of attention and feed-forward."""
     for layer in model.layers:
         parallelize_module(
@@ -130,7 +126,7 @@ def _split_layers(model: Model, mesh: object) -> None:
 
 def tensor_parallel(device: str) -> Step:
     model = Model().to(device)
-    _split_layers(model, init_device_mesh(device, (SIZE,)))
+    split_layers(model, init_device_mesh(device, (SIZE,)))
     return _trainer(model, device)
 
 
@@ -193,7 +189,7 @@ def fsdp_and_tensor(device: str) -> Step:
     """Two by two."""
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "tensor"))
     model = Model().to(device)
-    _split_layers(model, mesh["tensor"])
+    split_layers(model, mesh["tensor"])
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
@@ -356,30 +352,3 @@ JOBS: dict[str, Callable[[str], Step]] = {
     "experts": experts,
     "point_to_point": point_to_point,
 }
-
-
-def third_step(name: str) -> list[int]:
-    """Run a job for real: the sizes that its third step asks for."""
-    torch.manual_seed(0)
-    step = JOBS[name]("cpu")
-    step()
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    events = prof.profiler.kineto_results.events()
-    memory = [event for event in events if event.name() == "[memory]"]
-    memory.sort(key=lambda event: event.start_ns())
-    return [event.nbytes() for event in memory if event.nbytes() > 0]
-
-
-def main(rank: int, folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE)
-    sizes = {name: third_step(name) for name in names}
-    (folder / f"{rank}.json").write_text(json.dumps(sizes))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] or list(JOBS))
