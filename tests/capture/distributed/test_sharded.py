@@ -25,14 +25,12 @@ LAYER = 4 * (2 * jobs.WIDTH * jobs.HIDDEN + jobs.HIDDEN + jobs.WIDTH)
 """A whole layer, flat: gloo copies what it sends and receives, NCCL reads and writes in place."""
 ROOT = {19400, 19408}
 """What is left to the root, padded to two and four ranks."""
-USED = {84}
-"""Which parameters were used, counted on the host, a copy for gloo."""
 # The CPU joins gradients by `cat` of padded copies, CUDA by a kernel.
 JOINED = {2 * jobs.WIDTH * jobs.HIDDEN, 2 * jobs.HIDDEN, 2 * jobs.WIDTH}
 
 EXTRA: dict[str, set[int]] = {
     "bucket_views": set(),
-    "static_graph": USED,
+    "static_graph": set(),
     "unused_parameters": set(),
     "unsynced": set(),
     "half_hook": set(),
