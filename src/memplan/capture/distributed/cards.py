@@ -27,7 +27,7 @@ KEY = "card"
 
 
 def own_index(place: RankPlace, devices: int) -> int:
-    """CUDA index of the card that is meant for a process that sees so many."""
+    """CUDA index of the card that is number 0 while the process is captured."""
     return place.local_rank if place.local_rank < devices else 0
 
 
@@ -54,9 +54,10 @@ def with_card(trace: Trace, place: RankPlace, devices: int, *, chosen: bool) -> 
             f"CUDA_VISIBLE_DEVICES leaves the {place.local_world_size} processes of a node "
             f"{devices} GPU{'s' if devices > 1 else ''}: {processes} share one, and all are counted"
         )
-    if index != own or (own == 0 and devices > 1 and not chosen):
-        told = _ask(place, index if index != own else 1)
-        if told == index or (told is None and index != own):
+    meant = place.local_rank % devices  # as scripts share fewer GPUs out
+    if index != meant or (meant == 0 and devices > 1 and not chosen):
+        told = _ask(place, index if index != meant else 1)
+        if told == index or (told is None and index != meant):
             processes = place.local_world_size
             notes.append(_shared(place, index))
     trace = _renumbered(trace, number) if number else trace
