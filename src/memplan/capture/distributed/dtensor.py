@@ -6,6 +6,8 @@ import itertools
 from types import ModuleType
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.patching import Patches
 
@@ -17,6 +19,8 @@ _captures = itertools.count(1)
 
 def install(patches: Patches, watcher: ImportWatcher) -> None:
     """Until `patches.undo()`."""
+    # Which device `cuda` is, as another rank: PyTorch's own fake modes remember it for the process.
+    FakeTensorMode.cache_clear()
     _look_once(patches, watcher)
     _tell_meshes_apart(patches, watcher)
 
