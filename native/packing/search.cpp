@@ -62,7 +62,8 @@ Search::Search(const Problem& problem, std::int64_t capacity, std::uint64_t seed
   std::stable_sort(sorted.begin(), sorted.end(), [&](int a, int b) { return key(a) < key(b); });
   same_before_.assign(n, -1);
   for (std::size_t i = 1; i < n; ++i) {
-    if (key(sorted[i]) == key(sorted[i - 1]) && problem.items[at(sorted[i])].fixed < 0) same_before_[at(sorted[i])] = sorted[i - 1];
+    const bool free = problem.items[at(sorted[i])].fixed < 0;
+    if (free && key(sorted[i]) == key(sorted[i - 1])) same_before_[at(sorted[i])] = sorted[i - 1];
   }
 }
 
@@ -398,7 +399,8 @@ bool Search::sections_hold(const std::vector<int>& items, int first, int last) {
 bool Search::section_holds(int section) {
   jobs_.clear();
   for (const int item : covering_[at(section)]) {
-    if (offsets_[at(item)] < 0) jobs_.emplace_back(release_[at(item)], problem_.items[at(item)].size);
+    if (offsets_[at(item)] >= 0) continue;
+    jobs_.emplace_back(release_[at(item)], problem_.items[at(item)].size);
   }
   std::sort(jobs_.begin(), jobs_.end());
   std::int64_t end = 0;
@@ -420,8 +422,7 @@ void Search::choose(Choice& choice) const {
       if (count_[at(s)] == 0) continue;
       const bool may_skip = floor_if_skipped(valley) + remaining_[at(s)] <= capacity_;
       const int options = count_[at(s)] + (may_skip ? 1 : 0);
-      const double rank =
-          options == 1 ? 0.0 : options / (taste_.power > 0 ? std::pow(weight_[at(s)], taste_.power) : 1.0);
+      const double rank = options == 1 ? 0.0 : options / std::pow(weight_[at(s)], taste_.power);
       const std::int64_t slack = capacity_ - floor_[at(s)] - remaining_[at(s)];
       if (rank < fewest || (rank == fewest && slack < least)) {
         fewest = rank;

@@ -46,8 +46,11 @@ std::vector<int> fixed_clash(const Problem& problem) {
   for (std::size_t i = 0; i < problem.items.size(); ++i) {
     if (problem.items[i].fixed >= 0) fixed.push_back(static_cast<int>(i));
   }
-  const auto item = [&](int i) -> const Item& { return problem.items[static_cast<std::size_t>(i)]; };
-  std::sort(fixed.begin(), fixed.end(), [&](int a, int b) { return item(a).first < item(b).first; });
+  const auto item = [&](int i) -> const Item& {
+    return problem.items[static_cast<std::size_t>(i)];
+  };
+  std::sort(fixed.begin(), fixed.end(),
+            [&](int a, int b) { return item(a).first < item(b).first; });
   for (std::size_t i = 0; i < fixed.size(); ++i) {
     const Item& a = item(fixed[i]);
     if (a.fixed % a.alignment != 0) return {fixed[i]};
@@ -96,7 +99,8 @@ std::vector<int> least_witness(const Columns& columns, std::int64_t capacity,
     return columns.lower[static_cast<std::size_t>(a)] < columns.lower[static_cast<std::size_t>(b)];
   });
   int proofs = 0;
-  for (std::size_t piece = (rows.size() + 1) / 2; piece > 0; piece = piece == 1 ? 0 : (piece + 1) / 2) {
+  const auto next = [](std::size_t piece) { return piece == 1 ? 0 : (piece + 1) / 2; };
+  for (std::size_t piece = next(rows.size()); piece > 0; piece = next(piece)) {
     for (std::size_t begin = 0; begin < rows.size();) {
       if (stop.load() || ++proofs > kProofs) break;
       std::vector<int> rest(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(begin));
