@@ -22,6 +22,7 @@ Candidates::Candidates(const std::vector<Item>& items) : leaves_(1), order_(item
   for (const Item& item : items) {
     first_.push_back(item.first);
     last_.push_back(item.last);
+    fixed_.push_back(item.fixed >= 0);
   }
   build(1, 0, leaves_, items);
   for (std::size_t leaf = 0; leaf < leaves_; ++leaf) {
@@ -70,7 +71,10 @@ bool Candidates::better(int a, int b) const {
 
 void Candidates::reset(const std::vector<double>& score) {
   score_ = score;
-  for (std::size_t leaf = 0; leaf < leaves_; ++leaf) top_[leaves_ + leaf] = order_[leaf];
+  for (std::size_t leaf = 0; leaf < leaves_; ++leaf) {
+    const int item = order_[leaf];
+    top_[leaves_ + leaf] = item < 0 || fixed_[at(item)] ? -1 : item;
+  }
   for (std::size_t node = leaves_ - 1; node > 0; --node) {
     const int left = top_[2 * node];
     const int right = top_[2 * node + 1];
@@ -89,13 +93,14 @@ void Candidates::remove(int item) {
   }
 }
 
-void Candidates::search(std::size_t node, const Window& window, int& best) const {
+void Candidates::search(std::size_t node, const Window& window, const Fits* fits,
+                        int& best) const {
   const int top = top_[node];
   if (!better(top, best)) return;
   const int first = first_[at(top)];
   const int last = last_[at(top)];
   if (window.least_first <= first && first <= window.most_first && window.least_last <= last &&
-      last <= window.most_last) {
+      last <= window.most_last && (fits == nullptr || (*fits)(top))) {
     best = top;
     return;
   }
@@ -106,13 +111,13 @@ void Candidates::search(std::size_t node, const Window& window, int& best) const
     return;
   }
   const bool left_first = better(top_[2 * node], top_[2 * node + 1]);
-  search(2 * node + (left_first ? 0 : 1), window, best);
-  search(2 * node + (left_first ? 1 : 0), window, best);
+  search(2 * node + (left_first ? 0 : 1), window, fits, best);
+  search(2 * node + (left_first ? 1 : 0), window, fits, best);
 }
 
-int Candidates::best(const Window& window) const {
+int Candidates::best(const Window& window, const Fits* fits) const {
   int best = -1;
-  search(1, window, best);
+  search(1, window, fits, best);
   return best;
 }
 

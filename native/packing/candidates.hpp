@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "packing/problem.hpp"
@@ -8,7 +9,8 @@
 namespace memplan::packing {
 
 // The buffers not yet placed, as points (first, last) of a static k-d tree that knows the best
-// score below every node: which of those that lie within a window scores best?
+// score below every node: which of those that lie within a window scores best? Buffers with a fixed
+// offset are not among them.
 //
 // Building O(n log n), removal O(log n), a query O(sqrt n) at worst and far less where scores are
 // spread, memory O(n).
@@ -25,8 +27,9 @@ class Candidates {
     int least_first, most_first, least_last, most_last;
   };
 
-  // The best-scoring item in the window; -1: none.
-  int best(const Window& window) const;
+  // The best-scoring item in the window that `fits`; -1: none.
+  using Fits = std::function<bool(int)>;
+  int best(const Window& window, const Fits* fits = nullptr) const;
   double score(int item) const { return score_[static_cast<std::size_t>(item)]; }
 
  private:
@@ -36,7 +39,7 @@ class Candidates {
 
   void build(std::size_t node, std::size_t begin, std::size_t end,
              const std::vector<Item>& items);
-  void search(std::size_t node, const Window& window, int& best) const;
+  void search(std::size_t node, const Window& window, const Fits* fits, int& best) const;
   bool better(int a, int b) const;
 
   std::size_t leaves_;          // a power of two
@@ -46,6 +49,7 @@ class Candidates {
   std::vector<std::size_t> leaf_of_;
   std::vector<int> first_;
   std::vector<int> last_;
+  std::vector<bool> fixed_;
   std::vector<double> score_;
 };
 

@@ -11,7 +11,8 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-Skyline::Skyline(const Problem& problem) : problem_(problem), candidates_(problem.items) {}
+Skyline::Skyline(const Problem& problem)
+    : problem_(problem), candidates_(problem.items), ceilings_(problem) {}
 
 void Skyline::set_run(int first, int last, std::int64_t floor) {
   run_last_[at(first)] = last;
@@ -38,25 +39,38 @@ bool Skyline::current(const Run& run) const {
   return run_last_[at(run.first)] == run.last && run_floor_[at(run.first)] == run.floor;
 }
 
-int Skyline::choose(const Run& run, double at_side) const {
+int Skyline::choose(const Run& run, double at_side, std::int64_t ceiling) const {
+  const Candidates::Fits below = [&](int item) {
+    const Item& it = problem_.items[at(item)];
+    const std::int64_t top = align_up(run.floor, it.alignment) + it.size;
+    return top <= ceiling || top <= ceilings_.lowest(it.first, it.last).offset;
+  };
+  const Candidates::Fits* fits = ceiling == Ceilings::kNone ? nullptr : &below;
   const int tight = slack_.least(run.first, run.last).first;
-  const int best = candidates_.best({run.first, tight, tight + 1, run.last});
-  if (best < 0) return candidates_.best({run.first, run.last, run.first, run.last});
+  const int best = candidates_.best({run.first, tight, tight + 1, run.last}, fits);
+  if (best < 0) return candidates_.best({run.first, run.last, run.first, run.last}, fits);
   if (at_side > 1) return best;
-  const int left = candidates_.best({run.first, run.first, tight + 1, run.last});
-  const int right = candidates_.best({run.first, tight, run.last, run.last});
+  const int left = candidates_.best({run.first, run.first, tight + 1, run.last}, fits);
+  const int right = candidates_.best({run.first, tight, run.last, run.last}, fits);
   const auto score = [&](int item) { return item < 0 ? -1.0 : candidates_.score(item); };
   const int side = score(right) > score(left) ? right : left;
   return score(side) >= at_side * score(best) ? side : best;
 }
 
-// Nothing fits: the valley is lost up to its lower neighbour.
-void Skyline::raise(const Run& run) {
-  std::int64_t next = std::numeric_limits<std::int64_t>::max();
+// Nothing fits: the valley is lost up to its lower neighbour or the lowest fixed buffer above it.
+void Skyline::raise(const Run& run, std::int64_t ceiling) {
+  std::int64_t next = ceiling;
   if (run.first > 0) next = std::min(next, run_floor_[at(run_first_[at(run.first - 1)])]);
   if (run.last < problem_.sections) next = std::min(next, run_floor_[at(run.last)]);
   slack_.add(run.first, run.last, run.floor - next);
   join_run(run.first, run.last, next);
+}
+
+void Skyline::rest(const Run& run, int item, std::int64_t offset) {
+  const Item& it = problem_.items[at(item)];
+  if (run.first < it.first) set_run(run.first, it.first, run.floor);
+  if (it.last < run.last) set_run(it.last, run.last, run.floor);
+  join_run(it.first, it.last, offset + it.size);
 }
 
 std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
@@ -71,6 +85,7 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
   run_first_.assign(slack.size(), 0);
   run_floor_.assign(slack.size(), -1);
   lowest_ = {};
+  ceilings_.reset();
   offsets.assign(problem_.items.size(), -1);
   std::int64_t height = 0;
   std::size_t left = problem_.items.size();
@@ -80,20 +95,25 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
     lowest_.pop();
     if (!current(run)) continue;
     if (stop.load(std::memory_order_relaxed)) return -1;
-    const int chosen = choose(run, manner.at_side);
+    const Ceilings::Lowest above = ceilings_.lowest(run.first, run.last);
+    // All lower floors are gone, so the run holds the whole of a fixed buffer that it has reached.
+    const bool reached = above.offset == run.floor;
+    const int chosen = reached ? above.item : choose(run, manner.at_side, above.offset);
     if (chosen < 0) {
-      raise(run);
+      raise(run, above.offset);
       continue;
     }
     const Item& item = problem_.items[at(chosen)];
     const std::int64_t offset = align_up(run.floor, item.alignment);
+    if (reached) {
+      ceilings_.place(chosen);
+    } else {
+      candidates_.remove(chosen);
+    }
     offsets[at(chosen)] = offset;
-    candidates_.remove(chosen);
     --left;
     height = std::max(height, offset + item.size);
-    if (run.first < item.first) set_run(run.first, item.first, run.floor);
-    if (item.last < run.last) set_run(item.last, run.last, run.floor);
-    join_run(item.first, item.last, offset + item.size);
+    rest(run, chosen, offset);
   }
   return height;
 }

@@ -6,13 +6,15 @@
 #include <vector>
 
 #include "packing/candidates.hpp"
+#include "packing/ceilings.hpp"
 #include "packing/problem.hpp"
 #include "packing/slack_tree.hpp"
 
 namespace memplan::packing {
 
 // One layout without a look back, in O(n log n) or little more: the lowest valley of the skyline is
-// filled first, its tightest section before the others, with the buffer of the best score.
+// filled first, its tightest section before the others, with the buffer of the best score. A fixed
+// buffer is placed when the skyline has come up to it; nothing is placed that would reach into it.
 class Skyline {
  public:
   explicit Skyline(const Problem& problem);
@@ -42,12 +44,14 @@ class Skyline {
 
   void set_run(int first, int last, std::int64_t floor);
   void join_run(int first, int last, std::int64_t floor);
-  void raise(const Run& run);
-  int choose(const Run& run, double at_side) const;
+  void rest(const Run& run, int item, std::int64_t offset);
+  void raise(const Run& run, std::int64_t ceiling);
+  int choose(const Run& run, double at_side, std::int64_t ceiling) const;
   bool current(const Run& run) const;
 
   const Problem& problem_;
   Candidates candidates_;
+  Ceilings ceilings_;
   SlackTree slack_;
   std::vector<int> run_last_;    // by first section; -1: no run begins here
   std::vector<int> run_first_;   // by last section - 1

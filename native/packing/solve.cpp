@@ -10,7 +10,6 @@
 #include <optional>
 #include <thread>
 
-#include "packing/first_fit.hpp"
 #include "packing/search.hpp"
 #include "packing/shake.hpp"
 #include "packing/skyline.hpp"
@@ -109,10 +108,7 @@ class Solver {
         threads_(std::max(1, question.threads)),
         bound_(problem_.bound) {
     goal_ = question.capacity < 0 ? -1 : question.capacity / problem_.unit;
-    for (const Item& item : problem_.items) {
-      cells_ += item.length();
-      has_fixed_ = has_fixed_ || item.fixed >= 0;
-    }
+    for (const Item& item : problem_.items) cells_ += item.length();
   }
 
   Answer run() {
@@ -182,7 +178,6 @@ class Solver {
   }
 
   std::int64_t dive(int thread, const Skyline::Manner& manner, Offsets& offsets) {
-    if (has_fixed_) return first_fit(problem_, manner.score, watch_.stop(), offsets);
     auto& skyline = skylines_[static_cast<std::size_t>(thread)];
     if (!skyline) skyline = std::make_unique<Skyline>(problem_);
     return skyline->fill(manner, watch_.stop(), offsets);
@@ -314,7 +309,6 @@ class Solver {
   const int threads_;
   std::int64_t goal_ = -1;
   std::int64_t cells_ = 0;
-  bool has_fixed_ = false;
 
   std::int64_t bound_;
   std::int64_t height_ = -1;
