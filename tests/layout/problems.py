@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memplan.layout.problem import Problem, make_problem
 
-STRATEGIES = ("auto",)
+STRATEGIES = ("auto", "skyline", "search")
 """Every switch of the solver."""
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 TAKES_PROGRAM = True
 _USAGE = "memplan plan -o job.plan train.py"
 _TIMEOUT = 10.0
+_STEPS = 4
+"""The first step differs, and of the last one the trace does not tell what it releases later."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="S", type=positive_seconds, default=_TIMEOUT,
         help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
-    add("--steps", type=int, metavar="N", help="optimizer steps to capture")
+    add("--steps", type=int, metavar="N", help=f"optimizer steps to capture, {_STEPS} by default")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add_rank_options(parser, several=False)
@@ -107,7 +109,7 @@ def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, list
     options = ["--routing", args.routing, *job.rank_options()]
     options += ["--rank", str(job.rank or 0)] if job.world else []
     options += ["--gpu", args.gpu] if args.gpu else []
-    options += ["--steps", str(args.steps)] if args.steps else []
+    options += ["--steps", str(args.steps or _STEPS)]
     options += ["--allow-network"] if args.allow_network else []
     try:
         with ChildCapture(options, job.launch.words) as capture:

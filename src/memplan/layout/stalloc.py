@@ -188,6 +188,8 @@ def _fill(layers: list[_Layer], group: _Group, size: int) -> int | None:
     """Put a group into a gap of a larger layer, the lowest one; what it leaves above itself in the
     layer is a layer of its own over that gap."""
     for layer in layers:
+        if layer.size < size:
+            continue
         for at, (end, start) in enumerate(layer.gaps):
             if start <= group.lower and group.upper <= end:
                 del layer.gaps[at]

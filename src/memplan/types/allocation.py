@@ -136,9 +136,9 @@ def check_allocation(part: AllocationPart) -> None:
             f"its allocation part has version {part.version}; this memplan reads {VERSION}",
             "make the plan again with this memplan",
         )
-    if not (
-        0 < part.clock < _MAX_CLOCK and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
-    ):
+    sane = 0 < part.clock < _MAX_CLOCK and 0 <= part.start < _MAX_CLOCK
+    sane = sane and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
+    if not sane or not 0 <= part.prologue < part.requests:
         raise FormatError("its allocation part has a clock, steps or device out of range")
     if not 0 <= part.load_bytes <= part.arena_bytes < _MAX_BYTES:
         raise FormatError("its allocation part has a height below its load, or out of range")

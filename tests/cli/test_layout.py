@@ -1,0 +1,94 @@
+"""`memplan layout`: a problem in, a layout and what is proved of it out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memplan import _native
+from memplan.cli import main
+from memplan.layout.problem_file import read_problem
+from memplan.layout.validate import validate
+
+TIGHT = "id,lower,upper,size\na,0,4,6\nb,2,8,4\nc,4,9,6\nd,8,9,4\n"
+
+
+@pytest.fixture
+def problem(tmp_path: Path) -> Path:
+    path = tmp_path / "problem.csv"
+    path.write_text(TIGHT)
+    return path
+
+
+def test_the_least_height(problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = problem.with_name("out.csv")
+    assert main(["layout", "--json", "-o", str(out), str(problem)]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["height_bytes"] == answer["lower_bound_bytes"] == 10
+    assert answer["optimal"] is True and answer["status"] == "solved" and answer["seconds"] >= 0
+    assert answer["schema_version"] == 1 and answer["memplan_version"]
+    placed = read_problem(out)
+    assert validate(read_problem(problem), placed.fixed, 10) == ""
+    with out.open() as file:
+        assert next(csv.reader(file)) == ["id", "lower", "upper", "size", "offset"]
+    assert main(["layout", "-o", str(out), str(problem)]) == 2
+    assert "-f" in capfd.readouterr().err
+    assert main(["layout", "-f", "-o", str(out), str(problem)]) == 0
+    first = capfd.readouterr().out.splitlines()[0]
+    assert first.startswith("height 10 B (10 B): the least possible (4 buffers")
+
+
+def test_a_capacity(problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["layout", "--capacity", "12", str(problem)]) == 0
+    assert capfd.readouterr().out.startswith("yes: height 1")
+    assert main(["layout", "--capacity", "9", str(problem)]) == 3
+    said = capfd.readouterr().out
+    assert said.startswith("no: ") and "at least 10 B" in said and "bytes over [" in said
+    assert main(["layout", "--capacity", "9", "--json", str(problem)]) == 3
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["status"] == "infeasible" and answer["height_bytes"] is None
+    rows = {"a": 6, "b": 4, "c": 6, "d": 4}
+    assert sum(rows[name] for name in answer["cannot_fit"]) > 9
+
+
+def test_bad_input(tmp_path: Path, problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.csv"
+    broken.write_text(TIGHT + "e,5,5,1\n")
+    for words, says in (
+        ([str(broken)], "row 5 (line 6): lower 5 is not below upper 5"),
+        ([str(tmp_path / "none.csv")], "does not exist"),
+        (["--capacity", "much", str(problem)], "much"),
+        (["--timeout", "-1", str(problem)], "seconds"),
+        (["-o", str(problem), "-f", str(problem)], "reads"),
+    ):
+        assert main(["layout", *words]) == 2
+        out, err = capfd.readouterr()
+        assert out == "" and says in err and "Traceback" not in err
+
+
+def test_ctrl_c_gives_the_best_so_far(
+    problem: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = _native.pack
+
+    def interrupted(*arguments: Any) -> _native.Packing:
+        os.kill(os.getpid(), signal.SIGINT)
+        cancel = arguments[10]
+        while not cancel[0]:
+            time.sleep(0.01)
+        return pack(*arguments)
+
+    monkeypatch.setattr(_native, "pack", interrupted)
+    assert main(["layout", "--json", str(problem)]) == 0
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    assert answer["status"] in ("cancelled", "solved")
+    assert answer["height_bytes"] >= answer["lower_bound_bytes"] >= 10
+    assert "the best so far" in err and "Traceback" not in err

@@ -1,0 +1,100 @@
+"""Least height, and a given capacity; every answer is held to the slow validator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memplan.layout.greedy import greedy_by_size
+from memplan.layout.problem import Problem, make_problem
+from memplan.layout.solve import fit_capacity, minimise, new_cancel
+from memplan.layout.validate import validate
+from memplan.types.errors import UsageError
+from memplan.types.solution import Infeasible, Solved, TimedOut
+from tests.layout.problems import STRATEGIES, best_height, problems
+
+SECONDS = 5.0
+slow_machine = settings(
+    suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=25
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@slow_machine
+@given(problem=problems(), seed=st.integers(0, 3))
+def test_minimising_is_valid_bounded_and_no_worse_than_greedy(
+    strategy: str, problem: Problem, seed: int
+) -> None:
+    answer = minimise(problem, seconds=SECONDS, seed=seed, strategy=strategy)
+    layout = answer.solution if isinstance(answer, Solved) else None
+    if isinstance(answer, TimedOut):
+        layout = answer.best
+    assert layout is not None and validate(problem, layout.offsets, layout.height) == ""
+    assert not isinstance(answer, Infeasible)
+    assert problem.max_load <= answer.bound <= answer.cost == layout.height
+    if strategy == "auto":
+        assert layout.height <= greedy_by_size(problem).height
+
+
+@slow_machine
+@given(problem=problems(most=6))
+def test_what_is_proved_is_so(problem: Problem) -> None:
+    best = best_height(problem)
+    answer = minimise(problem, seconds=SECONDS)
+    assert isinstance(answer, Solved) and answer.bound == answer.cost == best
+    fits = fit_capacity(problem, best, seconds=SECONDS)
+    assert isinstance(fits, Solved)
+    assert validate(problem, fits.solution.offsets, best) == ""
+    refused = fit_capacity(problem, best - 1, seconds=SECONDS)
+    assert isinstance(refused, Infeasible)
+    rows = list(refused.rows)
+    assert rows and set(rows) <= set(range(len(problem)))
+    witness = make_problem(
+        problem.lower[rows], problem.upper[rows], problem.size[rows],
+        alignment=problem.alignment[rows],
+    )  # fmt: skip
+    assert best_height(witness) > best - 1
+
+
+def test_the_same_seed_gives_the_same_layout() -> None:
+    rng = np.random.default_rng(0)
+    lower = rng.integers(0, 1000, 300)
+    problem = make_problem(lower, lower + rng.integers(1, 80, 300), rng.integers(1, 50, 300) * 512)
+    first, second = (minimise(problem, seconds=20.0, seed=7) for _ in range(2))
+    assert isinstance(first, Solved) and isinstance(second, Solved)
+    assert np.array_equal(first.solution.offsets, second.solution.offsets)
+
+
+def test_fixed_buffers() -> None:
+    problem = make_problem([0, 0], [9, 9], [4, 6], fixed=[2, -1])
+    answer = minimise(problem, seconds=SECONDS)
+    assert isinstance(answer, Solved) and answer.solution.offsets.tolist() == [2, 6]
+    clash = make_problem([0, 1, 0], [2, 3, 1], [4, 4, 1], fixed=[0, 2, -1])
+    refused = minimise(clash, seconds=SECONDS)
+    assert isinstance(refused, Infeasible) and set(refused.rows) == {0, 1}
+    beyond = fit_capacity(problem, 5, seconds=SECONDS)
+    assert isinstance(beyond, Infeasible) and beyond.witness > 5
+
+
+def test_the_ends_of_the_range() -> None:
+    empty = make_problem([], [], [])
+    assert isinstance(minimise(empty, seconds=SECONDS), Solved)
+    assert isinstance(fit_capacity(empty, 0, seconds=SECONDS), Solved)
+    huge = make_problem([0, 1], [2, 3], [1 << 61, 1 << 61])
+    answer = minimise(huge, seconds=SECONDS)
+    assert isinstance(answer, Solved) and answer.solution.height == 1 << 62
+    with pytest.raises(UsageError, match="capacity"):
+        fit_capacity(empty, -1, seconds=SECONDS)
+    with pytest.raises(UsageError, match="strategy"):
+        minimise(huge, seconds=SECONDS, strategy="magic")
+
+
+def test_a_cancelled_search_keeps_its_bound() -> None:
+    cancel = new_cancel()
+    cancel[0] = 1
+    problem = make_problem([0, 1, 2], [2, 3, 4], [3, 2, 3])
+    answer = minimise(problem, seconds=SECONDS, cancel=cancel)
+    assert not isinstance(answer, Infeasible)
+    assert answer.bound >= problem.max_load
