@@ -27,38 +27,43 @@ _WINDOW = 4096
 
 def data_dependent(trace: Trace) -> Bools:
     """By storage: whether its size depends on data, as its operators tell."""
-    found = np.zeros(len(trace.storages), np.bool_)
+    depends: Bools = data_roots(trace) >= 0
+    return depends
+
+
+def data_roots(trace: Trace) -> I64:
+    """By storage: the storage whose values' number gives it its leading dimension, else -1."""
+    roots = np.full(len(trace.storages), -1, np.int64)
     names = [trace.strings[number] for number in np.unique(trace.ops.name).tolist()]
     if not any(name.startswith(_ROOTS) for name in names):
-        return found
+        return roots
     leading = _leading(trace)
-    _mark_roots(trace, found)
+    root_of = {storage: storage for storage in _own_roots(trace).tolist()}
     ops = trace.ops
     reads_start, writes_start = ops.reads_start.tolist(), ops.writes_start.tolist()
     reads, writes = ops.reads.tolist(), ops.writes.tolist()
-    marked = set(np.flatnonzero(found).tolist())
     for row in range(len(ops)):
         depends = {
-            leading[storage]
+            leading[storage]: root_of[storage]
             for storage in reads[reads_start[row] : reads_start[row + 1]]
-            if storage in marked
+            if storage in root_of
         }
-        if depends:
-            marked.update(
-                storage
-                for storage in writes[writes_start[row] : writes_start[row + 1]]
-                if leading[storage] in depends and leading[storage] > 1
-            )
-    found[list(marked)] = True
-    return found
+        if not depends:
+            continue
+        for storage in writes[writes_start[row] : writes_start[row + 1]]:
+            if leading[storage] in depends and leading[storage] > 1:
+                root_of.setdefault(storage, depends[leading[storage]])
+    roots[list(root_of)] = list(root_of.values())
+    return roots
 
 
-def _mark_roots(trace: Trace, found: Bools) -> None:
+def _own_roots(trace: Trace) -> I64:
     root = np.array([text.startswith(_ROOTS) for text in trace.strings])
     events = trace.events
     made = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.op >= 0))
     made = made[root[trace.ops.name[events.op[made]]]]
-    found[events.storage[made]] = True
+    storage: I64 = events.storage[made]
+    return storage
 
 
 def _leading(trace: Trace) -> list[int]:
