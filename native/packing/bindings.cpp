@@ -35,10 +35,11 @@ const char* name_of(Status status) {
 }
 
 nb::dict pack(const Column& lower, const Column& upper, const Column& size,
-              const Column& alignment, const Column& fixed, std::int64_t capacity, double seconds,
-              std::uint64_t seed, int threads, const std::string& strategy, const Flag& cancel,
-              const OutColumn& offsets) {
-  const Columns columns{view(lower), view(upper), view(size), view(alignment), view(fixed)};
+              const Column& alignment, const Column& fixed, const Column& twin,
+              std::int64_t capacity, double seconds, std::uint64_t seed, int threads,
+              const std::string& strategy, const Flag& cancel, const OutColumn& offsets) {
+  const Columns columns{view(lower), view(upper), view(size), view(alignment), view(fixed),
+                        view(twin)};
   if (offsets.shape(0) != lower.shape(0)) throw std::invalid_argument("columns differ in length");
   if (strategy != "auto" && strategy != "skyline" && strategy != "search") {
     throw std::invalid_argument("strategy: auto, skyline or search");
@@ -73,9 +74,9 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
 
 void bind(nb::module_& m) {
   m.def("pack", &pack, nb::arg("lower"), nb::arg("upper"), nb::arg("size"), nb::arg("alignment"),
-        nb::arg("fixed"), nb::arg("capacity"), nb::arg("seconds"), nb::arg("seed"),
-        nb::arg("threads"), nb::arg("strategy"), nb::arg("cancel").noconvert(),
-        nb::arg("offsets").noconvert());
+        nb::arg("fixed"), nb::arg("twin"), nb::arg("capacity"), nb::arg("seconds"),
+        nb::arg("seed"), nb::arg("threads"), nb::arg("strategy"),
+        nb::arg("cancel").noconvert(), nb::arg("offsets").noconvert());
 }
 
 }  // namespace memplan::packing

@@ -16,14 +16,13 @@ Ceilings::Lowest lower_of(const Ceilings::Lowest& a, const Ceilings::Lowest& b) 
 
 Ceilings::Ceilings(const Problem& problem) : items_(problem.items) {
   std::vector<int> starts{0};
-  std::vector<int> fixed;
   for (std::size_t i = 0; i < items_.size(); ++i) {
-    if (items_[i].fixed < 0) continue;
-    fixed.push_back(static_cast<int>(i));
+    if (items_[i].fixed < 0 && items_[i].twin < 0) continue;
+    if (items_[i].fixed >= 0) fixed_.push_back(static_cast<int>(i));
     starts.push_back(items_[i].first);
     starts.push_back(items_[i].last);
   }
-  if (fixed.empty()) return;
+  if (starts.size() == 1) return;
   std::sort(starts.begin(), starts.end());
   starts.erase(std::unique(starts.begin(), starts.end()), starts.end());
   zones_ = starts.size();
@@ -33,46 +32,64 @@ Ceilings::Ceilings(const Problem& problem) : items_(problem.items) {
     const int end = zone + 1 < zones_ ? starts[zone + 1] : problem.sections + 1;
     std::fill(zone_of_.begin() + starts[zone], zone_of_.begin() + end, static_cast<int>(zone));
   }
-  std::sort(fixed.begin(), fixed.end(),
+  std::sort(fixed_.begin(), fixed_.end(),
             [&](int a, int b) { return items_[at(a)].fixed < items_[at(b)].fixed; });
-  stacks_.resize(zones_);
-  for (const int item : fixed) {
-    const Item& it = items_[at(item)];
-    for (int zone = zone_of_[at(it.first)]; zone < zone_of_[at(it.last)]; ++zone) {
-      stacks_[at(zone)].push_back(item);
-    }
-  }
+  offset_.assign(items_.size(), -1);
 }
 
 void Ceilings::reset() {
-  placed_.assign(zones_, 0);
+  stacks_.assign(zones_, {});
   lowest_.assign(2 * leaves_, {kNone, -1});
-  for (std::size_t zone = 0; zone < zones_; ++zone) {
-    if (stacks_[zone].empty()) continue;
-    const int item = stacks_[zone].front();
-    lowest_[leaves_ + zone] = {items_[at(item)].fixed, item};
-  }
-  for (std::size_t node = leaves_ - 1; node > 0; --node) {
-    lowest_[node] = lower_of(lowest_[2 * node], lowest_[2 * node + 1]);
+  for (const int item : fixed_) decide(item, items_[at(item)].fixed);
+}
+
+void Ceilings::decide(int item, std::int64_t offset) {
+  const Item& it = items_[at(item)];
+  offset_[at(item)] = offset;
+  for (std::size_t zone = zone_at(it.first); zone < zone_at(it.last); ++zone) {
+    std::vector<int>& stack = stacks_[zone];
+    const auto place = std::find_if(stack.begin(), stack.end(),
+                                    [&](int other) { return offset_[at(other)] < offset; });
+    stack.insert(place, item);
+    settle(zone);
   }
 }
 
-// It is the lowest that is left in each of its zones.
 void Ceilings::place(int item) {
   const Item& it = items_[at(item)];
-  for (int zone = zone_of_[at(it.first)]; zone < zone_of_[at(it.last)]; ++zone) {
-    settle(at(zone));
+  for (std::size_t zone = zone_at(it.first); zone < zone_at(it.last); ++zone) {
+    stacks_[zone].pop_back();
+    settle(zone);
   }
 }
 
 void Ceilings::settle(std::size_t zone) {
-  const std::size_t next = ++placed_[zone];
-  const int item = next < stacks_[zone].size() ? stacks_[zone][next] : -1;
+  const int item = stacks_[zone].empty() ? -1 : stacks_[zone].back();
   std::size_t node = leaves_ + zone;
-  lowest_[node] = {item < 0 ? kNone : items_[at(item)].fixed, item};
+  lowest_[node] = {item < 0 ? kNone : offset_[at(item)], item};
   for (node /= 2; node > 0; node /= 2) {
     lowest_[node] = lower_of(lowest_[2 * node], lowest_[2 * node + 1]);
   }
+}
+
+std::int64_t Ceilings::clear_from(int item, std::int64_t offset) const {
+  const Item& it = items_[at(item)];
+  offset = align_up(offset, it.alignment);
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (std::size_t zone = zone_at(it.first); zone < zone_at(it.last); ++zone) {
+      const std::vector<int>& stack = stacks_[zone];
+      for (auto other = stack.rbegin(); other != stack.rend(); ++other) {
+        const std::int64_t begin = offset_[at(*other)];
+        const std::int64_t end = begin + items_[at(*other)].size;
+        if (begin >= offset + it.size) break;
+        if (end <= offset) continue;
+        offset = align_up(end, it.alignment);
+        moved = true;
+      }
+    }
+  }
+  return offset;
 }
 
 Ceilings::Lowest Ceilings::lowest(int first, int last) const {

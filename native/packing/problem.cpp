@@ -17,10 +17,18 @@ std::vector<std::int64_t> section_starts(const Columns& columns) {
   return starts;
 }
 
+bool are_twins(const Columns& columns, std::size_t i) {
+  const auto other = static_cast<std::size_t>(columns.twin[i]);
+  return other < columns.lower.size() && columns.twin[other] == static_cast<std::int64_t>(i) &&
+         columns.size[i] == columns.size[other] &&
+         columns.alignment[i] == columns.alignment[other] && columns.fixed[i] < 0 &&
+         (columns.upper[i] <= columns.lower[other] || columns.upper[other] <= columns.lower[i]);
+}
+
 void check(const Columns& columns) {
   const std::size_t n = columns.lower.size();
   if (columns.upper.size() != n || columns.size.size() != n || columns.alignment.size() != n ||
-      columns.fixed.size() != n) {
+      columns.fixed.size() != n || columns.twin.size() != n) {
     throw std::invalid_argument("columns differ in length");
   }
   for (std::size_t i = 0; i < n; ++i) {
@@ -28,6 +36,9 @@ void check(const Columns& columns) {
     if (columns.size[i] <= 0) throw std::invalid_argument("a size that is not positive");
     if (columns.alignment[i] <= 0) throw std::invalid_argument("an alignment below 1");
     if (columns.fixed[i] < -1) throw std::invalid_argument("a negative offset");
+    if (columns.twin[i] >= 0 && !are_twins(columns, i)) {
+      throw std::invalid_argument("a twin that is none");
+    }
   }
 }
 
@@ -58,6 +69,8 @@ Problem make_problem(const Columns& columns) {
     item.size = columns.size[i] / problem.unit;
     item.alignment = std::max<std::int64_t>(columns.alignment[i] / problem.unit, 1);
     item.fixed = columns.fixed[i] < 0 ? -1 : columns.fixed[i] / problem.unit;
+    item.twin = columns.twin[i] < 0 ? -1 : static_cast<int>(columns.twin[i]);
+    problem.twins = problem.twins || item.twin >= 0;
     problem.load[static_cast<std::size_t>(item.first)] += item.size;
     problem.load[static_cast<std::size_t>(item.last)] -= item.size;
     if (item.fixed >= 0) problem.bound = std::max(problem.bound, item.fixed + item.size);

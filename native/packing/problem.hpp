@@ -6,13 +6,15 @@
 
 namespace memplan::packing {
 
-// What the caller asks: one entry a buffer. Lifetimes are half-open, `fixed` is -1 where free.
+// What the caller asks: one entry a buffer. Lifetimes are half-open, `fixed` is -1 where free. `twin`
+// is the row of a buffer that must have the same offset, which names this one in turn, or -1.
 struct Columns {
   std::span<const std::int64_t> lower;
   std::span<const std::int64_t> upper;
   std::span<const std::int64_t> size;
   std::span<const std::int64_t> alignment;
   std::span<const std::int64_t> fixed;
+  std::span<const std::int64_t> twin;
 };
 
 // A buffer over sections [first, last): the stretches of time between two moments at which any
@@ -23,6 +25,7 @@ struct Item {
   std::int64_t size;
   std::int64_t alignment;
   std::int64_t fixed;
+  int twin;
 
   int length() const { return last - first; }
 };
@@ -32,6 +35,7 @@ struct Item {
 struct Problem {
   std::vector<Item> items;
   int sections = 0;
+  bool twins = false;  // some item has one
   std::int64_t unit = 1;
   std::vector<std::int64_t> load;  // per section
   std::int64_t max_load = 0;

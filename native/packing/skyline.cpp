@@ -12,12 +12,22 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 }  // namespace
 
 Skyline::Skyline(const Problem& problem)
-    : problem_(problem), candidates_(problem.items), ceilings_(problem) {}
+    : problem_(problem), candidates_(problem.items), ceilings_(problem) {
+  const auto& items = problem.items;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const int twin = items[i].twin;
+    if (twin >= 0 && items[at(twin)].first < items[i].first) twins_.push_back(static_cast<int>(i));
+  }
+  std::stable_sort(twins_.begin(), twins_.end(), [&](int a, int b) {
+    return items[at(items[at(a)].twin)].last > items[at(items[at(b)].twin)].last;
+  });
+}
 
 void Skyline::set_run(int first, int last, std::int64_t floor) {
   run_last_[at(first)] = last;
   run_first_[at(last - 1)] = first;
   run_floor_[at(first)] = floor;
+  if (problem_.twins) floors_.raise(first, last, floor);
   lowest_.push({floor, first, last});
 }
 
@@ -39,13 +49,22 @@ bool Skyline::current(const Run& run) const {
   return run_last_[at(run.first)] == run.last && run_floor_[at(run.first)] == run.floor;
 }
 
+// What rests on the run's floor; where nothing does, a twin that has to hang above it; -1: nothing.
 int Skyline::choose(const Run& run, double at_side, std::int64_t ceiling) const {
-  const Candidates::Fits below = [&](int item) {
+  if (ceiling == Ceilings::kNone && !problem_.twins) return choose(run, at_side, nullptr);
+  const Candidates::Fits rests = [&](int item) {
     const Item& it = problem_.items[at(item)];
+    if (it.twin >= 0) return common_offset(item) == align_up(run.floor, it.alignment);
     const std::int64_t top = align_up(run.floor, it.alignment) + it.size;
     return top <= ceiling || top <= ceilings_.lowest(it.first, it.last).offset;
   };
-  const Candidates::Fits* fits = ceiling == Ceilings::kNone ? nullptr : &below;
+  const int best = choose(run, at_side, &rests);
+  if (best >= 0 || !problem_.twins) return best;
+  const Candidates::Fits hangs = [&](int item) { return problem_.items[at(item)].twin >= 0; };
+  return choose(run, at_side, &hangs);
+}
+
+int Skyline::choose(const Run& run, double at_side, const Candidates::Fits* fits) const {
   const int tight = slack_.least(run.first, run.last).first;
   const int best = candidates_.best({run.first, tight, tight + 1, run.last}, fits);
   if (best < 0) return candidates_.best({run.first, run.last, run.first, run.last}, fits);
@@ -55,6 +74,28 @@ int Skyline::choose(const Run& run, double at_side, std::int64_t ceiling) const 
   const auto score = [&](int item) { return item < 0 ? -1.0 : candidates_.score(item); };
   const int side = score(right) > score(left) ? right : left;
   return score(side) >= at_side * score(best) ? side : best;
+}
+
+// The least offset at which an item and its twin are both above what is placed and clear of what is
+// decided.
+std::int64_t Skyline::common_offset(int item) const {
+  const Item& it = problem_.items[at(item)];
+  const Item& twin = problem_.items[at(it.twin)];
+  std::int64_t offset =
+      std::max(floors_.highest(it.first, it.last), floors_.highest(twin.first, twin.last));
+  for (;;) {
+    const std::int64_t next = ceilings_.clear_from(it.twin, ceilings_.clear_from(item, offset));
+    if (next == offset) return offset;
+    offset = next;
+  }
+}
+
+void Skyline::decide(int item) {
+  const std::int64_t offset = common_offset(item);
+  for (const int one : {item, problem_.items[at(item)].twin}) {
+    ceilings_.decide(one, offset);
+    candidates_.remove(one);
+  }
 }
 
 // Nothing fits: the valley is lost up to its lower neighbour or the lowest fixed buffer above it.
@@ -86,10 +127,14 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
   run_floor_.assign(slack.size(), -1);
   lowest_ = {};
   ceilings_.reset();
+  if (problem_.twins) floors_.reset(problem_.sections);
   offsets.assign(problem_.items.size(), -1);
   std::int64_t height = 0;
   std::size_t left = problem_.items.size();
   set_run(0, problem_.sections, 0);
+  if (manner.twins_first) {
+    for (const int item : twins_) decide(item);
+  }
   while (left > 0) {
     const Run run = lowest_.top();
     lowest_.pop();
@@ -101,6 +146,11 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
     const int chosen = reached ? above.item : choose(run, manner.at_side, above.offset);
     if (chosen < 0) {
       raise(run, above.offset);
+      continue;
+    }
+    if (!reached && problem_.items[at(chosen)].twin >= 0) {
+      decide(chosen);
+      lowest_.push(run);
       continue;
     }
     const Item& item = problem_.items[at(chosen)];

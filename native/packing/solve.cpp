@@ -124,7 +124,7 @@ class Solver {
   // search between the bound and the best. False where there is nothing to do.
   bool round() {
     const bool may_search = question_.search && cells_ <= kMostCells &&
-                            problem_.items.size() <= kMostBuffers;
+                            problem_.items.size() <= kMostBuffers && !problem_.twins;
     const bool may_dive = question_.dive && (goal_ < 0 || goal_ > bound_ || !may_search);
     if (!may_search && !may_dive) return false;
     const int turn = may_search ? round_ % 3 : 1;
@@ -186,34 +186,45 @@ class Solver {
   // One of every kind, until one reaches the bound.
   void first_dives() {
     skylines_.resize(static_cast<std::size_t>(threads_));
-    const int kinds = static_cast<int>(std::size(kDives));
-    for (int next = 0; next < kinds && !done() && !watch_.stopped(); next += threads_) {
-      const int count = std::min(threads_, kinds - next);
-      std::vector<std::int64_t> heights(static_cast<std::size_t>(count));
-      std::vector<Offsets> offsets(static_cast<std::size_t>(count));
-      together(count, [&](int t) {
-        const auto i = static_cast<std::size_t>(t);
-        const DiveTaste& taste = kDives[next + t];
-        heights[i] = dive(t, {dive_score(taste), taste.at_side}, offsets[i]);
-      });
-      for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i], "skyline");
+    for (const DiveTaste& taste : kDives) {
+      manners_.push_back({dive_score(taste), taste.at_side, false});
+      if (problem_.twins) manners_.push_back({manners_.back().score, taste.at_side, true});
     }
+    std::vector<std::int64_t> heights(manners_.size(), -1);
+    const auto step = static_cast<std::size_t>(threads_);
+    for (std::size_t next = 0; next < heights.size() && !done() && !watch_.stopped();
+         next += step) {
+      const std::size_t count = std::min(step, heights.size() - next);
+      std::vector<Offsets> offsets(count);
+      together(static_cast<int>(count), [&](int t) {
+        const auto i = static_cast<std::size_t>(t);
+        heights[next + i] = dive(t, manners_[next + i], offsets[i]);
+      });
+      for (std::size_t i = 0; i < count; ++i) offer(heights[next + i], offsets[i], "skyline");
+    }
+    by_height_.resize(heights.size());
+    std::iota(by_height_.begin(), by_height_.end(), std::size_t{0});
+    std::stable_sort(by_height_.begin(), by_height_.end(),
+                     [&](std::size_t a, std::size_t b) { return heights[a] < heights[b]; });
   }
 
-  // Each thread has its own line of them, from a beginning of its own.
+  // Each thread has its own line of them, begun where the first ones came out lowest.
   void more_dives() {
     const auto threads = static_cast<std::size_t>(threads_);
+    const auto begun = [&](std::size_t t) -> const Skyline::Manner& {
+      return manners_[by_height_[t % by_height_.size()]];
+    };
     for (std::size_t t = shakes_.size(); t < threads; ++t) {
-      shakes_.emplace_back(problem_, dive_score(kDives[t % std::size(kDives)]),
-                           question_.seed * 7919 + t);
+      shakes_.emplace_back(problem_, begun(t).score, question_.seed * 7919 + t);
     }
-    skylines_.resize(threads);
     together(threads_, [&](int t) {
+      const auto i = static_cast<std::size_t>(t);
+      Skyline::Manner manner = begun(i);
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
-        return dive(t, {score, kDives[static_cast<std::size_t>(t) % std::size(kDives)].at_side},
-                    offsets);
+        manner.score = score;
+        return dive(t, manner, offsets);
       };
-      shakes_[static_cast<std::size_t>(t)].run(run, kDivesOfRound, goal_ < 0 ? bound_ : goal_);
+      shakes_[i].run(run, kDivesOfRound, goal_ < 0 ? bound_ : goal_);
     });
     for (const Shake& shake : shakes_) offer(shake.height(), shake.offsets(), "skyline");
   }
@@ -316,7 +327,9 @@ class Solver {
   const char* found_by_ = "";
   bool impossible_ = false;
 
-  std::vector<std::unique_ptr<Skyline>> skylines_;
+  std::vector<std::unique_ptr<Skyline>> skylines_;  // by thread
+  std::vector<Skyline::Manner> manners_;            // of the first dives
+  std::vector<std::size_t> by_height_;              // of them, the lowest outcome first
   std::vector<Shake> shakes_;
   int round_ = 0;
   Attempt at_goal_;

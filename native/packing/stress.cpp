@@ -20,14 +20,31 @@ namespace {
 using Random = std::mt19937_64;
 
 struct Rows {
-  std::vector<std::int64_t> lower, upper, size, alignment, fixed;
+  std::vector<std::int64_t> lower, upper, size, alignment, fixed, twin;
 
   std::size_t count() const { return lower.size(); }
-  Columns columns() const { return {lower, upper, size, alignment, fixed}; }
+  Columns columns() const { return {lower, upper, size, alignment, fixed, twin}; }
 };
 
 std::int64_t below(Random& random, std::int64_t limit) {
   return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
+}
+
+// Of pairs picked at random, those that are never alive together.
+void make_twins(Random& random, Rows& rows) {
+  for (int i = 0; i < 40; ++i) {
+    const auto a = static_cast<std::size_t>(below(random, static_cast<std::int64_t>(rows.count())));
+    const auto b = static_cast<std::size_t>(below(random, static_cast<std::int64_t>(rows.count())));
+    const bool apart = rows.upper[a] <= rows.lower[b] || rows.upper[b] <= rows.lower[a];
+    if (!apart || rows.fixed[a] >= 0 || rows.fixed[b] >= 0 || rows.twin[a] >= 0 ||
+        rows.twin[b] >= 0) {
+      continue;
+    }
+    rows.size[b] = rows.size[a];
+    rows.alignment[b] = rows.alignment[a];
+    rows.twin[a] = static_cast<std::int64_t>(b);
+    rows.twin[b] = static_cast<std::int64_t>(a);
+  }
 }
 
 Rows random_rows(Random& random, bool small) {
@@ -45,7 +62,9 @@ Rows random_rows(Random& random, bool small) {
     rows.alignment.push_back(aligned ? unit * (1 + below(random, 4)) : 1);
     const bool fixed = some_fixed && below(random, 4) == 0;
     rows.fixed.push_back(fixed ? rows.alignment.back() * unit * below(random, 6) : -1);
+    rows.twin.push_back(-1);
   }
+  if (!small && below(random, 2) == 0) make_twins(random, rows);
   return rows;
 }
 
@@ -65,6 +84,9 @@ void check_layout(const Rows& rows, const Answer& answer) {
     const std::int64_t offset = answer.offsets[i];
     if (offset < 0 || offset % rows.alignment[i] != 0) throw std::logic_error("offset");
     if (rows.fixed[i] >= 0 && offset != rows.fixed[i]) throw std::logic_error("moved");
+    if (rows.twin[i] >= 0 && offset != answer.offsets[static_cast<std::size_t>(rows.twin[i])]) {
+      throw std::logic_error("twins apart");
+    }
     height = std::max(height, offset + rows.size[i]);
     for (std::size_t j = 0; j < i; ++j) {
       if (overlap(rows, answer.offsets, i, j)) throw std::logic_error("overlap");
@@ -133,6 +155,7 @@ void check_small(const Rows& rows, Question question) {
     some.size.push_back(rows.size[i]);
     some.alignment.push_back(rows.alignment[i]);
     some.fixed.push_back(rows.fixed[i]);
+    some.twin.push_back(-1);
   }
   if (least_height(some) < least) throw std::logic_error("the witness fits");
 }

@@ -13,7 +13,7 @@ constexpr std::int64_t kDeadEnds = 2'000;  // of one proof
 constexpr int kProofs = 400;
 
 struct Rows {
-  std::vector<std::int64_t> lower, upper, size, alignment, fixed;
+  std::vector<std::int64_t> lower, upper, size, alignment, fixed, twin;
 
   Rows(const Columns& columns, const std::vector<int>& rows) {
     for (const int row : rows) {
@@ -23,6 +23,7 @@ struct Rows {
       size.push_back(columns.size[i]);
       alignment.push_back(columns.alignment[i]);
       fixed.push_back(columns.fixed[i]);
+      twin.push_back(-1);
     }
   }
 };
@@ -32,7 +33,7 @@ bool do_not_fit(const Columns& columns, const std::vector<int>& rows, std::int64
   if (rows.empty()) return false;
   const Rows some(columns, rows);
   const Problem problem =
-      make_problem({some.lower, some.upper, some.size, some.alignment, some.fixed});
+      make_problem({some.lower, some.upper, some.size, some.alignment, some.fixed, some.twin});
   const std::int64_t units = capacity / problem.unit;
   if (problem.bound > units) return true;
   Search search(problem, units, 0, stop);

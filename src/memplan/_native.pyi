@@ -89,6 +89,7 @@ def pack(
     size: npt.NDArray[np.int64],
     alignment: npt.NDArray[np.int64],
     fixed: npt.NDArray[np.int64],
+    twin: npt.NDArray[np.int64],
     capacity: int,
     seconds: float,
     seed: int,
@@ -99,7 +100,7 @@ def pack(
 ) -> Packing:
     """Fill `offsets` with the lowest layout found, or one within `capacity` (-1: none is given).
 
-    `fixed` holds offsets that are given, else -1. Stops soon after `cancel[0]` is no longer 0.
+    `fixed` holds offsets that are given, `twin` rows that must have the same offset, else -1. Stops soon after `cancel[0]` is no longer 0.
     Releases the GIL. Raises ValueError for columns that contradict each other and for a strategy
     that there is not.
     """

@@ -78,6 +78,42 @@ def test_fixed_buffers() -> None:
     assert isinstance(beyond, Infeasible) and beyond.witness > 5
 
 
+def test_twins_get_one_offset() -> None:
+    # The second half of 0 must lie where its first does, though 1 would let it lie at the bottom.
+    problem = make_problem([0, 0, 4, 4], [2, 2, 6, 6], [4, 6, 4, 5], twin=[2, -1, 0, -1])
+    for strategy in ("auto", "skyline"):
+        answer = minimise(problem, seconds=SECONDS, strategy=strategy)
+        assert isinstance(answer, Solved) and answer.solution.height == 10
+        offsets = answer.solution.offsets
+        assert offsets[0] == offsets[2] and validate(problem, offsets) == ""
+        moved = offsets.copy()
+        moved[2] += 100
+        assert "different offsets" in validate(problem, moved)
+    for twin in ([1, 0, -1, -1], [2, -1, -1, -1], [3, -1, -1, 0], [4, -1, -1, -1]):
+        with pytest.raises(UsageError, match="twin"):
+            make_problem([0, 0, 4, 4], [2, 2, 6, 6], [4, 6, 4, 5], twin=twin)
+
+
+@slow_machine
+@given(data=st.data(), seed=st.integers(0, 3))
+def test_any_twins(data: st.DataObject, seed: int) -> None:
+    count = data.draw(st.integers(2, 30))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    lower = rng.integers(0, 20, count)
+    upper, size = lower + rng.integers(1, 8, count), rng.integers(1, 9, count)
+    twin = np.full(count, -1)
+    for row, other in rng.integers(0, count, (10, 2)).tolist():
+        apart = upper[row] <= lower[other] or upper[other] <= lower[row]
+        if apart and twin[row] < 0 and twin[other] < 0:
+            twin[row], twin[other], size[other] = other, row, size[row]
+    problem = make_problem(lower, upper, size, twin=twin)
+    answer = minimise(problem, seconds=0.05, seed=seed)
+    layout = answer.solution if isinstance(answer, Solved) else None
+    if isinstance(answer, TimedOut):
+        layout = answer.best
+    assert layout is not None and validate(problem, layout.offsets, layout.height) == ""
+
+
 def test_the_ends_of_the_range() -> None:
     empty = make_problem([], [], [])
     assert isinstance(minimise(empty, seconds=SECONDS), Solved)

@@ -14,9 +14,9 @@ from memplan.layout.problem import Layout, Problem, make_layout
 
 
 def best_fit(problem: Problem) -> Layout:
-    """Offsets. Raises ValueError for fixed buffers: program order knows none."""
-    if (problem.fixed >= 0).any():
-        raise ValueError("best fit in program order cannot place fixed buffers")
+    """Offsets. Raises ValueError for fixed buffers and twins: program order knows none."""
+    if (problem.fixed >= 0).any() or (problem.twin >= 0).any():
+        raise ValueError("best fit in program order cannot place fixed buffers or twins")
     count = len(problem)
     offsets = np.zeros(count, np.int64)
     times = np.concatenate((problem.upper, problem.lower))

@@ -14,6 +14,8 @@ def check_layout(problem: Problem, layout: Layout, capacity: int | None = None) 
         raise _invalid("an offset is negative or not aligned")
     if ((problem.fixed >= 0) & (offsets != problem.fixed)).any():
         raise _invalid("a fixed buffer was moved")
+    if ((problem.twin >= 0) & (offsets != offsets[problem.twin])).any():
+        raise _invalid("twins have different offsets")
     height = int(ends.max(initial=0))
     if height != layout.height or (capacity is not None and height > capacity):
         raise _invalid(f"it is {height} bytes high, not {layout.height} within {capacity}")

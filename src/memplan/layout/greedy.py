@@ -14,7 +14,10 @@ from memplan.types.trace import I64
 
 
 def greedy_by_size(problem: Problem) -> Layout:
-    """Offsets; fixed buffers keep theirs. Ties go to the longer lifetime, then to the lower row."""
+    """Offsets; fixed buffers keep theirs. Ties go to the longer lifetime, then to the lower row.
+    Raises ValueError for twins."""
+    if (problem.twin >= 0).any():
+        raise ValueError("greedy by size cannot place twins")
     lifetime = problem.upper - problem.lower
     order = np.lexsort((-lifetime, -problem.size, problem.fixed < 0))
     lower, upper, size = problem.lower[order], problem.upper[order], problem.size[order]

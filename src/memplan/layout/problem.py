@@ -50,6 +50,9 @@ class Problem:
     """Its offset is a multiple of this; 1 for any."""
     fixed: I64
     """The offset it must have; -1 where it is free."""
+    twin: I64
+    """The row that must have the same offset, whose twin is this one; -1 for none. Twins are of one
+    size, free, and never alive together."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -86,9 +89,10 @@ def make_problem(
     *,
     alignment: npt.ArrayLike | None = None,
     fixed: npt.ArrayLike | None = None,
+    twin: npt.ArrayLike | None = None,
     ids: tuple[str, ...] | None = None,
 ) -> Problem:
-    """A problem from columns; by default numbered from 0, unaligned and free.
+    """A problem from columns; by default numbered from 0, unaligned, free, no twins.
 
     Raises ProblemError for a row that cannot be, ValueError for columns that differ in length.
     """
@@ -101,6 +105,7 @@ def make_problem(
         size=np.ascontiguousarray(size, np.int64),
         alignment=_column(alignment, 1, count),
         fixed=_column(fixed, -1, count),
+        twin=_column(twin, -1, count),
     )
 
 
@@ -125,10 +130,12 @@ def make_layout(problem: Problem, offsets: I64) -> Layout:
 
 def _check(problem: Problem) -> None:
     count = len(problem.ids)
-    columns = (problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed)
+    columns = (
+        problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed, problem.twin,
+    )  # fmt: skip
     if any(column.shape != (count,) or column.dtype != np.int64 for column in columns):
         raise ValueError(f"columns of {[column.shape for column in columns]} for {count} buffers")
-    lower, upper, size, alignment, fixed = columns
+    lower, upper, size, alignment, fixed, twin = columns
     outside = (lower < -_MOST_TIME) | (lower > _MOST_TIME) | (upper > _MOST_TIME)
     _refuse(outside, lambda row: f"lifetime [{lower[row]}, {upper[row]}) is out of range")
     _refuse(lower >= upper, lambda row: f"lower {lower[row]} is not below upper {upper[row]}")
@@ -140,6 +147,12 @@ def _check(problem: Problem) -> None:
         misplaced, lambda row: f"offset {fixed[row]} is no multiple of alignment {alignment[row]}"
     )
     _refuse(fixed > MOST_BYTES - size, lambda row: "offset + size is beyond 2^63")
+    _refuse((twin < -1) | (twin >= count), lambda row: f"twin {twin[row]} is no row")
+    has, rows = twin >= 0, np.arange(count)
+    other = np.where(has, twin, rows)
+    apart = (upper <= lower[other]) | (upper[other] <= lower)
+    alike = (size == size[other]) & (alignment == alignment[other]) & (fixed < 0) & apart
+    _refuse(has & ~(alike & (twin[other] == rows)), lambda row: f"row {twin[row]} is no twin of it")
     _check_sum(size, alignment)
     _check_ids(problem.ids)
 

@@ -3,9 +3,9 @@
 The round repeats, so a request has one address in every round, and what lives across its boundary
 is in use at both ends of it. A request that outlives a whole step meets its own successor; a round
 is then two steps, which gives it two addresses in turn. The round is cut where the least bytes are
-in use, and what is alive there is stacked at the bottom of the arena, what ends latest lowest: it
-is the only part of the layout that is fixed before the search. The prologue is all that comes
-before, the building of the model included; what of it outlives a round is taken to stay.
+in use; what is alive there has a row at both ends of it, twins with one address. The prologue is
+all that comes before, the building of the model included; what of it outlives a round is taken to
+stay.
 
 Moments are indices of the trace's events: the prologue takes `[0, start)`, the first round
 `[start, start + clock)`.
@@ -163,32 +163,31 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
     """The problem of the planned rows and of the blocks; for each row of it the row of the round,
     those of the blocks following after.
 
-    A request that lives across the cut has a second row, for its end in the next round, at the same
-    fixed offset. In the first round that end is the end of a request of the prologue: where one of
-    that size ends there, the two are one row.
+    A request that lives across the cut has a second row, for its end in the next round, and the
+    two are twins. In the first round that end is the end of a request of the prologue: where one of
+    that size ends there, it is the second row.
     """
     planned = np.concatenate((made.planned, len(made) + np.arange(len(blocks))))
     size = np.concatenate((rounded(made.bytes[made.planned]), blocks.size))
     lower = np.concatenate((made.lower[made.planned], blocks.lower))
     upper = np.concatenate((made.upper[made.planned], blocks.upper))
     around = np.flatnonzero(upper > made.end)
-    # What ends latest lies lowest: the space above it becomes free from the top.
-    around = around[np.lexsort((lower[around], -upper[around]))]
-    fixed = np.full(len(planned), -1, np.int64)
-    fixed[around] = np.concatenate(([0], np.cumsum(size[around])))[:-1]
     tails = upper[around] - made.clock
     lasts = np.flatnonzero((planned < made.prologue) & (upper > made.start) & (upper < made.end))
     by_end: dict[tuple[int, int], list[int]] = {}
     for row in lasts.tolist():
         by_end.setdefault((int(size[row]), int(upper[row])), []).append(row)
+    twin = np.full(len(planned), -1, np.int64)
     alone = []
     for at, row in enumerate(around.tolist()):
         former = by_end.get((int(size[row]), int(tails[at])))
         if former:
-            fixed[former.pop()] = fixed[row]
+            twin[row] = former.pop()
+            twin[twin[row]] = row
         else:
             alone.append(at)
     rest = around[alone]
+    twin[rest] = len(planned) + np.arange(len(rest))
     upper = np.minimum(upper, made.end)
     names = [str(row) for row in planned.tolist()]
     problem = make_problem(
@@ -196,14 +195,14 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
         np.concatenate((upper, tails[alone])),
         np.concatenate((size, size[rest])),
         alignment=np.full(len(planned) + len(rest), ROUNDING, np.int64),
-        fixed=np.concatenate((fixed, fixed[rest])),
+        twin=np.concatenate((twin, rest)),
         ids=(*names, *(f"{names[row]}'" for row in rest.tolist())),
     )
     return problem, np.concatenate((planned, planned[rest]))
 
 
 def free_problem(made: Round) -> Problem:
-    """The same without fixed rows, for planners that know none: what lives across the cut is in use
+    """The same without twins, for planners that know none: what lives across the cut is in use
     over the whole round. Rows are those of `planned`."""
     planned = made.planned
     lower, upper = made.lower[planned], made.upper[planned]

@@ -106,7 +106,7 @@ def _pack(
             answers.append(
                 _native.pack(
                     problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
-                    capacity, seconds, seed, threads, strategy,
+                    problem.twin, capacity, seconds, seed, threads, strategy,
                     new_cancel() if cancel is None else cancel, offsets,
                 )
             )  # fmt: skip

@@ -55,10 +55,10 @@ class _Layer:
 def stalloc(problem: Problem, phase_start: I64, phase_end: I64) -> Layout:
     """Offsets for the requests of a step; the phases are those of allocation and of release.
 
-    Raises ValueError for fixed buffers, which the method does not have.
+    Raises ValueError for fixed buffers and twins, which the method does not have.
     """
-    if (problem.fixed >= 0).any():
-        raise ValueError("STAlloc's plan cannot place fixed buffers")
+    if (problem.fixed >= 0).any() or (problem.twin >= 0).any():
+        raise ValueError("STAlloc's plan cannot place fixed buffers or twins")
     groups = _fused(problem, _phase_groups(problem, phase_start, phase_end))
     offsets = np.zeros(len(problem), np.int64)
     step = int(problem.alignment.max(initial=1))

@@ -54,7 +54,7 @@ def static_plan(
     if not len(problem):
         raise NoAnswerError("no request of the step recurs: nothing to plan")
     answer = minimise(problem, seconds=seconds, seed=seed, cancel=cancel)
-    assert not isinstance(answer, Infeasible), answer.reason  # what is fixed is stacked
+    assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     if layout is None:
         raise NoAnswerError("no layout was found in time", f"--timeout {2 * seconds:g}")

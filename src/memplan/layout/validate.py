@@ -12,8 +12,9 @@ from memplan.types.trace import I64
 def validate(problem: Problem, offsets: I64, capacity: int | None = None) -> str:
     """Empty when the layout is valid, else the first reason why not.
 
-    Valid: every offset is at least 0, a multiple of its alignment and the fixed one where there is
-    one; no two buffers alive at once overlap; with a `capacity`, none ends beyond it.
+    Valid: every offset is at least 0, a multiple of its alignment, the fixed one and its twin's
+    where there is one; no two buffers alive at once overlap; with a `capacity`, none ends beyond
+    it.
     """
     if len(offsets) != len(problem):
         return f"{len(offsets)} offsets for {len(problem)} buffers"
@@ -31,6 +32,9 @@ def validate(problem: Problem, offsets: I64, capacity: int | None = None) -> str
             return f"{name} at {start} must be at {fixed}"
         if capacity is not None and end > capacity:
             return f"{name} ends at {end}, beyond {capacity}"
+    for i, twin in enumerate(problem.twin.tolist()):
+        if twin >= 0 and offsets[i] != offsets[twin]:
+            return f"{problem.ids[i]} and its twin {problem.ids[twin]} have different offsets"
     for i, (name, lower, upper, start, end, *_) in enumerate(rows):
         for other, lower2, upper2, start2, end2, *_ in rows[i + 1 :]:
             if lower < upper2 and lower2 < upper and start < end2 and start2 < end:
