@@ -81,6 +81,9 @@ def read(line: str, gpus_per_node: int | None = None) -> Launch:
         ("srun -N 2 --ntasks-per-node 8 env X=Y python train.py", (16, 8), "train.py"),
         ("srun -n16 -N2 -p gpu --exclusive --gres=gpu:a100:8 python train.py", (16, 8), "train.py"),
         ("srun -n 4 --gpus-per-node=h100:2 ./train.py", (4, 2), "./train.py"),
+        ("srun --gpus=a100:8 --ntasks-per-gpu=1 python train.py", (8, 8), "train.py"),
+        ("srun -G 4 --gpus-per-task=2 python train.py", (2, 2), "train.py"),
+        ("srun -N 2 --gpus-per-node=8 --ntasks-per-gpu=1 python train.py", (16, 8), "train.py"),
         ("srun -lu --kill-on-bad-exit=1 --mpi=pmix -n 2 python train.py", (2, 2), "train.py"),
         ("srun -N 2 --ntasks-per-node=1 torchrun --nnodes 2 --nproc-per-node 8 train.py", (16, 8),
          "train.py"),
@@ -132,6 +135,11 @@ def test_what_is_run(line: str, world: tuple[int, int] | None, program: str) -> 
         ("srun -N 2 --ntasks-per-node 4 --export=ALL,A=1 env B=2 python train.py", (5, 8, 4),
          {"A": "1", "B": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
           "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "4(x2)"}),
+        ("srun -n 2 --gpus-per-task=1 python train.py", (1, 2, 2), {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("srun -n 2 --gpus-per-node=2 --gpu-bind=single:1 python train.py", (1, 2, 2),
+         {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("srun -n 2 --gpus-per-task=1 --gpu-bind=none python train.py", (1, 2, 2),
+         {"CUDA_VISIBLE_DEVICES": None}),
         # Below srun torchrun runs once on each node: its workers share the node's SLURM_PROCID.
         ("srun -N 2 -n 2 torchrun --nnodes 2 --nproc-per-node 4 train.py", (5, 8, 4),
          {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "ROLE_RANK": "5"}),
@@ -141,7 +149,7 @@ def test_what_is_run(line: str, world: tuple[int, int] | None, program: str) -> 
     ],
 )  # fmt: skip
 def test_what_a_rank_finds(
-    line: str, place: tuple[int, int, int], expected: dict[str, str]
+    line: str, place: tuple[int, int, int], expected: dict[str, str | None]
 ) -> None:
     found = read(line).environment(RankPlace(*place))
     assert {name: found.get(name) for name in expected} == expected
@@ -164,6 +172,7 @@ def test_what_a_rank_finds(
         ("srun -n 12 python train.py", "12 processes do not divide", "--gpus-per-node 6"),
         ("srun -N 4 torchrun --nnodes 2 --nproc-per-node 8 train.py",
          "srun starts torchrun 4 times", "the same number of nodes"),
+        ("srun -n 8 --ntasks-per-gpu=2 python train.py", "several tasks need of one GPU", "1"),
         ("srun -n 2 bash run.sh", "what a shell would run cannot be followed", "the command"),
         ("mpirun python train.py", "without -np", "mpirun -np 8"),
         ("mpirun --nope 1 python train.py", "mpirun: no option --nope", ""),

@@ -54,13 +54,13 @@ def read_srun(words: list[str], context: Context) -> Step:
         raise UsageError(
             "srun: several programs at once cannot be followed", "the command of one of them"
         )
-    world = _world(given, context)
+    world, gpus = _world(given, context), _gpus_of_task(given)
     exported, notes = _exported(last(given, "export", "ALL"))
     layer = Layer(
         "srun",
         world,
         fixed={**exported, **_fixed(given, world)},
-        ranked=_ranked,
+        ranked=lambda place: _ranked(place, gpus),
         module_option="",
         notes=notes,
     )
@@ -74,6 +74,8 @@ def _world(given: Given, context: Context) -> World:
     per_node = _said(given, "ntasks-per-node", context, "SLURM_NTASKS_PER_NODE")
     tasks = _said(given, "ntasks", context, "SLURM_NTASKS")
     local = whole("srun", "--ntasks-per-node", per_node) if per_node else None
+    if not tasks and not per_node:
+        tasks = _tasks_of_gpus(given, nodes or 1)
     if tasks:
         size = whole("srun", "--ntasks", tasks)
         if nodes and nodes <= size:
@@ -101,8 +103,49 @@ def _nodes(text: str) -> int | None:
 def _gpus(given: Given) -> int | None:
     """GPUs of a node from `--gpus-per-node a100:8` or `--gres=gpu:8`."""
     generic = re.search(r"(?:^|,)gpu(?::[^,:]+)?:(\d+)", last(given, "gres"))
-    text = last(given, "gpus-per-node").rpartition(":")[2] or (generic[1] if generic else "")
-    return whole("srun", "--gpus-per-node", text) if text else None
+    if generic and not last(given, "gpus-per-node"):
+        return whole("srun", "--gres", generic[1])
+    return _number(given, "gpus-per-node")
+
+
+def _number(given: Given, option: str) -> int | None:
+    """The number of `8` or of `a100:8`; None where the option is not given."""
+    text = last(given, option).rpartition(":")[2]
+    return whole("srun", f"--{option}", text) if text else None
+
+
+def _tasks_of_gpus(given: Given, nodes: int) -> str:
+    """The number of tasks where it follows from that of the GPUs; empty where it does not."""
+    per_gpu, per_task = _number(given, "ntasks-per-gpu"), _number(given, "gpus-per-task")
+    gpus = _number(given, "gpus") or nodes * (_gpus(given) or 0)
+    if per_gpu and gpus:
+        return str(gpus * per_gpu)
+    if per_task and last(given, "gpus"):
+        return str(max(gpus // per_task, 1))
+    return ""
+
+
+def _gpus_of_task(given: Given) -> int | None:
+    """How many GPUs a task sees where it does not see all of its node's.
+
+    Asking for GPUs by the task, or for tasks by the GPU, binds each to its own unless `--gpu-bind`
+    says otherwise. Raises UsageError for several tasks on one GPU.
+    """
+    per_gpu = _number(given, "ntasks-per-gpu")
+    if per_gpu is not None and per_gpu > 1:
+        raise UsageError(
+            f"srun --ntasks-per-gpu {per_gpu}: what several tasks need of one GPU together cannot "
+            "be estimated",
+            "--ntasks-per-gpu 1",
+        )
+    kind, _, count = last(given, "gpu-bind").removeprefix("verbose,").partition(":")
+    if kind == "per_task":
+        return whole("srun", "--gpu-bind per_task", count)
+    if kind in ("single", "map_gpu"):
+        return 1
+    if kind:
+        return None
+    return per_gpu or _number(given, "gpus-per-task")
 
 
 def _exported(text: str) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -133,6 +176,7 @@ def _fixed(given: Given, world: World) -> dict[str, str]:
     for option, variable in (
         ("cpus-per-task", "SLURM_CPUS_PER_TASK"),
         ("gpus-per-node", "SLURM_GPUS_PER_NODE"),
+        ("gpus-per-task", "SLURM_GPUS_PER_TASK"),
         ("job-name", "SLURM_JOB_NAME"),
     ):
         if value := last(given, option):
@@ -142,8 +186,10 @@ def _fixed(given: Given, world: World) -> dict[str, str]:
     return found
 
 
-def _ranked(place: RankPlace) -> Mapping[str, str]:
-    return {
+def _ranked(place: RankPlace, gpus: int | None) -> Mapping[str, str]:
+    # Below a control group that leaves a task its own GPUs only, they count from 0 on.
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))} if gpus else {}
+    return own | {
         "SLURM_PROCID": str(place.rank),
         "SLURM_LOCALID": str(place.local_rank),
         "SLURM_NODEID": str(place.node),
