@@ -114,12 +114,12 @@ class _Place:
 
     def _step(self, next_: int, sizes: list[int], streams: list[int], at: int) -> int | None:
         """How many requests of the plan are left out before the one that request `at` is."""
-        if self._equal(next_, sizes[at], streams[at]):
+        if self._dynamic[next_] or self._equal(next_, sizes[at], streams[at]):
             return 0
         for ahead in range(1, min(_AHEAD, self._round)):
             if self._agrees(next_ + ahead, sizes, streams, at):
                 return ahead
-        return 0 if self._dynamic[next_] else None
+        return None
 
     def _agrees(self, place: int, sizes: list[int], streams: list[int], at: int) -> bool:
         """Whether the plan from `place` on is what comes; dynamic ones may differ."""
