@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import pytest
 import torch
 from torch import nn
 
+from memplan.estimate import estimate
 from memplan.types.device import find_profile
 from tests.capture.jobs import record
 
@@ -69,6 +73,41 @@ def test_memory_questions_follow_the_record() -> None:
         assert isinstance(cuda.memory_summary(), str)
 
     record(job)
+
+
+def test_what_the_cache_holds_until_it_is_given_back() -> None:
+    def job() -> None:
+        cuda = torch.cuda
+        free, _ = cuda.mem_get_info()
+        x = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
+        held = cuda.memory_reserved()
+        del x
+        cuda.reset_peak_memory_stats()
+        assert cuda.memory_reserved() == held >= 10 * MIB
+        assert free - cuda.mem_get_info()[0] == held
+        cuda.empty_cache()
+        assert cuda.memory_reserved() == 0
+        assert cuda.mem_get_info()[0] == free
+        assert cuda.max_memory_reserved() == held
+
+    record(job)
+
+
+def test_a_fraction_of_the_card_is_an_allocator_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,")
+
+    def job() -> None:
+        with pytest.raises(ValueError, match="Allowed range"):
+            torch.cuda.set_per_process_memory_fraction(2.0)
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        torch.empty(41 << 30, dtype=torch.uint8, device="cuda")
+
+    trace = record(job)
+    assert trace.meta.alloc_conf == "expandable_segments:True,per_process_memory_fraction:0.5"
+    assert estimate(trace, PROFILE).fits is False
+    whole = replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=""))
+    assert estimate(whole, PROFILE).fits is True
 
 
 def test_random_state() -> None:

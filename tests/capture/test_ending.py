@@ -56,6 +56,28 @@ def test_stops_when_a_step_repeats(tmp_path: Path) -> None:
     assert "same memory as the step before" in trace.meta.stop_reason
 
 
+WARMING_UP = """
+x = torch.randn(4, 512)
+with torch.cuda.stream(torch.cuda.Stream()):
+    for _ in range({steps}):
+        forward(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_steps_that_warm_up_for_a_graph_are_not_the_job(tmp_path: Path) -> None:
+    body = WARMING_UP.format(steps=5) + "graph = torch.cuda.CUDAGraph()\n"
+    with pytest.raises(CaptureError, match="CUDA graphs cannot be captured"):
+        run(tmp_path, body)
+
+
+def test_a_job_on_a_stream_of_its_own_ends_too(tmp_path: Path) -> None:
+    trace = run(tmp_path, WARMING_UP.format(steps=1000))
+    assert trace.meta.optimizer_steps == 16
+    assert "same memory as the step before" in trace.meta.stop_reason
+
+
 @pytest.mark.parametrize(
     ("before", "header"),
     [

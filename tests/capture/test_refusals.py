@@ -34,6 +34,10 @@ def graphed_callable() -> None:
     torch.cuda.make_graphed_callables(nn.Linear(8, 8).cuda(), (values(),))
 
 
+def pool_of_its_own() -> None:
+    torch.cuda.MemPool()
+
+
 def second_device() -> None:
     torch.ones(1, device="cuda:1")
 
@@ -47,6 +51,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str, str]] = {
     "sparse tensor": (sparse_tensor, "torch.sparse_coo", "sparse=False"),
     "CUDA graph": (cuda_graph, "CUDA graphs", "switch them off"),
     "graphed callable": (graphed_callable, "CUDA graphs", "switch them off"),
+    "pool": (pool_of_its_own, "torch.cuda.MemPool", "lower bound"),
     "second device": (second_device, "cuda:1", "cuda:0"),
     "operator without a rule": (
         operator_without_a_rule,

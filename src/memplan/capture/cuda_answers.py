@@ -108,10 +108,16 @@ def _memory(api: FakeCuda) -> dict[str, Any]:
     def reset_peak(*_args: Any, **_kwargs: Any) -> None:
         recorder.flush()
         recorder.peak_live_bytes = recorder.live_bytes
+        recorder.peak_cached_bytes = recorder.cached_bytes
         api.mark(EventKind.RESET_PEAK)
 
+    def empty_cache() -> None:
+        recorder.flush()
+        recorder.cached_bytes = recorder.live_bytes
+        api.mark(EventKind.EMPTY_CACHE)
+
     return {
-        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "empty_cache": empty_cache,
         "_set_allocator_settings": api.set_alloc_conf,
         "ipc_collect": _constant(None),
         "mem_get_info": api.mem_get_info,
@@ -132,8 +138,8 @@ def _memory(api: FakeCuda) -> dict[str, Any]:
         "reset_max_memory_allocated": reset_peak,
         "reset_max_memory_cached": reset_peak,
         "reset_accumulated_memory_stats": _constant(None),
-        "set_per_process_memory_fraction": _constant(None),
-        "get_per_process_memory_fraction": _constant(1.0),
+        "set_per_process_memory_fraction": api.set_memory_fraction,
+        "get_per_process_memory_fraction": lambda *_args, **_kwargs: api.memory_fraction,
         "get_allocator_backend": _constant("native"),
     }
 
@@ -145,6 +151,7 @@ def _graphs(api: FakeCuda) -> dict[str, Any]:
         "graph": api.no_graphs,
         "graph_pool_handle": api.no_graphs,
         "make_graphed_callables": api.no_graphs,
+        "MemPool": type("MemPool", (), {"__new__": api.no_pools, "__module__": "torch.cuda"}),
     }
 
 

@@ -46,6 +46,8 @@ class Recorder:
         self.live_bytes = 0
         """Bytes alive, each storage rounded up to 512."""
         self.peak_live_bytes = 0
+        self.cached_bytes = self.peak_cached_bytes = 0
+        """The most alive since the cache was last given back: what an allocator holds at least."""
         self.stream = 0
         self.provenance = Provenance.OBSERVED
         """How storages that begin now are known."""
@@ -60,6 +62,7 @@ class Recorder:
         self.live.clear()
         self._dead.clear()
         self.live_bytes = self.peak_live_bytes = 0
+        self.cached_bytes = self.peak_cached_bytes = 0
         self.builder.clear_events()
 
     def number_of(self, storage: torch.UntypedStorage) -> int:
@@ -199,3 +202,5 @@ class Recorder:
         rounded = (abs(nbytes) + 511) // 512 * 512
         self.live_bytes += rounded if nbytes > 0 else -rounded
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        self.cached_bytes = max(self.cached_bytes, self.live_bytes)
+        self.peak_cached_bytes = max(self.peak_cached_bytes, self.cached_bytes)

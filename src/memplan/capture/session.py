@@ -176,8 +176,13 @@ class CaptureSession:
                 context.leave_module()
 
         def run(thread: threading.Thread) -> None:
-            with self.mode:  # dispatch modes belong to a thread
-                thread_run(thread)
+            try:
+                with self.mode:  # dispatch modes belong to a thread
+                    thread_run(thread)
+            except Exception:
+                # Once all is seen, a loader's workers are gone before its thread that pins.
+                if not self.mode.recorder.finished:
+                    raise
 
         patches.set(torch.nn.Module, "__call__", call)
         patches.set(threading.Thread, "run", run)
@@ -230,11 +235,12 @@ class CaptureSession:
         mode.host.restart()
 
     def _settings_in_force(self) -> str:
-        """Allocator settings that the script or its environment made, in PyTorch's order."""
-        if self._cuda is not None and self._cuda.alloc_conf:
-            return self._cuda.alloc_conf
+        """Allocator settings of the environment and of the script, in PyTorch's order: of a key
+        that both set the script's counts."""
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        return next((os.environ[name] for name in names if name in os.environ), "")
+        around = next((os.environ[name] for name in names if name in os.environ), "")
+        own = self._cuda.alloc_conf if self._cuda is not None else ""
+        return ",".join(conf.strip(" ,") for conf in (around, own) if conf.strip(" ,"))
 
     def trace(self, command: list[str] | None = None) -> Trace:
         """The trace so far."""

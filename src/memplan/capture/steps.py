@@ -144,7 +144,7 @@ class StepWatcher:
             if self.completed < self.max_steps:
                 return False
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
-        elif self.steady:
+        elif self.steady and (self._on_default_stream() or self._out_of_patience()):
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the "
                 "last asked for the same memory as the step before"
@@ -168,6 +168,11 @@ class StepWatcher:
         else:
             return False
         return True
+
+    def _on_default_stream(self) -> bool:
+        """Whether this is the job proper: the steps before a CUDA graph is captured, three and
+        more, run on another stream and look steady."""
+        return self.mode.context.outer_stream == 0
 
     def notes(self) -> list[str]:
         """What a reader should know about the steps that were seen."""

@@ -145,6 +145,7 @@ class FakeCuda:
         """Whether any has been made the current one, by whatever means."""
         self.alloc_conf = ""
         """Allocator settings that the script made at run time."""
+        self.memory_fraction = 1.0
         self._streams_made: Counter[int] = Counter()
         self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
         self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
@@ -220,6 +221,17 @@ class FakeCuda:
         """`torch.cuda.memory._set_allocator_settings`: keys said before stay in force."""
         self.alloc_conf = ",".join(filter(None, (self.alloc_conf, conf)))
 
+    def set_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """`torch.cuda.set_per_process_memory_fraction`, which is an allocator setting too. Raises
+        as it does."""
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        if self.index_of(device) == self.index:
+            self.memory_fraction = fraction
+            self.set_alloc_conf(f"per_process_memory_fraction:{fraction}")
+
     # Memory questions
 
     def reserved(self, nbytes: int) -> int:
@@ -243,8 +255,8 @@ class FakeCuda:
             "active_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
             "requested_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
             "reserved_bytes": (
-                self.reserved(recorder.peak_live_bytes),
-                self.reserved(recorder.peak_live_bytes),
+                self.reserved(recorder.cached_bytes),
+                self.reserved(recorder.peak_cached_bytes),
             ),
         }
         for name, (current, peak) in pairs.items():
@@ -269,9 +281,18 @@ class FakeCuda:
             "switch them off when estimating; the eager job's memory is a lower bound",
         )
 
+    def no_pools(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"{self.mode.source()}: torch.cuda.MemPool cannot be captured: what a pool of its own "
+            "holds is not followed",
+            "leave it out when estimating; without it memory is shared better, so the answer is a "
+            "lower bound",
+        )
+
     def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
         total = self.profile.total_memory_bytes
-        used = self.reserved(self.mode.recorder.peak_live_bytes) + self.profile.context_bytes
+        self.mode.recorder.flush()
+        used = self.reserved(self.mode.recorder.cached_bytes) + self.profile.context_bytes
         return max(total - used, 0), total
 
     def properties(self, *_args: Any, **_kwargs: Any) -> Any:
