@@ -283,8 +283,8 @@ def test_a_rule_takes_a_call(rule: Any) -> None:
 
 def test_a_rule_that_was_never_used_is_said() -> None:
     memplan.register_rule("my_extension.atention", raises)
-    (note,) = record(lambda: torch.empty(8, device="cuda")).meta.notes
-    assert "the rule for my_extension.atention" in note
+    notes = record(lambda: torch.empty(8, device="cuda")).meta.notes
+    (note,) = (note for note in notes if "my_extension.atention" in note)
     assert "never used" in note
 
 
