@@ -100,7 +100,8 @@ def pack(
 ) -> Packing:
     """Fill `offsets` with the lowest layout found, or one within `capacity` (-1: none is given).
 
-    `fixed` holds offsets that are given, `twin` rows that must have the same offset, else -1. Stops soon after `cancel[0]` is no longer 0.
+    `fixed` holds offsets that are given, `twin` rows that must have the same offset, else -1. Stops
+    soon after `cancel[0]` is no longer 0.
     Releases the GIL. Raises ValueError for columns that contradict each other and for a strategy
     that there is not.
     """

@@ -10,16 +10,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from memplan.types.allocation import (
-    AllocationPart,
-    Requests,
-    Space,
-    check_allocation,
-    pack_requests,
-    read_requests,
-)
+from memplan.types.allocation import Requests, check_allocation, pack_requests, read_requests
 from memplan.types.errors import FormatError
-from memplan.types.plan import Plan
+from memplan.types.plan import AllocationPart, Plan, Space
 from memplan.types.plan_file import load_plan, save_plan
 
 # A weight that stays; in the round an activation, and a gradient that lives on into the next round.

@@ -47,7 +47,8 @@ class Parser(argparse.ArgumentParser):
         if wants is not None:
             raise UsageError(
                 f"{self.prog}: {message}",
-                f"{wants[1]}=VALUE, where the value begins with a dash",
+                f"{wants[1]} VALUE, or {wants[1]}=VALUE where the value begins with a dash; "
+                f"`{self.prog} --help`",
             )
         hint = f"{near[0]}, or `{self.prog} --help`" if near else f"`{self.prog} --help`"
         raise UsageError(f"{self.prog}: {message}", hint)

@@ -25,7 +25,7 @@ from memplan.types.trace import HostEventKind, Role, Trace
 
 MIB = 1 << 20
 PROCESS_BYTES = (422 * MIB, 1112 * MIB, 2816 * MIB)
-"""Low, expected, high of a process that has trained on CUDA, without the job's own data and modules.
+"""Low, expected, high of a process that has trained on CUDA, without the job's data and modules.
 
 Low: Python with PyTorch's CPU build after a few steps, 308 MiB (measured here), and a CUDA context
 with one kernel, 114. Expected: the import of a CUDA build, 315, what the first steps add, 89

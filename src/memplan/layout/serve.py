@@ -16,7 +16,8 @@ import numpy as np
 
 from memplan.layout.dynamic import Bools
 from memplan.layout.streams import lifetimes
-from memplan.types.allocation import ROUNDING, AllocationPart, Requests, rounded
+from memplan.types.allocation import ROUNDING, Requests, rounded
+from memplan.types.plan import AllocationPart
 from memplan.types.trace import I32, I64, EventKind, Trace
 
 _AGREE = 4

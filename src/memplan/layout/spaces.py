@@ -16,7 +16,8 @@ import numpy as np
 
 from memplan.layout.dynamic import Bools
 from memplan.layout.rounds import Blocks, Round
-from memplan.types.allocation import Space, rounded
+from memplan.types.allocation import rounded
+from memplan.types.plan import Space
 from memplan.types.trace import I64, Phase
 
 _LEAST = 4096

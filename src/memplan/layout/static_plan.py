@@ -12,9 +12,9 @@ from memplan.layout.solve import Cancel, minimise
 from memplan.layout.spaces import Windows, dynamic_windows, reusable_spaces
 from memplan.layout.step import step_requests
 from memplan.phases.requests import request_signature
-from memplan.types.allocation import AllocationPart, Requests, pack_requests
+from memplan.types.allocation import Requests, pack_requests
 from memplan.types.errors import NoAnswerError
-from memplan.types.plan import Fingerprint, Plan
+from memplan.types.plan import AllocationPart, Fingerprint, Plan
 from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64, Trace
 

@@ -13,15 +13,14 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from memplan.types.errors import FormatError
+from memplan.types.plan import ALLOCATION_VERSION, AllocationPart
 from memplan.types.trace import I64
 
-VERSION = 1
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset", "space")
 MAX_REQUESTS = 4_000_000
 _MAX_BYTES = 1 << 48
@@ -29,48 +28,6 @@ _MAX_CLOCK = 1 << 40
 _LEVEL = 3
 ROUNDING = 512
 """A request takes a multiple of this, as in PyTorch's own allocator."""
-
-
-class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dynamic reusable space: what no planned request uses while those of a module span live."""
-
-    module: str
-    """Path of the module; empty outside of modules."""
-    lower: int
-    """First moment of the window over which it is free, on the plan's clock."""
-    upper: int
-    """End of the window; beyond the clock when it ends in the next round."""
-    ranges: list[tuple[int, int]]
-    """Free `[start, end)`, ascending."""
-
-
-class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Offsets for the requests of a job, in one arena."""
-
-    version: int = VERSION
-    device: int = 0
-    requests: int
-    """Rows of the columns."""
-    prologue: int
-    """Of them, those before the first round."""
-    start: int
-    """Moments before the first round."""
-    clock: int
-    """Moments of one round."""
-    steps: int = 1
-    """Optimizer steps of one round."""
-    arena_bytes: int
-    """Height of the layout: no planned request ends beyond it."""
-    load_bytes: int
-    """The most bytes of planned requests alive at once; no layout is lower."""
-    phases: list[str] = []
-    """Names of the phases that the column `phase` numbers."""
-    spaces: list[Space] = []
-    """What the column `space` numbers."""
-    columns: dict[str, bytes]
-    """Each of `COLUMNS`: 64-bit little-endian numbers, compressed by Zstandard. `offset` is -1 for
-    what the plan does not place; `space` is -1 or, for a dynamic request, where it may be placed
-    (its bytes are then those of the step that was captured)."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +88,10 @@ def read_requests(part: AllocationPart) -> Requests:
 def check_allocation(part: AllocationPart) -> None:
     """Raise FormatError, with the reason, unless the part could be a plan: every number in range,
     and no two planned requests that are alive at once on the same bytes."""
-    if part.version != VERSION:
+    if part.version != ALLOCATION_VERSION:
         raise FormatError(
-            f"its allocation part has version {part.version}; this memplan reads {VERSION}",
+            f"its allocation part has version {part.version}; this memplan reads "
+            f"{ALLOCATION_VERSION}",
             "make the plan again with this memplan",
         )
     sane = 0 < part.clock < _MAX_CLOCK and 0 <= part.start < _MAX_CLOCK

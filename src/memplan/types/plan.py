@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memplan.types.allocation import AllocationPart
+ALLOCATION_VERSION = 1
 
 
 class OpOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +46,48 @@ class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Promised, as PyTorch's allocated peak."""
     added_seconds: float = 0.0
     """Expected per step."""
+
+
+class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dynamic reusable space: what no planned request uses while those of a module span live."""
+
+    module: str
+    """Path of the module; empty outside of modules."""
+    lower: int
+    """First moment of the window over which it is free, on the plan's clock."""
+    upper: int
+    """End of the window; beyond the clock when it ends in the next round."""
+    ranges: list[tuple[int, int]]
+    """Free `[start, end)`, ascending."""
+
+
+class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Offsets for the requests of a job, in one arena."""
+
+    version: int = ALLOCATION_VERSION
+    device: int = 0
+    requests: int
+    """Rows of the columns."""
+    prologue: int
+    """Of them, those before the first round."""
+    start: int
+    """Moments before the first round."""
+    clock: int
+    """Moments of one round."""
+    steps: int = 1
+    """Optimizer steps of one round."""
+    arena_bytes: int
+    """Height of the layout: no planned request ends beyond it."""
+    load_bytes: int
+    """The most bytes of planned requests alive at once; no layout is lower."""
+    phases: list[str] = []
+    """Names of the phases that the column `phase` numbers."""
+    spaces: list[Space] = []
+    """What the column `space` numbers."""
+    columns: dict[str, bytes]
+    """Each of `types.allocation.COLUMNS`: 64-bit little-endian numbers, compressed by Zstandard.
+    `offset` is -1 for what the plan does not place; `space` is -1 or, for a dynamic request, where
+    it may be placed (its bytes are then those of the step that was captured)."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.types.allocation import check_allocation
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import write_file
 from memplan.types.plan import Plan, RecomputePart
@@ -71,6 +70,8 @@ def _check(plan: Plan, path: Path) -> None:
     if plan.recompute is not None:
         _check_recompute(plan.recompute, path)
     if plan.allocation is not None:
+        from memplan.types.allocation import check_allocation  # NumPy is slow to import
+
         try:
             check_allocation(plan.allocation)
         except FormatError as error:

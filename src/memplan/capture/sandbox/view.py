@@ -216,6 +216,9 @@ class View:
                 return self._directory_spot(self.place(path))
             place = self.place(head or "/")
             spot = self._find(place, tail)
+            if spot.layer == ABSENT:
+                # A file may stand by now where this process knew of a directory, or of nothing.
+                self._resolve(head or "/", 0)
             if spot.layer in (REAL, ABSENT) or not (follow or path.endswith("/")):
                 return spot
             if not stat.S_ISLNK(mode_of(spot.disk) or 0):
