@@ -27,8 +27,6 @@ _COMMANDS = {
     "recompute": "memplan.cli.recompute",
     "layout": "memplan.cli.layout",
     "plan": "memplan.cli.plan",
-    "layout": "memplan.cli.layout",
-    "plan": "memplan.cli.plan",
     "run": "memplan.cli.run",
     "simulate": "memplan.cli.simulate",
     "export": "memplan.cli.export",
