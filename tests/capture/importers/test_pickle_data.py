@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import os
 import pickle
 import pickletools
 import sys
@@ -56,6 +57,14 @@ def test_plain_data_of_every_protocol(value: Any, protocol: int) -> None:
     if protocol < 4 and contains(value, (set, frozenset, bytes)):
         return  # older protocols have no instruction for these and call a class instead
     assert unpickle(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_file_name_that_is_no_text_can_be_printed(protocol: int) -> None:
+    name = os.fsdecode(b"caf\xe9.py")
+    read = unpickle(pickle.dumps({"filename": name}, protocol))["filename"]
+    assert read.startswith("caf\\")
+    read.encode()
 
 
 def contains(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -94,6 +94,19 @@ def test_a_program_starts_in_a_directory_of_the_overlay(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@confined
+def test_programs_that_still_run_are_ended() -> None:
+    with sandbox():
+        forgotten = subprocess.Popen(["sleep", "600"])
+        done = subprocess.Popen(["true"])
+        assert done.wait() == 0
+        spawned = os.posix_spawn("/bin/sleep", ["sleep", "600"], os.environ)
+        assert forgotten.poll() is None
+    for pid in (forgotten.pid, spawned):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_exit_codes_of_system_are_as_usual() -> None:
     with sandbox():
         assert os.waitstatus_to_exitcode(os.system("true")) == 0

@@ -196,7 +196,16 @@ def _push_number(form: struct.Struct) -> Callable[[_Machine], None]:
 
 
 def _push_text(m: _Machine, length: int) -> None:
-    m.stack.append(m.take(length).decode("utf-8", "surrogatepass"))
+    m.stack.append(_printable(m.take(length).decode("utf-8", "surrogatepass")))
+
+
+def _text_line(m: _Machine) -> None:
+    m.stack.append(_printable(m.line().decode("raw-unicode-escape")))
+
+
+def _printable(text: str) -> str:
+    """A file name that was no UTF-8 holds halves of characters, which no output takes."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _push_bytes(m: _Machine, length: int) -> None:
@@ -339,7 +348,7 @@ _HANDLERS: dict[int, Callable[[_Machine], Any]] = {
     0x8C: lambda m: _push_text(m, m.take(1)[0]),
     ord("X"): lambda m: _push_text(m, m.number(_U4)),
     0x8D: lambda m: _push_text(m, m.number(_U8)),
-    ord("V"): lambda m: m.stack.append(m.line().decode("raw-unicode-escape")),
+    ord("V"): _text_line,
     ord("C"): lambda m: _push_bytes(m, m.take(1)[0]),
     ord("B"): lambda m: _push_bytes(m, m.number(_U4)),
     0x8E: lambda m: _push_bytes(m, m.number(_U8)),

@@ -6,7 +6,7 @@ at its end, so undoing every entry, last first, gives the segments and blocks at
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -70,11 +70,13 @@ class _Rewind:
         self.ranges: dict[int, StartSegment] = {}
         self.blocks: dict[int, StartBlock] = {}
         self.contradictions = 0
+        self._starts: list[int] = []
+        """The addresses of `ranges`, in order."""
+        self._by_end: dict[int, int] = {}
+        """Address of the range that ends at a place."""
         for segment in segments:
             end = segment.address + segment.total_size
-            self.ranges[segment.address] = StartSegment(
-                segment.address, end, segment.stream, segment.is_expandable
-            )
+            self._put(StartSegment(segment.address, end, segment.stream, segment.is_expandable))
             at = segment.address
             for block in segment.blocks:
                 at = at if block.address is None else block.address
@@ -99,10 +101,10 @@ class _Rewind:
                 self._expect(address not in self.blocks)
                 self.blocks[address] = StartBlock(address, size)
             case "segment_alloc":
-                self._drop(self.ranges.pop(address, None))
+                self._drop(self._take(address))
             case "segment_free":
                 self._expect(address not in self.ranges)
-                self.ranges[address] = StartSegment(address, address + size, entry.stream, False)
+                self._put(StartSegment(address, address + size, entry.stream, False))
             case "segment_map":
                 self._unmap(address, address + size)
             case "segment_unmap":
@@ -114,30 +116,41 @@ class _Rewind:
     def _drop(self, found: object | None) -> None:
         self._expect(found is not None)
 
+    def _put(self, found: StartSegment) -> None:
+        self._take(found.address)
+        self.ranges[found.address] = found
+        self._by_end[found.end] = found.address
+        insort(self._starts, found.address)
+
+    def _take(self, address: int) -> StartSegment | None:
+        found = self.ranges.pop(address, None)
+        if found is not None:
+            if self._by_end.get(found.end) == address:
+                del self._by_end[found.end]
+            del self._starts[bisect_left(self._starts, address)]
+        return found
+
     def _unmap(self, begin: int, end: int) -> None:
         """Take pages out of the run that holds them."""
-        holder = next(
-            (r for r in self.ranges.values() if r.address <= begin and end <= r.end), None
-        )
-        if holder is None:
+        at = bisect_right(self._starts, begin) - 1
+        holder = self.ranges[self._starts[at]] if at >= 0 else None
+        if holder is None or end > holder.end:
             self.contradictions += 1
             return
-        del self.ranges[holder.address]
+        self._take(holder.address)
         for low, high in ((holder.address, begin), (end, holder.end)):
             if low < high:
-                self.ranges[low] = StartSegment(low, high, holder.stream, True)
+                self._put(StartSegment(low, high, holder.stream, True))
 
     def _map(self, begin: int, end: int, stream: int) -> None:
         """Put pages back, joined with the runs they touch."""
-        touching = [
-            r
-            for r in self.ranges.values()
-            if r.expandable and r.stream == stream and (r.end == begin or r.address == end)
-        ]
-        for run in touching:
-            del self.ranges[run.address]
-            begin, end = min(begin, run.address), max(end, run.end)
-        self.ranges[begin] = StartSegment(begin, end, stream, True)
+        before, after = self._by_end.get(begin, -1), end
+        for address in (before, after):
+            run = self.ranges.get(address)
+            if run is not None and run.expandable and run.stream == stream:
+                self._take(address)
+                begin, end = min(begin, run.address), max(end, run.end)
+        self._put(StartSegment(begin, end, stream, True))
 
 
 def _place(blocks: dict[int, StartBlock], ranges: list[StartSegment]) -> int:

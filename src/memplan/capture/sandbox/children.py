@@ -8,6 +8,7 @@ import os
 import posix
 import posixpath
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
@@ -82,6 +83,7 @@ class Children:
         self._note = on_note
         self._owner = posix.getpid()
         self._pools: dict[tuple[int, bool], ThreadPoolExecutor] = {}
+        self._started: list[int] = []
         self.confined = confine.can_confine_commands()
 
     def start(self, command: Sequence[str], start: Callable[[], Any]) -> Any:
@@ -94,11 +96,15 @@ class Children:
             refuse_launch(command)
         if self.confined:
             try:
-                return self._pool(worker).submit(start).result()
+                result = self._pool(worker).submit(start).result()
+                self._remember(result, worker)
+                return result
             except BrokenExecutor:  # The kernel has the means, and something above it forbids them.
                 self.confined = False
         if worker or only_looks(command):
-            return start()
+            result = start()
+            self._remember(result, worker)
+            return result
         text = shlex.join(command)[:200]
         self._note(f"did not run `{text}`: this kernel cannot keep it from writing")
         raise PermissionError(errno.EPERM, "not run by memplan's sandbox", text)
@@ -135,11 +141,28 @@ class Children:
             return path
         return os.fsencode(spot.disk) if isinstance(path, bytes) else spot.disk
 
+    def _remember(self, process: Any, worker: bool) -> None:
+        # Workers end with the pipes to them.
+        if not worker and isinstance(process, int) and posix.getpid() == self._owner:
+            self._started.append(process)
+
     def close(self) -> None:
-        """End the starting threads."""
+        """End the starting threads, and the programs that still run."""
+        if posix.getpid() == self._owner:
+            while self._started:
+                _end(self._started.pop())
         for (pid, _), pool in self._pools.items():
             if pid == posix.getpid():
                 pool.shutdown()
+
+
+def _end(process: int) -> None:
+    try:
+        if posix.waitpid(process, posix.WNOHANG)[0] == 0:
+            posix.kill(process, signal.SIGKILL)
+            posix.waitpid(process, 0)
+    except ChildProcessError:
+        pass  # the script has waited for it
 
 
 def patch_children(patches: Patches, children: Children) -> None:
