@@ -41,6 +41,9 @@ _MODULES: dict[str, Reader] = {
     "deepspeed.launcher.runner": read_deepspeed,
 }
 _SHELLS = ("bash", "sh", "zsh", "dash")
+_SURROUNDINGS = ("uv", "poetry", "pdm", "pixi", "hatch", "conda", "mamba", "micromamba", "docker",
+                 "podman", "apptainer", "singularity")  # fmt: skip
+"""What runs a command in another Python's surroundings than these."""
 
 
 def read_launch(program: ScriptTarget, gpus_per_node: int | None = None) -> Launch:
@@ -86,6 +89,11 @@ def _reader_of(words: list[str]) -> tuple[Reader | None, list[str]]:
     if name in _SHELLS and not Path(words[0]).is_file():
         raise UsageError(
             f"{name}: what a shell would run cannot be followed", "the command that the shell runs"
+        )
+    if name in _SURROUNDINGS and words[1:2] in (["run"], ["exec"]):
+        raise UsageError(
+            f"{name} {words[1]} brings a Python of its own, which cannot be followed from here",
+            f"memplan inside it: {name} {words[1]} … memplan estimate … train.py",
         )
     reader = read_python if PYTHON_NAME.fullmatch(name) else _READERS.get(name)
     return reader, words[1:]
