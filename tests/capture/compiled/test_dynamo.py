@@ -22,7 +22,7 @@ from memplan.types.device import find_profile
 from memplan.types.trace import EventKind, Phase, Provenance, Role
 from tests.capture.compiled.test_inductor import ROWS, WIDTH, Mlp, kernels, train
 from tests.capture.distributed.ranks import capture, join
-from tests.capture.jobs import assumed, bytes_of, operators, record, sizes
+from tests.capture.jobs import allocations, assumed, bytes_of, operators, record, sizes
 
 _SMALL = 64
 """Scalars: the profiler does not see some of the engine's own."""
@@ -233,3 +233,19 @@ def test_nothing_of_it_stays_in_the_process() -> None:
     assert torch.equal(
         torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2)), 1 + torch.ones(2)
     )
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_flex_attention_makes_all_scores_only_where_it_is_not_compiled(is_compiled: bool) -> None:
+    rows, features = 256, 16
+
+    def job() -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attention = torch.compile(flex_attention) if is_compiled else flex_attention
+        query = torch.zeros(1, 2, rows, features, device="cuda", requires_grad=True)
+        attention(query, query, query).sum().backward()
+
+    made = [event.bytes for event in allocations(record(job))]
+    assert (2 * rows * rows * 4 in made) is not is_compiled
+    assert made.count(2 * rows * features * 4) >= 1 + 1 + 3  # query, output, three gradients

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.capture.compiled import flex
 from memplan.capture.context import shown_path
 from memplan.capture.standins.registry import RuledOperator
 from memplan.capture.standins.rules import Rule
@@ -94,6 +95,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
             return _as_eager(mode, module.forward)
 
     _record_states(patches, mode)
+    flex.install(stack, mode)
     for name, stand_in in _OF_A_CUDA_BUILD.items():
         if not hasattr(torch._C, name):
             patches.set(torch._C, name, stand_in)
