@@ -26,3 +26,21 @@ def test_more_devices_than_one(message: str) -> None:
 def test_other_faults_are_not_taken_for_it() -> None:
     hint = hint_of(ValueError("only one of lr and schedule"), "train.py", OPTIONS)
     assert "--world-size" not in hint
+
+
+def test_a_typo_ends_a_real_run_too() -> None:
+    hint = hint_of(NameError("name 'modle' is not defined"), "train.py", OPTIONS)
+    assert hint == "mend train.py: a real run would end there too"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them",
+        "Cannot reach https://huggingface.co/x: offline mode is enabled.",
+    ],
+)
+def test_what_was_never_downloaded(message: str) -> None:
+    assert "--allow-network" in hint_of(OSError(message), "train.py", OPTIONS)
+    networked = CaptureOptions(profile=find_profile("rtx4090"), allow_network=True)
+    assert "--allow-network" not in hint_of(OSError(message), "train.py", networked)

@@ -202,7 +202,7 @@ def test_the_text() -> None:
     assert lines[0].startswith(f"largest --batch-size that fits: {best}, peak ")
     assert lines[0].endswith(" of 4.0 GiB")
     assert any(
-        line.split()[:2] == ["--batch-size", str(best + 1)] and "does not fit" in line
+        line.split()[:2] == ["--batch-size", str(best + 1)] and " not fit, up to " in line
         for line in lines
     )
     assert f"({len(script.asked)} captures" in lines[-3]

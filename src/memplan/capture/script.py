@@ -21,7 +21,7 @@ from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, device_note, end_children
 from memplan.capture.sandbox import lockdown, sandbox
-from memplan.capture.script_faults import hint_of
+from memplan.capture.script_faults import DOWNLOADS, hint_of
 from memplan.capture.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
@@ -173,7 +173,7 @@ def _script_failed(
         return CaptureError(
             f"{where}: the script raised {type(error).__name__}: {detail} (it wanted to reach "
             f"{', '.join(refused[:3])}, and memplan keeps it off the network)",
-            "run it once by itself so that what it downloads is cached, or pass --allow-network",
+            DOWNLOADS,
         )
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",

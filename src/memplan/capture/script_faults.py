@@ -18,9 +18,15 @@ _TOO_FEW_DEVICES = re.compile(
 )
 """Lightning: "You requested gpu: [0, 1] But your machine only has: [0]"."""
 _LEAVE_OUT = (
-    "{name} by itself: if it runs on a GPU, leave that part out when estimating, it cannot be "
-    "followed here; MEMPLAN_DEBUG=1 shows the whole traceback"
+    "mend it first if {name} fails like this on its machine too; if it runs there, leave this part "
+    "out when estimating, it cannot be followed here; MEMPLAN_DEBUG=1 shows the whole traceback"
 )
+DOWNLOADS = "run it once by itself so that what it downloads is cached, or pass --allow-network"
+_OFFLINE = re.compile(
+    r"offline mode|couldn't connect to 'http|LocalEntryNotFoundError|outgoing traffic has been",
+    re.I,
+)
+"""What huggingface_hub, transformers and datasets say when they are told to stay offline."""
 
 
 def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
@@ -36,6 +42,10 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         )
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
+    if isinstance(error, NameError):
+        return f"mend {name}: a real run would end there too"
+    if not options.allow_network and _OFFLINE.search(text):
+        return DOWNLOADS
     if options.place is not None and _OF_THE_WORLD.search(text):
         return (
             f"the world has {_world(options)}: --world-size, or the launcher's own number "

@@ -36,7 +36,8 @@ def explain_snapshot(args: argparse.Namespace, profile: DeviceProfile | None) ->
     from memplan.capture.importers.out_of_memory import read_out_of_memory
     from memplan.estimate.out_of_memory import explain_out_of_memory
 
-    oom, trace = read_out_of_memory(input_path(path))
+    made_by = "torch.cuda.memory._dump_snapshot(FILE) writes one (docs/out-of-memory.md)"
+    oom, trace = read_out_of_memory(input_path(path, made_by=made_by))
     answer = explain_out_of_memory(oom, trace, profile)
     if args.json:
         write_json(answer)

@@ -48,7 +48,10 @@ class RankFailedError(MemplanError):
     def __init__(self, rank: int, error: CaptureFailedError) -> None:
         what = "above" if rank == 0 or error.said else f"exit code {error.code}"
         super().__init__(
-            f"rank {rank} gave no answer ({what})", "--rank 0 for an answer about rank 0 alone"
+            f"rank {rank} gave no answer ({what})",
+            "--rank 0 for an answer about rank 0 alone"
+            if rank
+            else "what is said above; --rank 0 tries it again alone, which is quicker",
         )
         self.exit_code = error.code
 

@@ -72,4 +72,5 @@ def _outcome(one: Tried, answer: Maximum) -> str:
     missing = one.high_bytes - total
     if missing <= 0:
         return f"{peak}does not fit"
-    return f"{peak}does not fit, {format_bytes(missing)} missing"
+    verdict = "does not fit" if one.peak_bytes > total else "may not fit"
+    return f"{peak}{verdict}, up to {format_bytes(missing)} missing"
