@@ -26,6 +26,8 @@ from bench.results import write_result
 from memplan.simulate import AllocatorSettings
 
 SECONDS = 10.0
+LARGE = 20_000
+"""Requests from which on a plan is a large one."""
 WAYS = ("native", "expandable", "stalloc", "memplan")
 
 
@@ -51,7 +53,11 @@ def summary(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ours = {name: row["memplan"]["efficiency"] for name, row in table.items()}
     lead = [ours[name] - row["expandable"]["efficiency"] for name, row in table.items()]
     routed = {row.name for row in ROWS if row.routed}
+    large = [r["memplan"] for r in table.values() if r["memplan"]["planned"] >= LARGE]
     return {
+        "large": len(large),
+        "large_above_load": max((r["arena_bytes"] / r["load_bytes"] - 1 for r in large), default=1),
+        "large_seconds": max((r["seconds"] for r in large), default=0.0),
         "rows": len(table),
         "least_static": min(value for name, value in ours.items() if name not in routed),
         "least_routed": min(value for name, value in ours.items() if name in routed),

@@ -37,6 +37,10 @@ class Outcome:
     efficiency: float
     reserved_bytes: int
     arena_bytes: int = 0
+    load_bytes: int = 0
+    """The most bytes of planned requests alive at once: no arena is smaller."""
+    planned: int = 0
+    """Requests with an address."""
     missed: int = 0
     """Requests that the plan did not serve."""
     seconds: float = 0.0
@@ -71,7 +75,8 @@ def planned_by_memplan(captured: Trace, run: Trace, seconds: float) -> Outcome:
     assert layout is not None
     offsets, blocks = offsets_of(made, windows.blocks, rows, layout)
     spent = time.perf_counter() - start
-    return _under_plan(run, made, windows, offsets, blocks, layout, spent)
+    outcome = _under_plan(run, made, windows, offsets, blocks, layout, spent)
+    return replace(outcome, load_bytes=problem.max_load, planned=len(made.planned))
 
 
 def planned_by_stalloc(captured: Trace, run: Trace) -> Outcome:
