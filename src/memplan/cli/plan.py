@@ -1,8 +1,8 @@
 """Plan where every request of a training step goes, before the job runs.
 
 The script is captured (or a trace is read), its steady step found, and its requests are placed in
-one arena with the least height found. `memplan run --plan PLAN` serves them from there. Options of
-memplan come before the script; everything after it is the script's own.
+one arena with the least height found. Options of memplan come before the script; everything after
+it is the script's own.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ def test_an_import_that_would_end_the_program_gets_the_stand_in() -> None:
 
         assert importlib.metadata.version("flash_attn") == flash_attn.__version__
 
-    run(job)
+    notes = run(job).meta.notes
+    assert any("a stand-in for flash_attn" in note for note in notes)
     assert not [name for name in sys.modules if name.startswith("flash_attn")]
     assert importlib.util.find_spec("flash_attn") is None
 

@@ -117,9 +117,14 @@ class StandIns:
         return call
 
     def notes(self) -> list[str]:
-        """What the user should know of packages that the program did without, and of rules."""
+        """What the user should know of packages that are not here, and of rules."""
         idle = unused(op for op, kernel, _ in self._kernels if kernel == "rule")
+        served = sorted(self.finder.served & set(VERSIONS) - set(INSTALL))
         return [
+            f"{package} is not installed here: a stand-in for {package} {VERSIONS[package]} took "
+            "its place"
+            for package in served
+        ] + [
             f"{where}: {package} is not installed here and the script goes on without it; where "
             f"the job has it, pass --with {package}"
             for package, where in self.finder.done_without.items()
