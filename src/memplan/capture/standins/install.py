@@ -125,25 +125,24 @@ class StandIns:
     def notes(self) -> list[str]:
         """What the user should know of packages that are not here, and of rules."""
         idle = unused(op for op, kernel, _ in self._kernels if kernel == "rule")
-        served = sorted(name for name in self.finder.served if (PACKAGES / name).is_dir())
-        return (
-            [
-                f"{package} is not installed here: a stand-in for {package} {VERSIONS[package]} took "
-                "its place"
-                for package in served
-            ]
-            + [
-                f"{where}: {package} is not installed here and the script goes on without it; where "
-                f"the job has it, pass --with {package}"
-                for package, where in self.finder.done_without.items()
-                if package not in self.finder.served
-            ]
-            + [
-                f"the rule for {name} ({place}) was never used: the job does not call that, or it has "
-                "another name"
-                for name, place in idle[:_SHOWN]
-            ]
-        )
+        notes = [
+            f"{package} is not installed here: a stand-in for {package} {VERSIONS[package]} took "
+            "its place"
+            for package in sorted(self.finder.served)
+            if (PACKAGES / package).is_dir()
+        ]
+        notes += [
+            f"{where}: {package} is not installed here and the script goes on without it; where "
+            f"the job has it, pass --with {package}"
+            for package, where in self.finder.done_without.items()
+            if package not in self.finder.served
+        ]
+        notes += [
+            f"the rule for {name} ({place}) was never used: the job does not call that, or it has "
+            "another name"
+            for name, place in idle[:_SHOWN]
+        ]
+        return notes
 
 
 def _needs_deepspeed(patches: Patches, module: types.ModuleType) -> None:
