@@ -8,6 +8,7 @@ the two peaks counts, which errs against the plan.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 
@@ -16,10 +17,10 @@ import numpy as np
 from memplan.layout.problem import Layout
 from memplan.layout.rounds import Round, free_problem, make_round, offsets_of, round_problem
 from memplan.layout.serve import serve
-from memplan.layout.solve import minimise
+from memplan.layout.solve import fit_capacity, minimise
 from memplan.layout.spaces import Windows, dynamic_windows
 from memplan.layout.stalloc import stalloc
-from memplan.layout.static_plan import allocation_part
+from memplan.layout.static_plan import CLOSE, allocation_part
 from memplan.layout.step import step_requests
 from memplan.phases.steps import find_steps
 from memplan.simulate import AllocatorSettings, simulate
@@ -63,13 +64,22 @@ def online(trace: Trace, settings: AllocatorSettings) -> Outcome:
     return Outcome(allocated_peak(trace) / reserved, reserved)
 
 
+def seconds_to_match(captured: Trace, arena_bytes: int, seconds: float) -> float:
+    """How long we take to a plan of `captured` in no more than an arena; infinite: not in time."""
+    start = time.perf_counter()
+    made = make_round(step_requests(captured))
+    problem, _ = round_problem(made, dynamic_windows(made).blocks)
+    answer = fit_capacity(problem, arena_bytes, seconds=seconds)
+    return time.perf_counter() - start if isinstance(answer, Solved) else math.inf
+
+
 def planned_by_memplan(captured: Trace, run: Trace, seconds: float) -> Outcome:
     """Our plan of `captured`, serving `run`."""
     start = time.perf_counter()
     made = make_round(step_requests(captured))
     windows = dynamic_windows(made)
     problem, rows = round_problem(made, windows.blocks)
-    answer = minimise(problem, seconds=seconds)
+    answer = minimise(problem, seconds=seconds, within=CLOSE)
     assert not isinstance(answer, Infeasible)
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     assert layout is not None

@@ -36,7 +36,7 @@ const char* name_of(Status status) {
 
 nb::dict pack(const Column& lower, const Column& upper, const Column& size,
               const Column& alignment, const Column& fixed, const Column& twin,
-              std::int64_t capacity, double seconds, std::uint64_t seed, int threads,
+              std::int64_t capacity, double within, double seconds, std::uint64_t seed, int threads,
               const std::string& strategy, const Flag& cancel, const OutColumn& offsets) {
   const Columns columns{view(lower), view(upper), view(size), view(alignment), view(fixed),
                         view(twin)};
@@ -46,6 +46,7 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
   }
   Question question;
   question.capacity = capacity;
+  question.within = within;
   question.seconds = seconds;
   question.seed = seed;
   question.threads = threads;
@@ -74,7 +75,7 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
 
 void bind(nb::module_& m) {
   m.def("pack", &pack, nb::arg("lower"), nb::arg("upper"), nb::arg("size"), nb::arg("alignment"),
-        nb::arg("fixed"), nb::arg("twin"), nb::arg("capacity"), nb::arg("seconds"),
+        nb::arg("fixed"), nb::arg("twin"), nb::arg("capacity"), nb::arg("within"), nb::arg("seconds"),
         nb::arg("seed"), nb::arg("threads"), nb::arg("strategy"),
         nb::arg("cancel").noconvert(), nb::arg("offsets").noconvert());
 }

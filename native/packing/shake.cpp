@@ -6,16 +6,16 @@
 namespace memplan::packing {
 
 Shake::Shake(const Problem& problem, std::vector<double> score, std::uint64_t seed)
-    : problem_(problem), random_(seed), score_(std::move(score)) {}
+    : problem_(&problem), random_(seed), score_(std::move(score)) {}
 
 std::vector<double> Shake::changed() {
   std::uniform_real_distribution<double> unit(0.0, 1.0);
   std::vector<double> score = score_;
-  const double gap = static_cast<double>(height_ - problem_.bound);
-  const double line = static_cast<double>(problem_.bound) + gap * unit(random_);
+  const double gap = static_cast<double>(height_ - problem_->bound);
+  const double line = static_cast<double>(problem_->bound) + gap * unit(random_);
   const double chance = unit(random_);
   for (std::size_t i = 0; i < score.size(); ++i) {
-    const auto top = static_cast<double>(offsets_[i] + problem_.items[i].size);
+    const auto top = static_cast<double>(offsets_[i] + problem_->items[i].size);
     if (top > line && unit(random_) < chance) score[i] *= 1.0 + 0.5 * unit(random_);
   }
   const auto some = static_cast<std::size_t>(std::exp2(3.0 * unit(random_)));

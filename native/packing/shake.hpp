@@ -29,7 +29,7 @@ class Shake {
  private:
   std::vector<double> changed();
 
-  const Problem& problem_;
+  const Problem* problem_;
   std::mt19937_64 random_;
   std::vector<double> score_;
   std::vector<std::int64_t> offsets_;

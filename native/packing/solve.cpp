@@ -28,6 +28,7 @@ constexpr std::size_t kMostBuffers = 2'500;
 constexpr std::int64_t kFirstLimit = 200;
 constexpr std::int64_t kMostLimit = 1'000'000;
 constexpr int kDivesOfRound = 30;
+constexpr int kStaleRounds = 3;
 
 // Sets a flag at the deadline or when the caller cancels.
 class Watch {
@@ -141,7 +142,11 @@ class Solver {
 
   bool done() const {
     if (impossible_) return true;
-    return goal_ >= 0 ? height_ >= 0 && height_ <= goal_ : height_ == bound_;
+    return height_ >= 0 && height_ <= (goal_ >= 0 ? goal_ : low_enough());
+  }
+
+  std::int64_t low_enough() const {
+    return bound_ + static_cast<std::int64_t>(static_cast<double>(bound_) * question_.within);
   }
 
   std::optional<Answer> impossible_at_once() const {
@@ -208,25 +213,37 @@ class Solver {
                      [&](std::size_t a, std::size_t b) { return heights[a] < heights[b]; });
   }
 
-  // Each thread has its own line of them, begun where the first ones came out lowest.
+  // Each thread has a line of them, begun where the first ones came out lowest; a new one where it
+  // got no lower for some rounds.
   void more_dives() {
-    const auto threads = static_cast<std::size_t>(threads_);
-    const auto begun = [&](std::size_t t) -> const Skyline::Manner& {
-      return manners_[by_height_[t % by_height_.size()]];
-    };
-    for (std::size_t t = shakes_.size(); t < threads; ++t) {
-      shakes_.emplace_back(problem_, begun(t).score, question_.seed * 7919 + t);
-    }
+    while (lines_.size() < static_cast<std::size_t>(threads_)) lines_.push_back(new_line());
     together(threads_, [&](int t) {
-      const auto i = static_cast<std::size_t>(t);
-      Skyline::Manner manner = begun(i);
+      Line& line = lines_[static_cast<std::size_t>(t)];
+      Skyline::Manner manner = manners_[line.manner];
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
         manner.score = score;
         return dive(t, manner, offsets);
       };
-      shakes_[i].run(run, kDivesOfRound, goal_ < 0 ? bound_ : goal_);
+      const std::int64_t before = line.shake.height();
+      line.shake.run(run, kDivesOfRound, goal_ < 0 ? low_enough() : goal_);
+      line.stale = line.shake.height() == before ? line.stale + 1 : 0;
     });
-    for (const Shake& shake : shakes_) offer(shake.height(), shake.offsets(), "skyline");
+    for (Line& line : lines_) {
+      offer(line.shake.height(), line.shake.offsets(), "skyline");
+      if (line.stale >= kStaleRounds) line = new_line();
+    }
+  }
+
+  struct Line {
+    std::size_t manner;  // of manners_
+    Shake shake;
+    int stale = 0;       // rounds
+  };
+
+  Line new_line() {
+    const std::size_t number = begun_++;
+    const std::size_t manner = by_height_[number % by_height_.size()];
+    return {manner, Shake(problem_, manners_[manner].score, question_.seed * 7919 + number)};
   }
 
   // Searches at one capacity, kept from round to round for what they know to be impossible.
@@ -330,7 +347,8 @@ class Solver {
   std::vector<std::unique_ptr<Skyline>> skylines_;  // by thread
   std::vector<Skyline::Manner> manners_;            // of the first dives
   std::vector<std::size_t> by_height_;              // of them, the lowest outcome first
-  std::vector<Shake> shakes_;
+  std::vector<Line> lines_;  // by thread
+  std::size_t begun_ = 0;    // lines, ever
   int round_ = 0;
   Attempt at_goal_;
   Attempt between_;

@@ -13,6 +13,7 @@ enum class Status { kSolved, kInfeasible, kTimedOut, kCancelled };
 
 struct Question {
   std::int64_t capacity = -1;  // bytes; -1: the least height
+  double within = 0.0;         // minimising: so small a part above the bound is low enough
   double seconds = 60.0;
   std::uint64_t seed = 0;
   int threads = 2;

@@ -91,6 +91,7 @@ def pack(
     fixed: npt.NDArray[np.int64],
     twin: npt.NDArray[np.int64],
     capacity: int,
+    within: float,
     seconds: float,
     seed: int,
     threads: int,
@@ -99,11 +100,11 @@ def pack(
     offsets: npt.NDArray[np.int64],
 ) -> Packing:
     """Fill `offsets` with the lowest layout found, or one within `capacity` (-1: none is given).
+    The lowest is not sought any longer once it is `within` such a part above the proved bound.
 
     `fixed` holds offsets that are given, `twin` rows that must have the same offset, else -1. Stops
-    soon after `cancel[0]` is no longer 0.
-    Releases the GIL. Raises ValueError for columns that contradict each other and for a strategy
-    that there is not.
+    soon after `cancel[0]` is no longer 0. Releases the GIL. Raises ValueError for columns that
+    contradict each other and for a strategy that there is not.
     """
 
 def least_peak_chain(

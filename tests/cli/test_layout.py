@@ -80,7 +80,7 @@ def test_ctrl_c_gives_the_best_so_far(
 
     def interrupted(*arguments: Any) -> _native.Packing:
         os.kill(os.getpid(), signal.SIGINT)
-        cancel = arguments[10]
+        cancel = arguments[-2]
         while not cancel[0]:
             time.sleep(0.01)
         return pack(*arguments)

@@ -29,6 +29,7 @@ def minimise(
     problem: Problem,
     *,
     seconds: float,
+    within: float = 0.0,
     seed: int = 0,
     threads: int = 2,
     strategy: str = "auto",
@@ -36,21 +37,22 @@ def minimise(
 ) -> Solution[Layout]:
     """The lowest layout found within `seconds`.
 
-    `Solved` when it is proved that none is lower; `TimedOut` with the best found and the bound
+    `Solved` when it is proved that none is lower, or lower by more than the part `within` of the
+    bound; `TimedOut` with the best found and the bound
     proved when time ran out or `cancel` was set; `Infeasible` when fixed buffers overlap. Costs and
     bounds are heights in bytes. The same problem, seed and threads give the same layout unless time
     runs out.
 
     Raises UsageError for a strategy that there is not.
     """
-    answer, layout = _pack(problem, -1, seconds, seed, threads, strategy, cancel)
+    answer, layout = _pack(problem, -1, within, seconds, seed, threads, strategy, cancel)
     if answer["status"] == "infeasible":
         return _infeasible(answer, "the fixed buffers overlap")
     bound = float(max(answer["bound_bytes"], problem.lower_bound))
     if layout is None:
         return TimedOut(None, bound)
-    if layout.height <= bound:
-        return Solved(layout, float(layout.height), float(layout.height))
+    if layout.height <= bound * (1 + within):
+        return Solved(layout, float(layout.height), min(bound, float(layout.height)))
     return TimedOut(layout, bound, float(layout.height))
 
 
@@ -72,7 +74,7 @@ def fit_capacity(
     """
     if capacity < 0:
         raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
-    answer, layout = _pack(problem, capacity, seconds, seed, threads, strategy, cancel)
+    answer, layout = _pack(problem, capacity, 0.0, seconds, seed, threads, strategy, cancel)
     if answer["status"] == "infeasible":
         return _infeasible(answer, "these buffers do not fit together")
     bound = float(max(answer["bound_bytes"], problem.lower_bound))
@@ -90,6 +92,7 @@ def _infeasible(answer: _native.Packing, reason: str) -> Infeasible:
 def _pack(
     problem: Problem,
     capacity: int,
+    within: float,
     seconds: float,
     seed: int,
     threads: int,
@@ -106,7 +109,7 @@ def _pack(
             answers.append(
                 _native.pack(
                     problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
-                    problem.twin, capacity, seconds, seed, threads, strategy,
+                    problem.twin, capacity, within, seconds, seed, threads, strategy,
                     new_cancel() if cancel is None else cancel, offsets,
                 )
             )  # fmt: skip

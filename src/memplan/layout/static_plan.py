@@ -18,6 +18,9 @@ from memplan.types.plan import AllocationPart, Fingerprint, Plan
 from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64, Trace
 
+CLOSE = 1e-3
+"""Part above the maximum load at which a layout is low enough."""
+
 
 @dataclass(frozen=True)
 class StaticPlan:
@@ -53,7 +56,7 @@ def static_plan(
     problem, rows = round_problem(made, windows.blocks)
     if not len(problem):
         raise NoAnswerError("no request of the step recurs: nothing to plan")
-    answer = minimise(problem, seconds=seconds, seed=seed, cancel=cancel)
+    answer = minimise(problem, seconds=seconds, within=CLOSE, seed=seed, cancel=cancel)
     assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     if layout is None:
@@ -61,7 +64,7 @@ def static_plan(
     check_layout(problem, layout)
     offsets, blocks = offsets_of(made, windows.blocks, rows, layout)
     part, requests = allocation_part(made, windows, offsets, blocks, layout, problem.max_load)
-    return StaticPlan(part, requests, made, isinstance(answer, Solved))
+    return StaticPlan(part, requests, made, part.arena_bytes == int(answer.bound))
 
 
 def allocation_part(
