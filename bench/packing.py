@@ -143,7 +143,12 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "to_decide": len(decided),
         "decided": sum(one["decided"] for one in decided),
         "slowest_decision_seconds": max(one["seconds"] for one in decided),
-        "most_above_bound": max(row["memplan"]["above_bound"] for row in rows.values()),
+        "most_above_bound": max(
+            row["memplan"]["above_bound"] for row in rows.values() if "decide" in row
+        ),
+        "random_above_bound": max(
+            row["memplan"]["above_bound"] for row in rows.values() if "decide" not in row
+        ),
         "slowest_network_seconds": max((one["seconds"] for one in quick), default=None),
         "networks_optimal": sum(one["optimal"] for one in quick),
         "problems": len(rows),

@@ -292,5 +292,7 @@ def test_recording_no_more_than_is_needed_takes_no_more_memory(job: Job) -> None
             needed = outcome(job, made).needed()
         with Census() as again:
             calls = outcome(job, made, needed=needed).calls
-    # What is named and was not needed is a surprise, and recorded from there on.
-    assert max(again.bytes) <= max(whole.bytes) or any(call.surprised for call in calls)
+    # What is named and was not needed is a surprise, and recorded from there on. Two runs of one
+    # job differ by a scalar, which is released before or after the op at the peak.
+    scalar = 8
+    assert max(again.bytes) <= max(whole.bytes) + scalar or any(c.surprised for c in calls)
