@@ -92,3 +92,12 @@ def test_ctrl_c_gives_the_best_so_far(
     assert answer["status"] in ("cancelled", "solved")
     assert answer["height_bytes"] >= answer["lower_bound_bytes"] >= 10
     assert "the best so far" in err and "Traceback" not in err
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem, pipe = tmp_path / "problem.csv", tmp_path / "pipe"
+    problem.write_text("id,lower,upper,size\n0,0,1,8\n")
+    os.mkfifo(pipe)
+    assert main(["layout", "-f", "-o", str(pipe), str(problem)]) == 2
+    assert "is a device or a pipe" in capsys.readouterr().err
+    assert pipe.is_fifo()

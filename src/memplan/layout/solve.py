@@ -120,7 +120,8 @@ def _pack(
     # that lets them run, and one of them may set `cancel`.
     worker = threading.Thread(target=search, name="memplan-layout")
     worker.start()
-    worker.join()
+    while worker.is_alive():  # a signal that comes as the wait begins is handled when it ends
+        worker.join(0.1)
     if errors:
         if isinstance(errors[0], ValueError):
             raise UsageError(f"layout: {errors[0]}") from errors[0]

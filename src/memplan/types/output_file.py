@@ -37,5 +37,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raise UsageError when writing `path` would destroy something."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", "give the name of a file in it")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is a device or a pipe, not a file", "give the name of a file")
     if not overwrite and (path.exists() or path.is_symlink()):
         raise UsageError(f"{path} exists", "-f to overwrite it, or another name")
