@@ -101,3 +101,46 @@ def test_a_pipe_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["layout", "-f", "-o", str(pipe), str(problem)]) == 2
     assert "is a device or a pipe" in capsys.readouterr().err
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--capacity", ""], "--capacity is empty"),
+        (["-o", ""], "--output is empty"),
+        (["--capacity", str(1 << 63)], "beyond 2"),
+        (["--capacity", "9" * 5000], "beyond 2"),
+        (["--capacity", "1.5"], "not a whole number"),
+        (["-o", "a" * 300], "cannot be a file: File name too long"),
+        (["-o", "a\0b"], "cannot be a file"),
+    ],
+)
+def test_values_that_cannot_be(
+    problem: Path, words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["layout", *words, str(problem)]) == 2
+    assert says in capfd.readouterr().err
+
+
+def test_bytes_beyond_what_a_float_tells_apart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "large.csv"
+    large = (1 << 53) + 1
+    path.write_text(f"id,lower,upper,size\na,0,4,{large}\n")
+    assert main(["layout", "--capacity", str(large), "--json", str(path)]) == 0
+    assert json.loads(capfd.readouterr().out)["lower_bound_bytes"] == large
+    assert main(["layout", "--capacity", str(large - 1), str(path)]) == 3
+    assert f"at least 8192.0 TiB ({large} B)" in capfd.readouterr().out
+    assert main(["layout", "--capacity", str((1 << 63) - 1), str(path)]) == 0
+
+
+def test_there_is_a_layout_however_short_the_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "many.csv", tmp_path / "out.csv"
+    rows = [f"{i},{i % 97},{i % 97 + 1 + i % 31},{1 + i * 7919 % 1000}" for i in range(3000)]
+    path.write_text("\n".join(["id,lower,upper,size", *rows]))
+    words = ["layout", "--timeout", "1e-9", "-o", str(out), str(path)]
+    assert main(words) in (0, 4) and out.exists(), capfd.readouterr().err
+    assert validate(read_problem(path), read_problem(out).fixed) == ""

@@ -5,6 +5,7 @@ Exit codes: 0 yes (fits, done), 1 a fault of memplan, 2 usage, 3 no (does not fi
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import os
@@ -78,9 +79,18 @@ def _dispatch(words: list[str], *, own_process: bool) -> int:
     if command.TAKES_PROGRAM:
         rest, program = split_program(parser, rest)
     args = parser.parse_args(rest)
+    _refuse_empty(parser, args)
     args.program, args.own_words = program, rest
     args.own_process = own_process
     return command.run(args)
+
+
+def _refuse_empty(parser: Parser, args: argparse.Namespace) -> None:
+    """Raises UsageError for an option with an empty value, as from a shell variable not set."""
+    for action in parser.options():
+        if getattr(args, action.dest) == "":
+            name = action.option_strings[-1] if action.option_strings else action.metavar
+            raise UsageError(f"{parser.prog}: {name} is empty", "is a shell variable not set?")
 
 
 def _load(name: str) -> Command:

@@ -35,6 +35,10 @@ class Command(Protocol):
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, with near options for a misspelt one."""
 
+    def options(self) -> list[argparse.Action]:
+        """The arguments that have a value, but for those of the user's program."""
+        return [action for action in self._actions if action.default is not argparse.SUPPRESS]
+
     def error(self, message: str) -> NoReturn:
         known = [option for action in self._actions for option in action.option_strings]
         near = [

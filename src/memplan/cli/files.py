@@ -7,6 +7,8 @@ from pathlib import Path
 from memplan.types.errors import UsageError
 from memplan.types.output_file import refuse_existing
 
+_LONGEST_SHOWN = 80
+
 
 def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     """The absolute path to write to: the user's program may change the directory meanwhile.
@@ -14,7 +16,7 @@ def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     Raises UsageError when something is there and `force` is not set, when it is the file `reads`
     that the command reads, or when the folder is missing.
     """
-    path = Path(text).absolute()
+    path = _named(text).absolute()
     if reads and path.exists() and Path(reads).exists() and path.samefile(reads):
         raise UsageError(f"{text} is what this command reads", "another name after -o")
     refuse_existing(path, overwrite=force)
@@ -27,13 +29,27 @@ def input_path(
     text: str, *, made_by: str = "memplan estimate -o job.trace SCRIPT writes a trace"
 ) -> Path:
     """The path to read. Raises UsageError when no file is there, with how one is made."""
-    path = Path(text)
+    path = _named(text)
     if path.is_file():
         return path
     what = "is a folder" if path.is_dir() else "does not exist"
     if path.exists() and not path.is_dir():
         what = "is not a regular file"
     raise UsageError(f"{text} {what}", made_by)
+
+
+def _named(text: str) -> Path:
+    """The path, if there can be one of this name. Raises UsageError."""
+    path = Path(text)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return path
+    except (OSError, ValueError) as error:
+        shown = text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "…"
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{shown!r} cannot be a file: {why}") from error
+    return path
 
 
 def plan_path(text: str) -> Path:

@@ -160,8 +160,10 @@ def _text(problem: Problem, answer: Solution[Layout], capacity: int | None, seco
 def _refusal(problem: Problem, answer: Infeasible, capacity: int | None) -> str:
     from memplan.report.text import clean
 
-    within = "" if capacity is None else f" within {_size(capacity)}"
-    lines = [f"no: {answer.reason}{within}; it takes at least {_size(int(answer.witness))}"]
+    lines = [f"no: {answer.reason}"]
+    if capacity is not None:
+        least = _size(int(answer.witness))
+        lines = [f"no: {answer.reason} within {_size(capacity)}; it takes at least {least}"]
     for row in answer.rows[:_MOST_NAMED]:
         lifetime = f"[{problem.lower[row]}, {problem.upper[row]})"
         lines.append(f"  {clean(problem.ids[row])}: {problem.size[row]} bytes over {lifetime}")

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 import memplan._native as _native
+from memplan.layout.best_fit import best_fit
 from memplan.layout.check import check_layout
-from memplan.layout.problem import Layout, Problem, make_layout
+from memplan.layout.problem import MOST_BYTES, Layout, Problem, make_layout
 from memplan.types.errors import InternalError, UsageError
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 
@@ -48,12 +49,12 @@ def minimise(
     answer, layout = _pack(problem, -1, within, seconds, seed, threads, strategy, cancel)
     if answer["status"] == "infeasible":
         return _infeasible(answer, "the fixed buffers overlap")
-    bound = float(max(answer["bound_bytes"], problem.lower_bound))
+    bound = max(answer["bound_bytes"], problem.lower_bound)
     if layout is None:
         return TimedOut(None, bound)
-    if layout.height <= bound * (1 + within):
-        return Solved(layout, float(layout.height), min(bound, float(layout.height)))
-    return TimedOut(layout, bound, float(layout.height))
+    if layout.height <= bound + int(bound * within):
+        return Solved(layout, layout.height, min(bound, layout.height))
+    return TimedOut(layout, bound, layout.height)
 
 
 def fit_capacity(
@@ -74,19 +75,20 @@ def fit_capacity(
     """
     if capacity < 0:
         raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
+    capacity = min(capacity, MOST_BYTES)
     answer, layout = _pack(problem, capacity, 0.0, seconds, seed, threads, strategy, cancel)
     if answer["status"] == "infeasible":
         return _infeasible(answer, "these buffers do not fit together")
-    bound = float(max(answer["bound_bytes"], problem.lower_bound))
+    bound = max(answer["bound_bytes"], problem.lower_bound)
     if layout is None:
         return TimedOut(None, bound)
     if layout.height <= capacity:
-        return Solved(layout, float(layout.height), bound)
-    return TimedOut(layout, bound, float(layout.height))
+        return Solved(layout, layout.height, bound)
+    return TimedOut(layout, bound, layout.height)
 
 
 def _infeasible(answer: _native.Packing, reason: str) -> Infeasible:
-    return Infeasible(reason, float(answer["bound_bytes"]), tuple(answer["witness"]))
+    return Infeasible(reason, answer["bound_bytes"], tuple(answer["witness"]))
 
 
 def _pack(
@@ -127,8 +129,10 @@ def _pack(
             raise UsageError(f"layout: {errors[0]}") from errors[0]
         raise errors[0]
     answer = answers[0]
-    if answer["status"] == "infeasible" or (answer["height_bytes"] < 0 and len(problem)):
+    if answer["status"] == "infeasible":
         return answer, None
+    if answer["height_bytes"] < 0 and len(problem):  # out of time before the first was complete
+        return answer, _without_search(problem)
     layout = make_layout(problem, offsets)
     if layout.height != max(answer["height_bytes"], 0):
         raise InternalError(
@@ -136,3 +140,12 @@ def _pack(
         )
     check_layout(problem, layout)
     return answer, layout
+
+
+def _without_search(problem: Problem) -> Layout | None:
+    """Best fit, which is high and soon there; None where some are fixed or twins."""
+    if (problem.fixed >= 0).any() or (problem.twin >= 0).any():
+        return None
+    layout = best_fit(problem)
+    check_layout(problem, layout)
+    return layout

@@ -60,7 +60,7 @@ def static_plan(
     assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     if layout is None:
-        raise NoAnswerError("no layout was found in time", f"--timeout {2 * seconds:g}")
+        raise NoAnswerError("no layout was found in time", f"--timeout {max(10.0, 2 * seconds):g}")
     check_layout(problem, layout)
     offsets, blocks = offsets_of(made, windows.blocks, rows, layout)
     part, requests = allocation_part(made, windows, offsets, blocks, layout, problem.max_load)

@@ -12,17 +12,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from memplan.types.errors import FormatError
-from memplan.types.plan import ALLOCATION_VERSION, AllocationPart
+from memplan.types.plan import ALLOCATION_VERSION, AllocationPart, Space
 from memplan.types.trace import I64
 
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset", "space")
 MAX_REQUESTS = 4_000_000
+_MAX_SPACES = 1 << 16
 _MAX_BYTES = 1 << 48
 _MAX_CLOCK = 1 << 40
 _LEVEL = 3
@@ -98,6 +100,8 @@ def check_allocation(part: AllocationPart) -> None:
     sane = sane and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
     if not sane or not 0 <= part.prologue < part.requests:
         raise FormatError("its allocation part has a clock, steps or device out of range")
+    if len(part.spaces) > _MAX_SPACES:
+        raise FormatError(f"its allocation part has {len(part.spaces)} spaces")
     if not 0 <= part.load_bytes <= part.arena_bytes < _MAX_BYTES:
         raise FormatError("its allocation part has a height below its load, or out of range")
     requests = read_requests(part)
@@ -116,16 +120,26 @@ def check_allocation(part: AllocationPart) -> None:
         if faulty.any():
             row = int(faulty.argmax())
             raise FormatError(f"{name} of request {row} is {column[row]}, outside [{low}, {high})")
-    _check_places(part, requests)
-    for space in part.spaces:
-        edges = [edge for pair in space.ranges for edge in pair]
-        inside = not edges or (edges[0] >= 0 and edges[-1] <= part.arena_bytes)
-        if not inside or any(a > b for a, b in pairwise(edges)):
-            module = space.module[:80]
-            raise FormatError(f"the space of module {module!r} is no part of the arena")
+    _check_lifetimes(part, requests)
+    first, later = _in_rounds(part, requests)
+    size = rounded(requests.bytes)
+    for placed in (first, later):
+        _check_places(part, requests, size, placed)
+    for number, space in enumerate(part.spaces):
+        try:
+            _check_space(part, space, requests.offset, size, (first, later))
+        except FormatError as error:
+            raise FormatError(
+                f"the space of module {space.module[:80]!r} {error.message}"
+            ) from None
+        rows = np.flatnonzero(requests.space == number)
+        outside = (requests.lower[rows] < space.lower) | (requests.upper[rows] > space.upper)
+        if outside.any():
+            row = int(rows[outside.argmax()])
+            raise FormatError(f"request {row} outlives the window of its space")
 
 
-def _check_places(part: AllocationPart, requests: Requests) -> None:
+def _check_lifetimes(part: AllocationPart, requests: Requests) -> None:
     end = part.start + part.clock
     before = np.arange(part.requests) < part.prologue
     lower, upper = requests.lower, requests.upper
@@ -139,23 +153,72 @@ def _check_places(part: AllocationPart, requests: Requests) -> None:
     misplaced |= planned & (requests.offset + size > part.arena_bytes)
     _refuse(misplaced, "is placed across the arena's end, or unaligned")
     _refuse(planned & (requests.space >= 0), "has both a place and a space")
-    # The prologue and the first round; then what stays and any later round, which begins with the
-    # ends of the round before.
+
+
+class _Placed(NamedTuple):
+    """Planned rows, and when each is alive; a row that crosses into the next round is two."""
+
+    rows: I64
+    opens: I64
+    closes: I64
+
+
+def _in_rounds(part: AllocationPart, requests: Requests) -> tuple[_Placed, _Placed]:
+    """The prologue and the first round; then what stays and any later round, which begins with the
+    ends of the round before."""
+    end = part.start + part.clock
+    lower, upper = requests.lower, requests.upper
+    planned = requests.offset >= 0
+    before = np.arange(part.requests) < part.prologue
     stays = np.flatnonzero(planned & before & (upper == end))
     again = np.flatnonzero(planned & (upper > end))
     of_round = np.flatnonzero(planned & ~before)
     first = np.flatnonzero(planned)
-    later = np.concatenate((stays, of_round, again))
     begin = np.full(len(stays), part.start), lower[of_round], np.full(len(again), part.start)
     ends = upper[stays], np.minimum(upper[of_round], end), upper[again] - part.clock
-    for rows, opens, closes in (
-        (first, lower[first], np.minimum(upper[first], end)),
-        (later, np.concatenate(begin), np.concatenate(ends)),
-    ):
-        pair = find_overlap(opens, closes, requests.offset[rows], size[rows])
-        if pair is not None:
-            which = f"{rows[pair[0]]} and {rows[pair[1]]}"
-            raise FormatError(f"requests {which} are given the same bytes")
+    return (
+        _Placed(first, lower[first], np.minimum(upper[first], end)),
+        _Placed(
+            np.concatenate((stays, of_round, again)), np.concatenate(begin), np.concatenate(ends)
+        ),
+    )
+
+
+def _check_places(part: AllocationPart, requests: Requests, size: I64, placed: _Placed) -> None:
+    rows, opens, closes = placed
+    pair = find_overlap(opens, closes, requests.offset[rows], size[rows])
+    if pair is not None:
+        which = f"{rows[pair[0]]} and {rows[pair[1]]}"
+        raise FormatError(f"requests {which} are given the same bytes")
+    order = np.argsort(np.concatenate((closes, opens)), kind="stable")
+    load = np.cumsum(np.concatenate((-size[rows], size[rows]))[order])
+    if load.max(initial=0) > part.load_bytes:
+        raise FormatError(f"its planned requests are {load.max()} bytes at once, above its load")
+
+
+def _check_space(
+    part: AllocationPart, space: Space, offset: I64, size: I64, rounds: tuple[_Placed, _Placed]
+) -> None:
+    """Raise FormatError with what is wrong with a space, to be said after its name."""
+    end = part.start + part.clock
+    if not 0 <= space.lower < space.upper <= end + part.clock or space.lower >= end:
+        raise FormatError(f"has the window [{space.lower}, {space.upper})")
+    edges = [0, *(edge for pair in space.ranges for edge in pair), part.arena_bytes]
+    if any(a > b for a, b in pairwise(edges)):
+        raise FormatError("is no part of the arena")
+    windows = [(rounds[0], space.lower, space.upper)]
+    if space.lower >= part.start:
+        # The window in a later round, and what of it goes on into the one after.
+        windows.append((rounds[1], space.lower, space.upper))
+        windows.append((rounds[1], part.start, space.upper - part.clock))
+    opening, closing = np.array(edges[1::2]), np.array(edges[2::2])
+    for (rows, opens, closes), lower, upper in windows:
+        used = rows[(opens < upper) & (lower < closes) & (size[rows] > 0)]
+        # The ranges that end at or below the start of a place, and those that begin below its end.
+        ended = np.searchsorted(closing, offset[used], side="right")
+        begun = np.searchsorted(opening, offset[used] + size[used])
+        if (begun > ended).any():
+            raise FormatError(f"holds planned request {int(used[(begun > ended).argmax()])}")
 
 
 def _refuse(faulty: npt.NDArray[np.bool_], what: str) -> None:

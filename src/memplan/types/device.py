@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from fractions import Fraction
 from functools import cache
 from importlib import resources
 
@@ -37,6 +38,7 @@ _UNITS = {
     "ti": 1 << 40,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_LONGEST_NUMBER = 40
 _CAPABILITY = re.compile(r"(?:sm_?)?(\d+)\.?(\d)[af]?", re.IGNORECASE)
 _MAKERS_WORDS = re.compile(r"\b(nvidia|geforce|tesla)\b", re.IGNORECASE)
 
@@ -152,12 +154,20 @@ def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
 
 def parse_size(text: str) -> int:
     """Bytes of a size: `24GiB`, `24Gi`, `24576MiB` are binary, `24GB`, `24G` decimal, `25769803776`
-    plain bytes. Raises UsageError."""
+    plain bytes. Raises UsageError for what is no size, a part of a byte, or beyond 2^63."""
+    shown = text if len(text) <= 40 else text[:40] + "…"
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a size", "24GiB, 24GB, 24576MiB or a number of bytes")
+        raise UsageError(f"{shown!r} is not a size", "24GiB, 24GB, 24576MiB or a number of bytes")
     number, unit = match.groups()
-    return int(float(number) * _UNITS[(unit or "").lower()]) if unit else int(float(number))
+    if len(number) > _LONGEST_NUMBER:
+        raise UsageError(f"{shown!r} is beyond 2^63 bytes, or too exact", "24GiB")
+    nbytes = Fraction(number) * _UNITS[(unit or "").lower()]
+    if nbytes >= 1 << 63:
+        raise UsageError(f"{shown!r} is beyond 2^63 bytes")
+    if not unit and nbytes.denominator != 1:
+        raise UsageError(f"{shown!r} is not a whole number of bytes", "24GiB, or 24.5GiB")
+    return int(nbytes)
 
 
 def find_profile(text: str) -> DeviceProfile:
