@@ -1,0 +1,4 @@
+// Until the parts are there.
+namespace memplan::planned {
+extern const int placeholder = 0;
+}
