@@ -31,14 +31,21 @@ BUILD = ROOT / "build" / "planned-speed"
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset")
 
 
-def build(folder: Path = BUILD) -> tuple[Path, Path]:
-    """The program and the stand-in driver, built in a folder. Raises CalledProcessError."""
+def build(folder: Path = BUILD) -> Path:
+    """The folder with the library, the stand-in driver and the program. Raises
+    CalledProcessError."""
     configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(folder), "-DMEMPLAN_STRESS=ON"]
     targets = ["memplan_planned_speed", "memplan_standin_cuda"]
     make = ["cmake", "--build", str(folder), "--parallel", "2", "--target", *targets]
     for command in ([*configure, "-DCMAKE_BUILD_TYPE=Release"], make):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return folder / "memplan_planned_speed", next(folder.glob("*memplan_standin_cuda.so"))
+    return folder
+
+
+def build_library() -> tuple[Path, Path]:
+    """The allocator's library and the stand-in driver."""
+    folder = build()
+    return folder / "libmemplan_planned.so", folder / "libmemplan_standin_cuda.so"
 
 
 def calls(part: AllocationPart, requests: Requests) -> tuple[I64, I64]:
@@ -83,9 +90,10 @@ def job_file(found: StaticPlan, path: Path) -> None:
 
 def measure(found: StaticPlan, rounds: int = ROUNDS) -> dict[str, Any]:
     """Nanoseconds of a pair, by allocator and by number of threads."""
-    program, driver = build()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "job"
+    folder = build()
+    program, driver = folder / "memplan_planned_speed", folder / "libmemplan_standin_cuda.so"
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "job"
         job_file(found, path)
         command = [str(program), str(driver), str(path), str(rounds)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
