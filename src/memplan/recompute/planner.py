@@ -30,9 +30,11 @@ from memplan.types.step_graph import StepGraph
 SMALL = 128
 """Droppable values up to which a graph is annealed thoroughly, from several starts."""
 LONGER = 4
-"""Annealing steps of a round for each of the round before."""
+"""Annealing steps of a round for each of the round before, on large graphs."""
 WORTH = 1e-3
-"""Fraction that a round must save for another one to follow."""
+"""Fraction that a round must save to be worth it."""
+STALE, SMALL_STALE = 1, 2
+"""Rounds in a row that were not worth it before the search ends."""
 BLOCK_VALUES = (1, 6)
 """Large values that a block makes at least: a chain of many blocks and one of fewer."""
 FIRST_STEPS = 100
@@ -180,16 +182,20 @@ class Planner:
             return
         for ladder in self.ladders:
             ladder.look(budget_bytes, clock)
+        stale, start_number, longer = 0, -1, 1 if self.small else LONGER
         for number in range(rounds):
             before = self._best_or_lowest(budget_bytes)
-            for seed, start in enumerate(self._starts(budget_bytes, restarts)):
+            for start in self._starts(budget_bytes, restarts):
                 if not clock.left:
                     return
-                self._anneal(start, budget_bytes, clock, effort * LONGER**number, seed)
+                start_number += 1
+                self._anneal(start, budget_bytes, clock, effort * longer**number, start_number)
             after = self._best_or_lowest(budget_bytes)
             fitted = before.peak <= budget_bytes
             saved = before.seconds - after.seconds if fitted else before.peak - after.peak
-            if saved <= WORTH * (before.seconds if fitted else before.peak):
+            worth = saved > WORTH * (before.seconds if fitted else before.peak)
+            stale = 0 if worth else stale + 1
+            if stale == (SMALL_STALE if self.small else STALE):
                 return
 
     def _best_or_lowest(self, budget_bytes: int) -> Candidate:

@@ -12,8 +12,10 @@ from memplan.recompute.selection import Selection
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
-EFFORT, SMALL_EFFORT = 20, 300
+EFFORT = 20
 """Annealing steps a droppable value and start, in the first round."""
+SMALL_EFFORT, SMALL_STEPS = 2400, 48_000
+"""On small graphs: the most of them, and annealing steps a start at most."""
 ROUNDS = 5
 RESTARTS = 12
 """Of annealing in a round, on small graphs."""
@@ -76,4 +78,6 @@ def least_peak(
 
 def effort_for(planner: Planner) -> int:
     """Annealing steps a droppable value and start."""
-    return SMALL_EFFORT if planner.small else EFFORT
+    if not planner.small:
+        return EFFORT
+    return min(SMALL_EFFORT, SMALL_STEPS // max(1, len(planner.drops)))
