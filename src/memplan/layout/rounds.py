@@ -65,8 +65,9 @@ class Round:
         return self.start + self.clock
 
 
-def make_round(step: StepRequests) -> Round:
-    """The prologue and the round of a steady step."""
+def make_round(step: StepRequests, *, prologue: bool = True) -> Round:
+    """The prologue and the round of a steady step; without `prologue` the round alone, for a job
+    whose memory of before is elsewhere."""
     length = step.upper - step.lower
     static = ~step.dynamic & ~step.kept
     outlives = static & (length > step.clock) & (step.upper - step.alloc <= 2 * step.clock)
@@ -88,7 +89,7 @@ def make_round(step: StepRequests) -> Round:
     order = np.argsort(alloc, kind="stable")
     rows = rows[order]
     start = step.start + cut
-    before = _prologue(step, start, clock)
+    before = _prologue(step, start if prologue else 0, start + clock)
     count = len(before.event)
     return Round(
         step=step,
@@ -116,13 +117,14 @@ class _Prologue:
     dynamic: Bools
 
 
-def _prologue(step: StepRequests, start: int, clock: int) -> _Prologue:
+def _prologue(step: StepRequests, stop: int, end: int) -> _Prologue:
+    """The requests of events `[0, stop)`, in use until `end` at most."""
     events = step.trace.events
-    asked = (events.kind[:start] == EventKind.ALLOC) & (events.bytes[:start] > 0)
-    event = np.flatnonzero(asked & (events.device[:start] == step.device))
+    asked = (events.kind[:stop] == EventKind.ALLOC) & (events.bytes[:stop] > 0)
+    event = np.flatnonzero(asked & (events.device[:stop] == step.device))
     storage = events.storage[event]
     lower = np.maximum(step.lifetimes.begin[storage], 0)
-    upper = np.minimum(step.lifetimes.end[storage], start + clock)
+    upper = np.minimum(step.lifetimes.end[storage], end)
     return _Prologue(event, lower, upper, step.data_dependent[storage])
 
 

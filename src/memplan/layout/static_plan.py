@@ -44,14 +44,23 @@ class StaticPlan:
 
 
 def static_plan(
-    trace: Trace, *, seconds: float = 10.0, seed: int = 0, cancel: Cancel | None = None
+    trace: Trace,
+    *,
+    seconds: float = 10.0,
+    seed: int = 0,
+    cancel: Cancel | None = None,
+    device: int | None = None,
+    prologue: bool = True,
 ) -> StaticPlan:
     """Plan the steady step of a trace, searching for at most `seconds`.
+
+    `device`: whose requests; by default the one with the most. Without `prologue` the plan is for
+    a job that is past it: what such a job has stays where it is, and the round alone is planned.
 
     Raises NoAnswerError for a trace without a step, or with none to plan; or when no layout was
     found in time.
     """
-    made = make_round(step_requests(trace))
+    made = make_round(step_requests(trace, device), prologue=prologue)
     windows = dynamic_windows(made)
     problem, rows = round_problem(made, windows.blocks)
     if not len(problem):

@@ -49,9 +49,10 @@ class StepRequests:
         return len(self.bytes)
 
 
-def step_requests(trace: Trace) -> StepRequests:
+def step_requests(trace: Trace, device: int | None = None) -> StepRequests:
     """The requests of the first steady step; of the last complete step but one where none is
-    steady, with what its successor does not repeat marked dynamic.
+    steady, with what its successor does not repeat marked dynamic. `device`: by default the one
+    with the most requests.
 
     Raises NoAnswerError for a trace without a complete step, or that asks nothing in it.
     """
@@ -65,6 +66,8 @@ def step_requests(trace: Trace) -> StepRequests:
     events = trace.events
     asked = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.bytes > 0))
     inside = asked[(asked >= start) & (asked < stop)]
+    if device is not None:
+        inside = inside[events.device[inside] == device]
     if not len(inside):
         raise NoAnswerError("the step to plan asks for no memory", "capture a training job")
     devices, counts = np.unique(events.device[inside], return_counts=True)

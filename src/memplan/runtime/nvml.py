@@ -44,13 +44,24 @@ def _first() -> int:
 
 def used_bytes() -> int | None:
     """Bytes used on the first visible card by all processes; None where NVML cannot say."""
+    memory = _memory()
+    return int(memory.used) if memory is not None else None
+
+
+def total_bytes() -> int | None:
+    """Bytes that the first visible card has; None where NVML cannot say."""
+    memory = _memory()
+    return int(memory.total) if memory is not None else None
+
+
+def _memory() -> _Memory | None:
     device = _device()
     if device is None:
         return None
     memory = _Memory()
     if device[0].nvmlDeviceGetMemoryInfo(device[1], ctypes.byref(memory)):
         return None
-    return int(memory.used)
+    return memory
 
 
 class PeakWatch:

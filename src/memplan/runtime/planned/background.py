@@ -1,0 +1,60 @@
+"""Plans a recording while the job goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from memplan.types.errors import MemplanError
+from memplan.types.plan import Plan
+from memplan.types.plan_file import load_plan
+from memplan.types.trace import Trace
+from memplan.types.trace_file import save_trace
+
+_SECONDS = 300
+"""After which a planner is taken to hang."""
+
+
+class Planning:
+    """A planner at work in a process of its own (`worker.py`)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="memplan-")
+        folder = Path(self._folder.name)
+        save_trace(trace, folder / "trace")
+        with (folder / "said").open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "memplan.runtime.planned.worker", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+
+    def wait(self) -> None:
+        """Until it is done, or given up after `_SECONDS`."""
+        try:
+            self._process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def done(self) -> bool:
+        return self._process.poll() is not None
+
+    def plans(self) -> list[Plan]:
+        """What it found, one plan a device. Raises MemplanError with why it found none."""
+        folder = Path(self._folder.name)
+        if self._process.wait():
+            said = (folder / "said").read_text(encoding="utf-8", errors="replace").strip()
+            raise MemplanError(said.splitlines()[-1] if said else "the planner ended")
+        return [load_plan(path) for path in sorted(folder.glob("plan.*"))]
+
+    def close(self) -> None:
+        """End it, if it still runs, and forget what it wrote."""
+        if not self.done:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()

@@ -1,0 +1,280 @@
+"""A training job on the planned allocator: recorded, planned, served, and planned again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memplan.runtime.planned.background import Planning
+from memplan.runtime.planned.hit_rate import HitRate
+from memplan.runtime.planned.library import Library
+from memplan.runtime.planned.peaks import Peaks
+from memplan.runtime.planned.phases import JobHooks, PhaseCursor
+from memplan.runtime.planned.recording import MOST_EVENTS, Recording
+from memplan.types.errors import MemplanError
+from memplan.types.plan import AllocationPart, Plan
+from memplan.types.trace import Phase, Trace, TraceMeta
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a job is planned."""
+
+    most_steps: int = 8
+    """Recorded at most, where no step repeats the one before."""
+    least_rate: float = 0.8
+    """Hit rate of a step below which it is low."""
+    low_steps: int = 3
+    """In a row, before the job is planned again."""
+    seconds_between: float = 60.0
+    """Between two plannings at least."""
+    most_events: int = MOST_EVENTS
+
+
+@dataclass
+class Switch:
+    """A plan came into effect."""
+
+    step: int
+    """Optimizer steps before it."""
+    device: int
+    arena_bytes: int
+    requests: int
+
+
+@dataclass
+class Account:
+    """What the job's memory did, for the outcome."""
+
+    steps: int = 0
+    switches: list[Switch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hook_nanoseconds: int = 0
+    """Spent in hooks' own work, planning and its beginning and end excepted."""
+    trace: Trace | None = None
+    """Of the first steps."""
+
+
+class Job:
+    """Follows one job on the allocator of a process; a context manager.
+
+    With `plan` that plan is in effect from the beginning. Without one the first steps are
+    recorded and planned in the background. `record_all`: nothing is planned, the whole run is
+    recorded.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        devices: list[int],
+        meta: TraceMeta,
+        *,
+        plan: AllocationPart | None = None,
+        record_all: bool = False,
+        card_bytes: int | None = None,
+        policy: Policy | None = None,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        """`devices`: those that the job may use; `plan` is for the first. `card_bytes`: what a
+        device has, where that is known. `say` gets sentences for people."""
+        self.library = library
+        self.devices = devices
+        self.peaks = Peaks(library)
+        self.account = Account()
+        self.hit_rate: HitRate | None = None
+        self._meta = meta
+        self._plan = plan
+        self._record_all = record_all
+        self._card_bytes = card_bytes
+        self._policy = policy or Policy()
+        self._tell = say
+        self._hooks = JobHooks(self)
+        self._cursor: PhaseCursor | None = None
+        self._recording: Recording | None = None
+        self._planning: Planning | None = None
+        self._to_plan = plan is None and not record_all
+        """Whether what is being recorded is then planned."""
+        self._repeated = False
+        self._planned_at = -float("inf")
+        self._low = 0
+        self._process = os.getpid()
+
+    def __enter__(self) -> Job:
+        if self._plan is not None:
+            self._load(self.devices[0], self._plan, in_round=False)
+        self._record()
+        self._hooks.__enter__()
+        self._hooks.watch_all(modules=self._plan is None)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if os.getpid() != self._process:  # a child of the job, forked
+            return
+        self._hooks.__exit__()
+        if self._recording is not None:
+            self._stop_recording()
+        if self._planning is not None:
+            self._planning.close()
+            self._planning = None
+
+    @property
+    def recorded(self) -> Trace | None:
+        """What was recorded first, or all."""
+        return self.account.trace
+
+    def wait_for_plan(self) -> None:
+        """Until the planner at work, if any, is done; its plan comes into effect with the step."""
+        if self._planning is not None:
+            self._planning.wait()
+
+    # What the hooks tell
+
+    def entered(self, phase: Phase) -> None:
+        start = time.perf_counter_ns()
+        if self._recording is not None:
+            self._recording.mark(phase, "")
+        if self._cursor is not None:
+            self._enter_phase(self._cursor.enter(phase))
+        self.account.hook_nanoseconds += time.perf_counter_ns() - start
+
+    def resumed(self, phase: Phase) -> None:
+        if self._recording is not None:
+            self._recording.mark(phase, "")
+        if self._cursor is not None and self._cursor.number >= 0:
+            self._enter_phase(self._cursor.enter(phase))
+
+    def in_module(self, path: str) -> None:
+        if self._recording is not None:
+            start = time.perf_counter_ns()
+            self._recording.mark(self._hooks.phase, path)
+            self.account.hook_nanoseconds += time.perf_counter_ns() - start
+
+    def stepped(self) -> None:
+        self.account.steps += 1
+        if self._recording is not None:
+            self._recording.stepped()
+            if self._recorded_enough(self._recording):
+                self._use_recording()
+        elif self._planning is not None and self._planning.done:
+            self._take_plans(self._planning)
+        elif self.hit_rate is not None and self._planning is None:
+            self._watch(self.hit_rate)
+
+    def _enter_phase(self, number: int) -> None:
+        for device in self.devices:
+            self.library.enter_phase(device, number)
+        if self.hit_rate is not None:
+            if number < 0:
+                self.hit_rate.leave()
+            else:
+                self.hit_rate.come_back()
+
+    # Recording
+
+    def _record(self) -> None:
+        self._repeated = False
+        self._recording = Recording(self.library, self.devices, self._policy.most_events)
+
+    def _recorded_enough(self, recording: Recording) -> bool:
+        """One step after a step has repeated the one before: what it made is then released."""
+        if self._record_all:
+            return recording.full
+        if recording.full or recording.steps >= self._policy.most_steps or self._repeated:
+            return True
+        self._repeated = recording.repeats()
+        return False
+
+    def _use_recording(self) -> None:
+        complete = not self._recording_is_short()
+        trace = self._stop_recording()
+        self._hooks.watch_roots()
+        if self._record_all:
+            self._say(
+                f"recorded the first {self.account.steps} steps; there is no room for more requests"
+            )
+        elif not complete:
+            self._say("no plan: a step makes more requests than are recorded")
+        elif self._to_plan:
+            self._begin_planning(trace)
+
+    def _recording_is_short(self) -> bool:
+        return self._recording is not None and self._recording.full and self._recording.steps < 3
+
+    def _stop_recording(self) -> Trace:
+        assert self._recording is not None
+        recording, self._recording = self._recording, None
+        recording.stop()
+        trace = recording.trace(self._meta)
+        if self.account.trace is None:
+            self.account.trace = trace
+        return trace
+
+    # Planning
+
+    def _begin_planning(self, trace: Trace) -> None:
+        self._planned_at = time.monotonic()
+        try:
+            self._planning = Planning(trace)
+        except (MemplanError, OSError) as error:
+            self._say(f"no plan: {error}")
+
+    def _take_plans(self, planning: Planning) -> None:
+        self._planning = None
+        try:
+            plans = planning.plans()
+        except MemplanError as error:
+            self._say(f"no plan, the ordinary allocator goes on: {error.message}")
+        else:
+            for plan in plans:
+                self._load_found(plan)
+        finally:
+            planning.close()
+
+    def _load_found(self, plan: Plan) -> None:
+        part = plan.allocation
+        assert part is not None
+        if self._load(part.device, part, in_round=True):
+            self.peaks.begin_ours(part.device)
+        self._low = 0
+
+    def _load(self, device: int, part: AllocationPart, *, in_round: bool) -> bool:
+        if self._card_bytes is not None and part.arena_bytes > self._card_bytes:
+            self._say(
+                f"the plan takes {part.arena_bytes >> 20} MiB and the card has "
+                f"{self._card_bytes >> 20} MiB: the ordinary allocator serves the job. "
+                "`memplan fit` finds what would make it fit"
+            )
+            return False
+        try:
+            self.library.load(device, part, in_round=in_round)
+        except MemplanError as error:
+            self._say(f"{error.message}; the ordinary allocator serves the job")
+            return False
+        self._cursor = PhaseCursor(part.phases)
+        planned = {device, *(switch.device for switch in self.account.switches)}
+        self.hit_rate = HitRate(self.library, sorted(planned))
+        self.account.switches.append(
+            Switch(self.account.steps, device, part.arena_bytes, part.requests)
+        )
+        return True
+
+    def _watch(self, hit_rate: HitRate) -> None:
+        """Plan again when the plan no longer is that of the job."""
+        window = hit_rate.window()
+        self._low = self._low + 1 if window.rate < self._policy.least_rate else 0
+        soon = time.monotonic() - self._planned_at < self._policy.seconds_between
+        if self._low >= self._policy.low_steps and not soon:
+            self._low = 0
+            self._say(
+                f"hit rate {window.rate:.0%} in step {self.account.steps}: the job has changed, "
+                "planning again"
+            )
+            self._to_plan = True
+            self._record()
+            self._hooks.watch_all(modules=True)
+
+    def _say(self, text: str) -> None:
+        self.account.notes.append(text)
+        self._tell(text)

@@ -1,0 +1,124 @@
+"""What a job's memory came to: one line for people, and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memplan import __version__
+from memplan.report.text import format_bytes
+from memplan.runtime.planned.job import Job
+from memplan.simulate import AllocatorSettings, simulate
+from memplan.types.errors import MemplanError
+from memplan.types.output_file import write_file
+from memplan.types.trace import EventKind, Trace
+
+SCHEMA_VERSION = 1
+
+
+class Without(msgspec.Struct, frozen=True):
+    """PyTorch's own allocator, simulated from recorded requests."""
+
+    reserved_peak_bytes: int
+    steps: int
+    """Of the job's first ones that were recorded."""
+
+
+def simulated_without(trace: Trace | None, device: int) -> Without | None:
+    """None where nothing was recorded."""
+    if trace is None:
+        return None
+    asked = trace.events.device[trace.events.kind == EventKind.ALLOC]
+    if not (asked == device).any():
+        return None
+    settings = AllocatorSettings.parse(trace.meta.alloc_conf)
+    timeline = simulate(trace, settings, device=device)
+    return Without(int(timeline.reserved.max(initial=0)), trace.meta.optimizer_steps)
+
+
+def outcome(job: Job, plan: str = "") -> dict[str, Any]:
+    """As JSON. `plan`: the file that was in effect from the beginning."""
+    account = job.account
+    served = job.hit_rate.total() if job.hit_rate is not None else None
+    steps = max(account.steps, 1)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "memplan_version": __version__,
+        "plan": plan or None,
+        "steps": account.steps,
+        "hit_rate": round(served.rate, 6) if served is not None else None,
+        "requests": served.all if served is not None else 0,
+        "plans": [
+            {
+                "step": switch.step,
+                "device": switch.device,
+                "arena_bytes": switch.arena_bytes,
+                "requests": switch.requests,
+            }
+            for switch in account.switches
+        ],
+        "devices": [_device(job, device) for device in _used(job)],
+        "hook_seconds_per_step": round(account.hook_nanoseconds / steps / 1e9, 9),
+        "notes": account.notes,
+    }
+
+
+def _used(job: Job) -> list[int]:
+    return [device for device in job.devices if job.library.statistics(device) is not None]
+
+
+def _device(job: Job, device: int) -> dict[str, Any]:
+    found = job.library.statistics(device)
+    assert found is not None
+    ours = job.peaks.ours(device)
+    without = _without(job, device)
+    counts = found.as_dict()
+    for name in ("allocated_peak", "requested_peak", "reserved_peak"):
+        del counts[name]  # of whatever was reset last
+    return {
+        "device": device,
+        "reserved_peak_bytes": ours["reserved_peak"],
+        "allocated_peak_bytes": ours["allocated_peak"],
+        "reserved_peak_without_bytes": without.reserved_peak_bytes if without else None,
+        "without_from_steps": without.steps if without else 0,
+        "counters": counts,
+    }
+
+
+def _without(job: Job, device: int) -> Without | None:
+    try:
+        return simulated_without(job.recorded, device)
+    except MemplanError:  # settings that the simulator does not know
+        return None
+
+
+def save_outcome(found: dict[str, Any], path: Path, *, overwrite: bool = False) -> None:
+    """Write the JSON. Raises UsageError when it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+    write_file(path, [text], overwrite=overwrite)
+
+
+def line(found: dict[str, Any]) -> str:
+    """The outcome in one line; empty for a job that asked for no device memory."""
+    if not found["devices"]:
+        return ""
+    peak = max(found["devices"], key=lambda device: device["reserved_peak_bytes"])
+    words = f"peak reserved {format_bytes(peak['reserved_peak_bytes'])}"
+    without = peak["reserved_peak_without_bytes"]
+    if found["plans"]:
+        first = found["plans"][-1]["step"]
+        words += f" with the plan (from step {first} on)" if first else " with the plan"
+    else:
+        words += ", no plan in effect"
+    if without is not None and found["plans"]:
+        words += (
+            f", {format_bytes(without)} without it (simulated from the first "
+            f"{peak['without_from_steps']} steps)"
+        )
+    if found["hit_rate"] is not None:
+        words += f", hit rate {found['hit_rate']:.1%}"
+    if len(found["devices"]) > 1:
+        words += f" (device {peak['device']} of {len(found['devices'])})"
+    return words

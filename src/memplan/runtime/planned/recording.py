@@ -1,0 +1,215 @@
+"""What a job really asked of its devices, as a `Trace`.
+
+The library keeps the requests; marks among them say which phase, module and step they belong to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from memplan import __version__
+from memplan.runtime.planned.library import EVENT, PHASE_EVENT, Table
+from memplan.types.builder import TraceBuilder
+from memplan.types.trace import (
+    I64,
+    EventKind,
+    Events,
+    Phase,
+    Provenance,
+    Storages,
+    Trace,
+    TraceMeta,
+)
+
+MOST_EVENTS = 4_000_000
+"""Of one device and recording; 160 MB."""
+
+
+class Source(Protocol):
+    """The part of the library that records."""
+
+    def record(self, device: int, most: int) -> None: ...
+
+    def stop_recording(self, device: int) -> None: ...
+
+    def take_events(self, device: int) -> tuple[Table, int]: ...
+
+    def mark(self, device: int, number: int) -> None: ...
+
+
+class Context(NamedTuple):
+    """Where the job is."""
+
+    phase: Phase
+    module: str
+    step: int
+
+
+class Recording:
+    """Records the requests of some devices from its construction until `stop`."""
+
+    def __init__(self, source: Source, devices: list[int], most: int = MOST_EVENTS) -> None:
+        self._source = source
+        self._devices = devices
+        self._most = most
+        self._contexts: dict[Context, int] = {}
+        self._pieces: dict[int, list[Table]] = {device: [] for device in devices}
+        self._context = -1
+        self._kept = 0
+        self._running = True
+        self.steps = 0
+        """Complete steps recorded."""
+        self.lost = 0
+        """Events that there was no room for."""
+        self._edges: list[int] = []
+        for device in devices:
+            source.record(device, most)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for more."""
+        return self.lost > 0 or self._kept >= self._most
+
+    def mark(self, phase: Phase, module: str) -> None:
+        """What follows belongs to this phase and module."""
+        context = Context(phase, module, self.steps)
+        number = self._contexts.setdefault(context, len(self._contexts))
+        if number != self._context:
+            self._context = number
+            for device in self._devices:
+                self._source.mark(device, number)
+
+    def stepped(self) -> None:
+        """A step is complete; `mark` follows."""
+        self.steps += 1
+        self._take()
+        self._edges.append(len(self._pieces[self._devices[0]]))
+
+    def repeats(self) -> bool:
+        """Whether the last complete step made the requests of the one before it."""
+        if len(self._edges) < 2:
+            return False
+        begin = self._edges[-3] if len(self._edges) > 2 else 0
+        pairs = [
+            (pieces[begin : self._edges[-2]], pieces[self._edges[-2] : self._edges[-1]])
+            for pieces in self._pieces.values()
+        ]
+        return all(_requests(before) == _requests(last) for before, last in pairs)
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self._running:
+            self._running = False
+            self._take()
+            for device in self._devices:
+                self._source.stop_recording(device)
+
+    def _take(self) -> None:
+        for device in self._devices:
+            table, lost = self._source.take_events(device)
+            self.lost = max(self.lost, lost)
+            self._pieces[device].append(table)
+            self._kept += len(table)
+
+    def trace(self, meta: TraceMeta) -> Trace:
+        """What was recorded so far, all devices in the order of time."""
+        tables = {device: np.concatenate(pieces) for device, pieces in self._pieces.items()}
+        return _as_trace(tables, list(self._contexts), self.steps, meta)
+
+
+def observed_meta(command: list[str], torch_version: str, gpu: str, conf: str) -> TraceMeta:
+    """Where a recording comes from."""
+    return TraceMeta(
+        memplan_version=__version__,
+        torch_version=torch_version,
+        origin="recording",
+        method="observed",
+        gpu=gpu,
+        command=command,
+        alloc_conf=conf,
+    )
+
+
+def _requests(pieces: list[Table]) -> bytes:
+    """Equal bytes, equal requests."""
+    if not pieces:
+        return b""
+    table = np.concatenate(pieces)
+    asked = table[table["kind"] == EventKind.ALLOC]
+    same: bytes = asked["bytes"].tobytes() + asked["stream"].tobytes()
+    return same
+
+
+def _as_trace(
+    tables: dict[int, Table], contexts: list[Context], steps: int, meta: TraceMeta
+) -> Trace:
+    """Marks become the phase, module and step of the events behind them."""
+    known = [Context(Phase.SETUP, "", 0), *contexts]
+    device = np.concatenate([np.full(len(table), d, np.int16) for d, table in tables.items()])
+    rows = np.concatenate([np.zeros(0, EVENT), *tables.values()])
+    where = np.concatenate([_contexts_of(table) for table in tables.values()])
+    keep = rows["kind"] != PHASE_EVENT
+    rows, device, where = rows[keep], device[keep], where[keep]
+    order = np.argsort(rows["nanoseconds"], kind="stable")
+    rows, device, where = rows[order], device[order], where[order]
+    storage, storages = _storage_numbers(rows, device)
+    strings = [""]
+    number = {"": 0}
+    for context in known:
+        if context.module not in number:
+            number[context.module] = len(strings)
+            strings.append(context.module)
+    module = np.array([number[context.module] for context in known], np.int32)
+    phase = np.array([context.phase for context in known], np.uint8)
+    step = np.array([context.step for context in known], np.int32)
+    # A last row, so that a step that ends with the recording is seen to be complete.
+    count = len(rows) + 1
+    zero, none = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+    last = Phase.OTHER
+    events = Events(
+        kind=np.append(rows["kind"], EventKind.MARK).astype(np.uint8),
+        storage=np.append(storage, -1),
+        bytes=np.append(rows["bytes"], 0),
+        bytes_low=np.append(rows["bytes"], 0),
+        bytes_high=np.append(rows["bytes"], 0),
+        stream=np.append(rows["stream"], 0).astype(np.int32),
+        device=np.append(device, next(iter(tables))).astype(np.int16),
+        op=none,
+        module=np.append(module[where], 0).astype(np.int32),
+        phase=np.append(phase[where], last).astype(np.uint8),
+        step=np.append(step[where], steps).astype(np.int32),
+        source=zero.astype(np.int32),
+        provenance=np.full(count, Provenance.OBSERVED, np.uint8),
+        aux=none,
+    )
+    meta.optimizer_steps = steps
+    return Trace(meta, strings, events, TraceBuilder().build(meta).ops, _plain_storages(storages))
+
+
+def _contexts_of(table: Table) -> I64:
+    """By event: which context it belongs to, 0 before the first mark."""
+    marks = table["kind"] == PHASE_EVENT
+    latest = np.maximum.accumulate(np.where(marks, np.arange(len(table)), -1))
+    numbers: I64 = np.where(latest >= 0, table["bytes"][latest] + 1, 0)
+    return numbers
+
+
+def _storage_numbers(rows: Table, device: np.ndarray) -> tuple[I64, int]:
+    """The devices count their requests each for itself: numbers over all of them. What is released
+    and was never seen to be asked for gets none."""
+    key = rows["storage"].astype(np.int64) * 4096 + device
+    named = rows["storage"] >= 0
+    begun = np.unique(key[named & (rows["kind"] == EventKind.ALLOC)])
+    at = np.searchsorted(begun, key)
+    at = np.minimum(at, max(len(begun) - 1, 0))
+    found = named & (len(begun) > 0)
+    if len(begun):
+        found &= begun[at] == key
+    return np.where(found, at, -1), len(begun)
+
+
+def _plain_storages(count: int) -> Storages:
+    text = np.zeros(count, np.int32)
+    return Storages(role=np.zeros(count, np.uint8), name=text, dtype=text, shape=text)
