@@ -45,10 +45,11 @@ def command(library: Library, output: Path) -> list[str]:
         raise UsageError(f"no C++ compiler {compiler[0]}", "install g++, or name one in CXX")
     root = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
+    headers = [f"-isystem{folder}" for folder in (root / "include", cuda_headers())]
     # libcudart is PyTorch's, in the process already: another one beside it would be a second state.
     return [
         *compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{_header_folder(library)}",
-        *(word for folder in (root / "include", cuda_headers()) for word in ("-isystem", folder)),
+        *headers,
         str(_SOURCE), "-o", str(output), f"-L{root / 'lib'}", "-lc10_cuda", "-lc10",
     ]  # fmt: skip
 
