@@ -28,9 +28,19 @@ class SlackTree {
 
   // The leftmost place of the least value in [begin, end), and that value.
   std::pair<int, std::int64_t> least(int begin, int end) const {
-    std::pair<int, std::int64_t> best{-1, std::numeric_limits<std::int64_t>::max()};
+    Best best{0, 0, 0, std::numeric_limits<std::int64_t>::max()};
     find(1, 0, size_, static_cast<std::size_t>(begin), static_cast<std::size_t>(end), 0, best);
-    return best;
+    if (best.node == 0) return {-1, best.value};
+    std::size_t node = best.node;
+    std::size_t low = best.low;
+    for (std::size_t half = best.width / 2; node < size_; half /= 2) {
+      node *= 2;
+      if (least_[node + 1] < least_[node]) {
+        ++node;
+        low += half;
+      }
+    }
+    return {static_cast<int>(low), best.value};
   }
 
  private:
@@ -48,11 +58,19 @@ class SlackTree {
     least_[node] = std::min(least_[2 * node], least_[2 * node + 1]) + added_[node];
   }
 
+  // Of the nodes that make up a range, the leftmost with the least value below it.
+  struct Best {
+    std::size_t node;  // 0: none
+    std::size_t low;
+    std::size_t width;  // places below it
+    std::int64_t value;
+  };
+
   void find(std::size_t node, std::size_t low, std::size_t high, std::size_t begin,
-            std::size_t end, std::int64_t above, std::pair<int, std::int64_t>& best) const {
-    if (end <= low || high <= begin || least_[node] + above >= best.second) return;
-    if (node >= size_) {
-      best = {static_cast<int>(low), least_[node] + above};
+            std::size_t end, std::int64_t above, Best& best) const {
+    if (end <= low || high <= begin || least_[node] + above >= best.value) return;
+    if (begin <= low && high <= end) {
+      best = {node, low, high - low, least_[node] + above};
       return;
     }
     const std::size_t middle = (low + high) / 2;

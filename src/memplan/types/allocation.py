@@ -9,7 +9,6 @@ with the first round stays for ever. Sizes and offsets are bytes.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,6 +19,7 @@ import zstandard
 
 from memplan.types.errors import FormatError
 from memplan.types.plan import ALLOCATION_VERSION, AllocationPart, Space
+from memplan.types.rank_set import RankSet
 from memplan.types.trace import I64
 
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset", "space")
@@ -232,24 +232,22 @@ def find_overlap(lower: I64, upper: I64, offset: I64, size: I64) -> tuple[int, i
     One sweep over the ends of lifetimes `[lower, upper)`, with what is alive sorted by offset.
     """
     present = np.flatnonzero(size > 0)
+    present = present[np.argsort(offset[present], kind="stable")]
     count = len(present)
     times = np.concatenate((upper[present], lower[present]))
     # At one moment, what ends is gone before what begins: the ends come first among equals.
     order = np.argsort(times, kind="stable").tolist()
     starts = offset[present].tolist()
     ends = (offset[present] + size[present]).tolist()
-    starts_alive: list[int] = []
-    alive: list[int] = []
+    alive = RankSet(count)
     for event in order:
         row = event % count
-        at = bisect_left(starts_alive, starts[row])
         if event < count:
-            del starts_alive[at], alive[at]
+            alive.remove(row)
             continue
-        if at < len(alive) and starts_alive[at] < ends[row]:
-            return int(present[alive[at]]), int(present[row])
-        if at and ends[alive[at - 1]] > starts[row]:
-            return int(present[alive[at - 1]]), int(present[row])
-        starts_alive.insert(at, starts[row])
-        alive.insert(at, row)
+        below, above = alive.neighbours(row)
+        for other in (above, below):
+            if other >= 0 and starts[other] < ends[row] and ends[other] > starts[row]:
+                return int(present[other]), int(present[row])
+        alive.add(row)
     return None
