@@ -59,6 +59,21 @@ class Residual(nn.Module):
         return (x * x).mean()
 
 
+class Turned(nn.Module):
+    """Linear layers, all but the first on an input that is not contiguous: they add their bias into
+    the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(4, 16, 256)
+        for layer in self.layers:
+            x = layer(x).sin().transpose(0, 1)
+        return x.sum()
+
+
 class UserFunction(torch.autograd.Function):
     """Its backward adds by itself: an addition that is not the engine's."""
 
@@ -104,7 +119,7 @@ def captured_requests(make: Callable[[], nn.Module], x: torch.Tensor) -> list[in
     ]
 
 
-@pytest.mark.parametrize("make", [FanOut, SharedGradient, Residual, WithUserFunction])
+@pytest.mark.parametrize("make", [FanOut, SharedGradient, Residual, Turned, WithUserFunction])
 def test_captured_requests_equal_real_ones(make: Callable[[], nn.Module]) -> None:
     width = next(make().parameters()).shape[1]
     x = torch.randn(64, width)

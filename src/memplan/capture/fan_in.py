@@ -24,7 +24,10 @@ class FanIn:
     """Recognises the engine's additions and decides whether they happen in place."""
 
     def __init__(self) -> None:
-        self._unshared: tuple[int, int, int] | None = None
+        self.unshared: tuple[int, int, int] | None = None
+        """Reference counts of a tensor that PyTorch itself holds once and nobody else."""
+        self.product: tuple[int, int] | None = None
+        """The storage of the last matrix product, and the row of the op that gave it its shape."""
         self._seen: list[tuple[int, int, int]] | None = None
 
     def calibrate(self, backward: Callable[[], None]) -> None:
@@ -36,7 +39,7 @@ class FanIn:
         self._seen = []
         backward()
         if self._seen:
-            self._unshared = self._seen[0]
+            self.unshared = self._seen[0]
         self._seen = None
 
     def reuse(
@@ -55,7 +58,7 @@ class FanIn:
         counts = reference_counts(left)  # the buffered one; the engine tries no other
         if self._seen is not None:
             self._seen.append(counts)
-        elif counts == self._unshared and _non_overlapping_and_dense(left):
+        elif counts == self.unshared and _non_overlapping_and_dense(left):
             return left
         return None
 

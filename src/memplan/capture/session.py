@@ -13,6 +13,7 @@ from torch.utils import _python_dispatch
 
 import memplan
 from memplan.capture import (
+    bias,
     constructors,
     data_dependent,
     foreach,
@@ -75,10 +76,11 @@ class CaptureSession:
             handlers={
                 **data_dependent.HANDLERS,
                 **formulas.HANDLERS,
+                **bias.HANDLERS,
                 **foreach.HANDLERS,
                 **shape_rules.HANDLERS,
             },
-            observers=dict(data_dependent.OBSERVERS),
+            observers={**data_dependent.OBSERVERS, **bias.OBSERVERS},
         )
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)

@@ -12,6 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from memplan.runtime.tape.bias import (
+    ADD,
+    ADD_INTO,
+    SHAPE_PRODUCT,
+    goes_into_product,
+    unshared_counts,
+)
 from memplan.runtime.tape.decisions import HOLD, Decisions
 from memplan.runtime.tape.functions import top_hooks, watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
@@ -21,6 +28,8 @@ from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
 from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
+
+_DEVICE_QUERY = torch.ops.prim.device.default  # only fake tensors ask
 
 
 class Recording(TorchDispatchMode):
@@ -61,6 +70,8 @@ class Recording(TorchDispatchMode):
         """Arguments seen whose value cannot be had again."""
         self._opaque = 0
         """Depth of functions with a backward of their own."""
+        self._product = 0
+        """The key of the storage that the last op multiplied into; 0: it did something else."""
         self._symbolic = False
         self._stream: int | None = None
         """The CUDA stream that the call began on; None where there is none to heed."""
@@ -85,6 +96,7 @@ class Recording(TorchDispatchMode):
         return True  # else what the program compiles would run as if it were not compiled
 
     def __enter__(self) -> Recording:
+        unshared_counts()  # not first inside an op, where `linear` is another
         self._symbolic = any(
             isinstance(mode, FakeTensorMode) or hasattr(mode, "fake_mode")
             for mode in _get_current_dispatch_mode_stack()
@@ -148,8 +160,18 @@ class Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return self.call_function(lambda: func(*args, **kwargs), args)
-        if func.is_view:
+        if func.is_view or func is _DEVICE_QUERY:
             return func(*args, **kwargs)
+        product, self._product = self._product, 0
+        if func is ADD and product and goes_into_product(product, args, kwargs):
+            self._run(ADD_INTO, args, kwargs)
+            return alias(args[0])  # autograd takes what an addition gives for a tensor of its own
+        result = self._run(func, args, kwargs)
+        if func is SHAPE_PRODUCT:
+            self._product = result.untyped_storage()._cdata
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = traits_of(func)
         number, nth = self._number, self._count(traits, args, kwargs)
         self._number += 1
