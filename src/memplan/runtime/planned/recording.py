@@ -123,7 +123,7 @@ def observed_meta(command: list[str], torch_version: str, gpu: str, conf: str) -
     """Where a recording comes from."""
     return TraceMeta(
         memplan_version=__version__,
-        torch_version=torch_version,
+        torch_version=str(torch_version),
         origin="recording",
         method="observed",
         gpu=gpu,
