@@ -4,7 +4,11 @@
 #include <memory>
 #include <vector>
 
+#include "planned/cells.hpp"
+#include "planned/guests.hpp"
+#include "planned/handover.hpp"
 #include "planned/plan.hpp"
+#include "planned/sequence.hpp"
 
 namespace memplan::planned {
 
@@ -19,8 +23,8 @@ enum class Kind : std::uint8_t {
 struct Place {
   std::int64_t offset = -1;
   Kind kind = Kind::kNone;
-  // Streams that used these bytes last and were not that of the request, as slots of their last
-  // release: the request's stream must come after them. Empty but where streams change hands.
+  // What the request's stream must come after, where its bytes were another stream's: slots given
+  // to `released_in`, or -1 - s for all work of stream s so far. Distinct.
   std::vector<std::int32_t> after;
 };
 
@@ -29,14 +33,18 @@ struct Counters {
 };
 
 // Which bytes of an arena a request gets. Bookkeeping alone: it touches no memory and takes no lock.
+// A byte that is in use is never given out, whatever the plan says.
 class Arena {
  public:
+  // With `in_round` the job is past the plan's prologue.
   explicit Arena(std::shared_ptr<const Plan> plan, bool in_round);
 
-  // The next request of the job. `stream` is numbered in the order of first use, 0 the default one.
+  // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
+  // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
   Place place(std::int64_t bytes, std::int32_t stream);
   // What `place` gave is free again. Whether its bytes may pass to another stream: then the caller
-  // records an event and says in `released_in` which slot holds it.
+  // records an event and says in `released_in`, before the next call of `place` or `release`, which
+  // slot (>= 0) holds it. Nothing, and false, for an offset that is not in use.
   bool release(std::int64_t offset);
   void released_in(std::int64_t offset, std::int32_t slot);
   // The job enters a phase of the plan; -1 for one that is not in it.
@@ -45,6 +53,34 @@ class Arena {
   // Whether any of [lower, upper) is in use.
   bool in_use(std::int64_t lower, std::int64_t upper) const;
   const Counters& counters() const;
+
+ private:
+  // A request at its planned place, by the first of its cells.
+  struct Holder {
+    std::int32_t last = 0;  // It has the cells up to here; 0: there is none.
+    std::int32_t stream = 0;
+    bool shared = false;
+  };
+
+  bool take_row(const Row& row, std::int64_t size, std::int32_t stream, Place& place);
+  bool take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place);
+  bool adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place);
+  Place none();
+  void invite(std::int64_t offset, std::int64_t size, std::int32_t stream, Place& place);
+  std::int64_t end_of(std::int32_t row) const;
+  std::int64_t expected_end(std::int64_t bytes) const;
+  void block_until(std::int64_t until);
+
+  std::shared_ptr<const Plan> plan_;
+  Sequence sequence_;
+  Cells planned_;                // In use by requests at their planned places.
+  std::vector<Holder> holders_;  // By cell.
+  Guests guests_;
+  Handover handover_;
+  Cells blocked_;  // Scratch of `adopt`.
+  std::int64_t now_ = 0;
+  bool outside_ = false;  // In a phase that the plan does not know.
+  mutable Counters counters_;
 };
 
 }  // namespace memplan::planned

@@ -1,0 +1,179 @@
+#include "planned/arena.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace memplan::planned {
+namespace {
+
+constexpr std::int64_t kForEver = std::numeric_limits<std::int64_t>::max() / 2;
+constexpr int kLookBack = 64;  // Rows among which one of an unforeseen request's size is looked for.
+
+}  // namespace
+
+Arena::Arena(std::shared_ptr<const Plan> plan, bool in_round)
+    : plan_(std::move(plan)),
+      sequence_(*plan_, in_round),
+      planned_(plan_->cells()),
+      holders_(static_cast<std::size_t>(plan_->cells())),
+      guests_(*plan_),
+      handover_(*plan_),
+      blocked_(plan_->cells()),
+      now_(plan_->moment(sequence_.next())) {}
+
+Place Arena::place(std::int64_t bytes, std::int32_t stream) {
+  Place place;
+  const std::int64_t size = rounded(bytes);
+  if (outside_) return adopt(size, stream, now_ + 1, place) ? place : none();
+  const Match match = sequence_.follow(bytes, stream);
+  if (match.row < 0) return adopt(size, stream, expected_end(bytes), place) ? place : none();
+  const Row& row = plan_->row(match.row);
+  now_ = plan_->moment(match.row);
+  if (row.first >= 0) {
+    if (take_row(row, size, stream, place)) return place;
+  } else if (row.space < 0 || take_space(row.space, size, stream, place)) {
+    return row.space < 0 ? none() : place;
+  }
+  return adopt(size, stream, end_of(match.row), place) ? place : none();
+}
+
+Place Arena::none() {
+  ++counters_.misses;
+  return {};
+}
+
+// The place of a row; a smaller request takes its beginning.
+bool Arena::take_row(const Row& row, std::int64_t size, std::int32_t stream, Place& place) {
+  const std::int64_t whole = rounded(row.bytes);
+  if (size > whole) return false;
+  const std::int32_t last = size == whole ? row.last : plan_->cell_from(row.offset + size);
+  if (!planned_.none(row.first, last) || !guests_.none(row.first, last)) return false;
+  planned_.add(row.first, last);
+  holders_[static_cast<std::size_t>(row.first)] = {last, stream, row.shared};
+  handover_.take(row.first, last, stream, place.after);
+  place.offset = row.offset;
+  place.kind = Kind::kPlanned;
+  ++counters_.hits;
+  return true;
+}
+
+// The smallest gap of a dynamic reusable space.
+bool Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place) {
+  Guests::Gap best;
+  for (const auto& [lower, upper] : plan_->space(space)) {
+    for (std::int32_t first = planned_.next_out(lower); first < upper;) {
+      const std::int32_t last = std::min(planned_.next_in(first), upper);
+      guests_.find_gap(first, last, size, best);
+      first = planned_.next_out(last);
+    }
+  }
+  if (best.offset < 0) return false;
+  invite(best.offset, size, stream, place);
+  place.kind = Kind::kDynamic;
+  ++counters_.dynamic;
+  return true;
+}
+
+// The smallest gap that the plan leaves free until then.
+bool Arena::adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place) {
+  block_until(until);
+  Guests::Gap best;
+  for (std::int32_t first = blocked_.next_out(0); first < plan_->cells();) {
+    const std::int32_t last = blocked_.next_in(first);
+    guests_.find_gap(first, last, size, best);
+    first = blocked_.next_out(last);
+  }
+  if (best.offset < 0) return false;
+  invite(best.offset, size, stream, place);
+  place.kind = Kind::kAdopted;
+  ++counters_.adopted;
+  return true;
+}
+
+// Rows that come alive before `until`, and what is in use now. Rows that are past and were left out
+// do not count: what they leave free is there to be used.
+void Arena::block_until(std::int64_t until) {
+  blocked_ = planned_;
+  std::int32_t at = sequence_.next();
+  const auto block = [&](const Row& row) { blocked_.add(row.first, row.last); };
+  for (; at < plan_->prologue() && plan_->moment(at) < until; ++at) {
+    if (plan_->row(at).first >= 0) block(plan_->row(at));
+  }
+  if (at < plan_->prologue()) return;
+  if (until >= plan_->moment(at) + plan_->clock()) {
+    blocked_.add(plan_->round_cells());
+    return;
+  }
+  const std::int32_t from = at;
+  std::int64_t shift = 0;
+  while (plan_->moment(at) + shift < until) {
+    if (plan_->row(at).first >= 0) block(plan_->row(at));
+    at = plan_->next(at);
+    if (at == plan_->prologue()) shift = plan_->clock();
+    if (at == from) return;
+  }
+  // Of other streams, some are alive before the moment of their request.
+  for (const std::int32_t early : plan_->early()) {
+    const std::int64_t lap = early < from ? plan_->clock() : 0;
+    if (plan_->row(early).lower + lap < until) block(plan_->row(early));
+  }
+}
+
+void Arena::invite(std::int64_t offset, std::int64_t size, std::int32_t stream, Place& place) {
+  guests_.add(offset, size, stream);
+  handover_.take(plan_->cell_of(offset), plan_->cell_from(offset + size), stream, place.after);
+  place.offset = offset;
+}
+
+// When a row ends, on the clock of `now_`.
+std::int64_t Arena::end_of(std::int32_t row) const {
+  const std::int64_t upper = plan_->row(row).upper;
+  return row < plan_->prologue() && upper >= plan_->end() ? kForEver : upper;
+}
+
+// For how long a request that no row is may live: as a row of its size just before, else for the
+// rest of the phase.
+std::int64_t Arena::expected_end(std::int64_t bytes) const {
+  const std::int32_t next = sequence_.next();
+  for (std::int32_t row = next - 1; row >= std::max(next - kLookBack, 0); --row) {
+    if (plan_->row(row).bytes == bytes) return std::max(end_of(row), now_ + 1);
+  }
+  return plan_->phase_end(next);
+}
+
+bool Arena::release(std::int64_t offset) {
+  const std::int32_t cell = plan_->cell_at(offset);
+  if (cell >= 0 && holders_[static_cast<std::size_t>(cell)].last > 0) {
+    const Holder holder = std::exchange(holders_[static_cast<std::size_t>(cell)], {});
+    planned_.remove(cell, holder.last);
+    handover_.release(cell, holder.last, holder.stream, true);
+    return holder.shared && handover_.several_streams();
+  }
+  Guests::Guest gone;
+  if (!guests_.remove(offset, gone)) return false;
+  handover_.release(plan_->cell_of(offset), plan_->cell_from(gone.end), gone.stream, false);
+  return handover_.several_streams();
+}
+
+void Arena::released_in(std::int64_t, std::int32_t slot) { handover_.released_in(slot); }
+
+void Arena::enter_phase(std::int32_t phase) {
+  outside_ = phase < 0;
+  if (!outside_) sequence_.enter_phase(phase);
+}
+
+bool Arena::in_use(std::int64_t lower, std::int64_t upper) const {
+  lower = std::max<std::int64_t>(lower, 0);
+  upper = std::min(upper, plan_->arena_bytes());
+  if (lower >= upper) return false;
+  if (!planned_.none(plan_->cell_of(lower), plan_->cell_from(upper))) return true;
+  return guests_.touch(lower, upper);
+}
+
+const Counters& Arena::counters() const {
+  counters_.resyncs = sequence_.resyncs();
+  return counters_;
+}
+
+}  // namespace memplan::planned

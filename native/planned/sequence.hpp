@@ -1,0 +1,70 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "planned/plan.hpp"
+
+namespace memplan::planned {
+
+// The request of the plan that one of the job is.
+struct Match {
+  std::int32_t row = -1;  // -1: the plan has none for it.
+  bool equal = false;     // In bytes; else it is that row in another size.
+};
+
+// Finds for each request of a job the row of the plan that it is, without seeing what follows.
+//
+// In step, the next row has the bytes and the stream of the request. Otherwise an alignment of the
+// last requests with the plan goes on (edit distance, Needleman and Wunsch 1970, in the band of the
+// cheapest continuations): a request may be unforeseen, or a row in another size, and rows may have
+// been left out. Several hypotheses of where the job is are kept until one has won. When none is
+// good, places where the plan reads like the last requests join them.
+class Sequence {
+ public:
+  Sequence(const Plan& plan, bool in_round);
+
+  Match follow(std::int64_t bytes, std::int32_t stream);
+  // The row that is expected next.
+  std::int32_t next() const { return best_.next; }
+  // The job begins a phase of the plan.
+  void enter_phase(std::int32_t phase);
+
+  // Whether there is one hypothesis, with nothing against it.
+  bool in_step() const { return in_step_; }
+  // Goes on by a row while in step: `follow` of a request that was found equal to it.
+  void advance() {
+    best_.next = plan_.next(best_.next);
+    recent_ <<= 1;
+  }
+  // Times that the place was lost and found again.
+  std::int64_t resyncs() const { return resyncs_; }
+
+ private:
+  struct Hypothesis {
+    std::int32_t next;
+    std::int32_t cost;
+    float ratio = 1.0F;      // Of the last request that was a row in another size.
+    std::int32_t row = -1;   // What the last request is.
+    bool equal = false;
+  };
+
+  void keep(const Hypothesis& one);
+  void leave_out();
+  void take(const Hypothesis& from, std::int64_t bytes, std::int32_t stream, bool known);
+  void look_around();
+  void settle();
+  bool won() const;
+
+  const Plan& plan_;
+  Hypothesis best_;
+  bool in_step_ = true;
+  std::vector<Hypothesis> live_, fresh_;
+  std::vector<std::int32_t> slot_;  // By row: its place in `fresh_`, valid if it names the row.
+  std::array<std::uint64_t, Plan::kGram> marks_{};
+  std::uint32_t recent_ = 0;  // Bits of the last requests: 1 for what is no row of the plan.
+  std::int64_t resyncs_ = 0;
+};
+
+}  // namespace memplan::planned
