@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memplan.cli import main
@@ -39,6 +41,18 @@ def test_settings(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--json", "--alloc-conf", conf, str(job)]) == 0
     expected = simulate(training_job(), AllocatorSettings.parse(conf))
     assert json.loads(capfd.readouterr().out)["reserved_peak_bytes"] == expected.reserved_peak_bytes
+
+
+def test_settings_win_key_by_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = training_job()
+    meta = msgspec.structs.replace(trace.meta, alloc_conf="expandable_segments:True")
+    path = tmp_path / "set.trace"
+    save_trace(replace(trace, meta=meta), path)
+    for option, conf in (("", "expandable_segments:True"), ("expandable_segments:False", "")):
+        words = ["--alloc-conf", option or "garbage_collection_threshold:0.9"]
+        assert main(["simulate", "--json", *words, str(path)]) == 0
+        expected = simulate(trace, AllocatorSettings.parse(conf)).reserved_peak_bytes
+        assert json.loads(capfd.readouterr().out)["reserved_peak_bytes"] == expected
 
 
 def test_text(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

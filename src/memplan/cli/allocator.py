@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from memplan.cli.command import CONF_VARIABLES
 from memplan.types.errors import UsageError
 
+_COMMA = re.compile(r",(?![^\[]*\])")
+"""Outside brackets."""
+
 
 def check_settings(option: str | None, environment: Mapping[str, str]) -> None:
-    """Raises UsageError for what PyTorch would refuse: of the option, which wins, else of the
-    variable that counts."""
+    """Raises UsageError for what PyTorch would refuse, of the option and of the variable that
+    counts."""
     from memplan.simulate import AllocatorSettings
 
     if option:
         AllocatorSettings.parse(option)
-        return
     name, conf = settings_of(environment)
     try:
         AllocatorSettings.parse(conf)
@@ -29,3 +32,13 @@ def settings_of(environment: Mapping[str, str]) -> tuple[str, str]:
     strings when none is."""
     return next(((name, environment[name]) for name in CONF_VARIABLES if name in environment),
                 ("", ""))  # fmt: skip
+
+
+def merged(conf: str, option: str | None) -> str:
+    """`conf` with the keys of `option` in place of its own."""
+    pairs = [pair.strip() for pair in _COMMA.split(f"{conf},{option or ''}") if pair.strip()]
+    return ",".join({_key(pair): pair for pair in pairs}.values())
+
+
+def _key(pair: str) -> str:
+    return pair.partition(":")[0].strip()

@@ -16,7 +16,7 @@ import msgspec
 
 from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
-from memplan.cli.allocator import check_settings, settings_of
+from memplan.cli.allocator import check_settings, merged, settings_of
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
@@ -50,7 +50,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
-    add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
+    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
     add_packages_option(parser)
     add_rank_options(parser, several=True)
@@ -163,11 +163,12 @@ def _results(path: Path | None) -> tuple[Path, ...]:
 
 
 def _with_settings(trace: Trace, alloc_conf: str | None, job: Job, planned: str) -> Trace:
-    """The option wins over what the script set, that over the environment, in PyTorch's order, and
-    that over the plan."""
+    """Key by key the option wins over what the script set, and that over the environment; a plan's
+    settings stand where there are no others."""
     _, inherited = settings_of(os.environ | job.environment)
-    conf = next(filter(None, (alloc_conf, trace.meta.alloc_conf, inherited, planned)), "")
-    return replace(trace, meta=msgspec.structs.replace(trace.meta, alloc_conf=conf))
+    conf = next(filter(None, (trace.meta.alloc_conf, inherited, planned)), "")
+    meta = msgspec.structs.replace(trace.meta, alloc_conf=merged(conf, alloc_conf))
+    return replace(trace, meta=meta)
 
 
 def _print(result: Estimate, hint: str) -> None:

@@ -52,7 +52,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add_rank_options(parser, several=False)
-    add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
+    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
     add_packages_option(parser)
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")

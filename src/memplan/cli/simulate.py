@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Mapping
 
 from memplan import __version__
+from memplan.cli.allocator import merged
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
 from memplan.cli.streams import write_answer, write_json
@@ -24,7 +25,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     room = parser.add_mutually_exclusive_group()
     room.add_argument("--gpu", metavar="NAME|SIZE", help="stop at the memory of this card")
     room.add_argument("--capacity", metavar="SIZE", help="stop at this many bytes of segments")
-    add("--alloc-conf", metavar="CONF", help="allocator settings, as in PYTORCH_ALLOC_CONF")
+    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--json", action="store_true", help="the answer as JSON on stdout")
 
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if args.alloc_conf:
         AllocatorSettings.parse(args.alloc_conf)
     trace = load_any(path)
-    settings = AllocatorSettings.parse(args.alloc_conf or trace.meta.alloc_conf)
+    settings = AllocatorSettings.parse(merged(trace.meta.alloc_conf, args.alloc_conf))
     report = replay_report(trace, settings, capacity)
     if args.json:
         header = {
