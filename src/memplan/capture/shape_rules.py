@@ -75,9 +75,20 @@ def ctc_loss(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     return losses, mode.fake(aten.new_empty.default, (log_probs, shape), {})
 
 
+def copy_into_gather(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """FSDP2 gathers shards that lie on the host too (loaded by `assign=True`): its kernel copies
+    from there, without memory of its own."""
+    shards, output = args[0], args[1]
+    there = [tensor for tensor in shards if tensor.device == output.device]
+    if len(there) == len(shards):
+        return NotImplemented
+    return mode.fake(func, (there, *args[1:]), kwargs)
+
+
 def install(patches: Patches, mode: CaptureMode) -> None:
     """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
     tensor; for a tensor subclass it would divide by them on the host."""
+    mode.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
     real: Any = torch.ctc_loss
 
     def loss(
