@@ -30,7 +30,7 @@ struct Planned {
   decltype(&memplan_owns) owns = nullptr;
   decltype(&memplan_record_stream) record_stream = nullptr;
   decltype(&memplan_empty_cache) empty_cache = nullptr;
-  decltype(&memplan_give_up) give_up = nullptr;
+  decltype(&memplan_unload) unload = nullptr;
   decltype(&memplan_count) count = nullptr;
   decltype(&memplan_read_statistics) read_statistics = nullptr;
   decltype(&memplan_reset_peaks) reset_peaks = nullptr;
@@ -52,7 +52,7 @@ bool find_all(const char* path) {
          find(library, "memplan_owns", planned.owns) &&
          find(library, "memplan_record_stream", planned.record_stream) &&
          find(library, "memplan_empty_cache", planned.empty_cache) &&
-         find(library, "memplan_give_up", planned.give_up) &&
+         find(library, "memplan_unload", planned.unload) &&
          find(library, "memplan_count", planned.count) &&
          find(library, "memplan_read_statistics", planned.read_statistics) &&
          find(library, "memplan_reset_peaks", planned.reset_peaks) &&
@@ -207,7 +207,7 @@ class Planning final : public Delegating {
     } catch (const c10::OutOfMemoryError&) {
       memplan_statistics before{};
       if (planned.read_statistics(device, &before) != 0 || before.arena_mapped == 0) throw;
-      planned.give_up(device);
+      planned.unload(device);
     }
     return request();
   }
