@@ -1,4 +1,5 @@
-"""memplan from Python: `estimate(step)`, `with capture():` and `auto_checkpoint(module)`."""
+"""memplan from Python: `estimate(step)`, `with capture():`, `auto_checkpoint(module)` and
+`install(plan)`."""
 
 from __future__ import annotations
 
@@ -12,12 +13,23 @@ from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule
 from memplan.estimate import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
+from memplan.runtime.planned.install import PlannedRun, install, planned
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
 
-__all__ = ["AutoCheckpoint", "Capture", "auto_checkpoint", "capture", "estimate", "register_rule"]
+__all__ = [
+    "AutoCheckpoint",
+    "Capture",
+    "PlannedRun",
+    "auto_checkpoint",
+    "capture",
+    "estimate",
+    "install",
+    "planned",
+    "register_rule",
+]
 
 _MOST_CALLS = 64
 

@@ -1,8 +1,9 @@
-"""Run a training script with a plan in effect.
+"""Run a training script with a plan in effect, or plan its memory while it runs.
 
 The script runs unchanged, on the CPU or on CUDA; its losses and gradients are the same bits as
-without the plan on deterministic kernels. The exit code is the script's own, or 125 when memplan
-failed before the script began.
+without the plan on deterministic kernels. Without --plan, on a GPU, the first steps are recorded
+and planned in the background. The exit code is the script's own, or 125 when memplan failed before
+the script began.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import memplan
 from memplan.cli.command import CONF_VARIABLES
-from memplan.cli.files import plan_path
+from memplan.cli.files import output_path, plan_path
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
+from memplan.cli.rank_files import of_rank, plan_of_rank, rank
 from memplan.types.errors import MemplanError, UsageError
+
+if TYPE_CHECKING:
+    from memplan.capture.options import ScriptTarget
+    from memplan.runtime.planned.files import RunFiles
+    from memplan.runtime.planned.install import PlannedRun
+    from memplan.types.plan import Plan
 
 TAKES_PROGRAM = True
 EXIT_NOT_STARTED = 125
@@ -34,32 +43,70 @@ class NotStartedError(MemplanError):
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    usage = "memplan run [--plan PLAN] {} [ARGS…]"
+    usage = "memplan run [--plan PLAN] [--record TRACE] [--stats FILE] {} [ARGS…]"
     parser.usage = f"{usage.format('SCRIPT')}\n       {usage.format('-m MODULE')}"
-    parser.add_argument("--plan", metavar="PLAN", help="a plan that memplan fit has made")
-    parser.add_argument("-m", metavar="MODULE", help="run a module instead of a script")
+    add = parser.add_argument
+    add("--plan", metavar="PLAN", help="a plan of memplan fit or memplan plan")
+    add(
+        "--record", metavar="TRACE", help="plan nothing: write the job's real requests to this file"
+    )
+    add("--stats", metavar="FILE", help="write what the memory did, as JSON")
+    add("-f", "--force", action="store_true", help="write over existing files")
+    add("-m", metavar="MODULE", help="run a module instead of a script")
 
 
 def run(args: argparse.Namespace) -> int:
-    from memplan.runtime.script import run_program
-    from memplan.types.plan import Plan
-    from memplan.types.plan_file import load_plan
-
     try:
         _refuse_launcher(args)
         program = check_program(args.program, _USAGE)
-        plan = load_plan(plan_path(args.plan)) if args.plan else Plan()
-        _set_allocator(plan.alloc_conf)
+        plan, files, running = _prepare(args, program)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
+    from memplan.runtime.script import run_program
+
     try:
-        run_program(program.kind, program.name, program.argv, plan, _note)
+        with running:
+            run_program(program.kind, program.name, program.argv, plan, _note)
     except SystemExit as stop:
         return _exit_code(stop)
     except Exception as error:
         _print_as_python_would(error)
         return 1
+    finally:
+        files.finish(running, _note)
     return 0
+
+
+def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, RunFiles, PlannedRun]:
+    """The plan, the files to write, and the allocator in place: PyTorch's own where the plan is of
+    recomputation alone, for it was checked with that."""
+    from memplan.types.plan import Plan
+    from memplan.types.plan_file import load_plan
+
+    name = plan_of_rank(args.plan) if args.plan else ""
+    plan = load_plan(plan_path(name)) if name else Plan()
+    if args.record and plan.allocation is not None:
+        raise UsageError(
+            "--record beside a plan of allocation: what is recorded is how a job is without one",
+            "--record alone, or with a plan of memplan fit",
+        )
+    trace, stats = (
+        output_path(of_rank(text), force=args.force, reads=name) if text else None
+        for text in (args.record, args.stats)
+    )
+    serve = plan.allocation is not None or not name or bool(args.record)
+    if not serve:
+        _set_allocator(plan.alloc_conf)
+    from memplan.runtime.planned.files import RunFiles
+    from memplan.runtime.planned.install import PlannedRun, start
+
+    files = RunFiles(name, trace, stats, overwrite=args.force)
+    if not serve:
+        return plan, files, PlannedRun()
+    given = plan if plan.allocation is not None else None
+    words = [program.name, *program.argv]
+    running = start(given, command=words, record_all=bool(args.record), say=_note)
+    return plan, files, running
 
 
 def _refuse_launcher(args: argparse.Namespace) -> None:
@@ -88,7 +135,8 @@ def _set_allocator(conf: str) -> None:
 
 
 def _note(text: str) -> None:
-    sys.stderr.write(f"memplan: {text}\n")
+    number = rank()
+    sys.stderr.write(f"memplan{'' if number is None else f' (rank {number})'}: {text}\n")
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -153,6 +153,14 @@ class Job:
 
     def stepped(self) -> None:
         self.account.steps += 1
+        try:
+            self._at_boundary()
+        except Exception as error:  # the user's step goes on, whatever is wrong here
+            self._recording = self._planning = self.hit_rate = None
+            self._say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
+
+    def _at_boundary(self) -> None:
+        """Between two steps."""
         if self._recording is not None:
             self._recording.stepped()
             if self._recorded_enough(self._recording):
@@ -218,7 +226,7 @@ class Job:
         try:
             self._planning = Planning(trace)
         except (MemplanError, OSError) as error:
-            self._say(f"no plan: {error}")
+            self._say(f"no plan, the ordinary allocator goes on: {error}")
 
     def _take_plans(self, planning: Planning) -> None:
         self._planning = None

@@ -10,7 +10,9 @@ roots. Nothing is kept alive by a hook.
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -31,6 +33,9 @@ _MOST_TENSORS = 32
 """Of a root's output that get a hook."""
 _DEEPEST = 4
 """Levels of an output that are searched for tensors."""
+
+_TOLD_OF_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""A warning of PyTorch's; being called twice for one module does no harm here."""
 
 
 class Listener(Protocol):
@@ -73,7 +78,8 @@ class JobHooks:
         """Since an evaluation ended nothing else has begun."""
         self._optimizers: list[int] = []
         """Those whose step runs, the innermost last: one may wrap another."""
-        self._first_optimizer: int | None = None
+        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        """Of those that are there, the one that stepped first: its steps count."""
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._global: list[Any] = []
         self._own: list[Any] = []
@@ -101,6 +107,7 @@ class JobHooks:
         """Hook every module, to see which are roots. `modules`: the listener wants their paths."""
         self._modules = modules
         if not self._global:
+            warnings.filterwarnings("ignore", message=_TOLD_OF_HOOKS)
             for handle in self._own[2:]:
                 handle.remove()
             del self._own[2:]
@@ -110,13 +117,15 @@ class JobHooks:
             ]
 
     def watch_roots(self) -> None:
-        """From now on hook only the modules that have been roots."""
-        if not self._global:
+        """From now on hook only the modules that have been roots. Where Dynamo has compiled, all
+        stay hooked: it would compile again, and few modules are called that are not compiled."""
+        self._modules = False
+        self._names.clear()
+        if not self._global or _has_compiled():
             return
         for handle in self._global:
             handle.remove()
-        self._global, self._modules = [], False
-        self._names.clear()
+        self._global = []
         for root in self._roots:
             self._own += [
                 root.register_forward_pre_hook(_Before(self), prepend=True),
@@ -213,9 +222,10 @@ class JobHooks:
             del self._optimizers[self._optimizers.index(id(optimizer)) :]
         if self._optimizers:
             return
-        if self._first_optimizer is None:
-            self._first_optimizer = id(optimizer)
-        if id(optimizer) == self._first_optimizer:
+        first = self._first_optimizer() if self._first_optimizer is not None else None
+        if first is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if first is None or first is optimizer:
             self._listener.stepped()
         self._enter(Phase.FORWARD)
 
@@ -275,6 +285,13 @@ class _InModule(_Hook):
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _has_compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None)
+    return counters is not None and bool(counters["frames"]["total"])
 
 
 def _differentiable(item: Any, levels: int) -> Iterator[torch.Tensor]:
