@@ -4,6 +4,7 @@
 #include <map>
 #include <vector>
 
+#include "caching/segment_source.hpp"
 #include "caching/settings.hpp"
 
 namespace memplan::caching {
@@ -24,16 +25,15 @@ struct ObservedSegment {
 // goes there instead. Addresses are not used twice until they run out. Where the log shows the
 // address that the device gave for the same size on the same stream just before this event, that
 // one is used.
-class AddressSpace {
+class AddressSpace final : public SegmentSource {
  public:
   explicit AddressSpace(std::vector<ObservedSegment> observed);
 
-  // Address of a new segment, or of the range reserved for an expandable one.
-  std::int64_t place(std::int64_t event, std::int64_t bytes, std::int32_t stream, bool expandable);
-  // Takes a range known from elsewhere; false when it overlaps one that is taken.
-  bool claim(std::int64_t address, std::int64_t bytes);
-  void release(std::int64_t address) { taken_.erase(address); }
-  bool is_free(std::int64_t address, std::int64_t bytes) const;
+  std::int64_t place(std::int64_t event, std::int64_t bytes, std::int32_t stream,
+                     bool expandable) override;
+  void release(std::int64_t address, std::int64_t) override { taken_.erase(address); }
+  bool claim(std::int64_t address, std::int64_t bytes) override;
+  bool is_free(std::int64_t address, std::int64_t bytes) const override;
 
  private:
   std::int64_t model(std::int64_t bytes);

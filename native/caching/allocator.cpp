@@ -23,11 +23,12 @@ void for_each_free(const Pool& pool, Visit visit) {
 
 }  // namespace
 
-Allocator::Allocator(const Settings& settings, std::vector<ObservedSegment> observed,
-                     std::function<void()> synchronize)
+Allocator::Allocator(const Settings& settings, SegmentSource& source,
+                     std::function<bool()> synchronize, bool keep_events)
     : settings_(settings),
-      addresses_(std::move(observed)),
-      synchronize_(std::move(synchronize)) {}
+      source_(source),
+      synchronize_(std::move(synchronize)),
+      keep_events_(keep_events) {}
 
 Bin& Allocator::bin_of(Pool& pool, std::int32_t stream) {
   if (last_bin_ != nullptr && last_pool_ == &pool && last_stream_ == stream) return *last_bin_;
@@ -56,7 +57,7 @@ Block* Allocator::new_block(Pool* pool, Bin* bin, std::int32_t stream, std::int6
 }
 
 void Allocator::delete_block(Block* block) {
-  block->requested = 0;
+  block->size = block->requested = 0;
   block->prev = block->next = nullptr;
   block->allocated = false;
   block->mapped = true;
@@ -100,7 +101,7 @@ void Allocator::merge(Block* block, Block* neighbour) {
 
 void Allocator::log(SegmentAction action, const Block& block, std::int64_t address,
                     std::int64_t bytes) {
-  segment_events_.push_back({now_, bytes, address, block.stream, action});
+  if (keep_events_) segment_events_.push_back({now_, bytes, address, block.stream, action});
 }
 
 void Allocator::reserve(std::int64_t bytes) {
@@ -121,10 +122,19 @@ bool Allocator::should_split(const Block& block, std::int64_t size) const {
   return size < settings_.max_split_size && rest > kSmallRequest;
 }
 
-Block* Allocator::malloc(std::int64_t bytes, std::int32_t stream) {
+Allocator::Request Allocator::request_for(std::int64_t bytes, std::int32_t stream) {
   const std::int64_t size = block_size(settings_, bytes);
   Pool& pool = size <= kSmallRequest ? small_ : large_;
-  Request request{size, segment_size(settings_, size), stream, &pool, &bin_of(pool, stream)};
+  return {size, segment_size(settings_, size), stream, &pool, &bin_of(pool, stream)};
+}
+
+bool Allocator::has_cached(std::int64_t bytes, std::int32_t stream) {
+  const Request request = request_for(bytes, stream);
+  return best_fit(request) != request.bin->free.end();
+}
+
+Block* Allocator::malloc(std::int64_t bytes, std::int32_t stream) {
+  Request request = request_for(bytes, stream);
   Block* block = find_free(request);
   if (block == nullptr) {
     if (settings_.allowed_bytes != kUnlimited && settings_.garbage_collection_threshold > 0.0) {
@@ -143,14 +153,23 @@ Block* Allocator::malloc(std::int64_t bytes, std::int32_t stream) {
   return hand_out(block, request, bytes);
 }
 
-// Best fit. Takes the block out of the free list.
+// Takes the best fit out of the free list.
 Block* Allocator::find_free(const Request& request) {
   if (settings_.allowed_bytes != kUnlimited && settings_.garbage_collection_threshold > 0.0) {
     ++request.pool->searches;
   }
   FreeList& free = request.bin->free;
-  FreeList::Position it = free.lower_bound({request.size, kLowest, nullptr});
+  const FreeList::Position it = best_fit(request);
   if (it == free.end()) return nullptr;
+  Block* block = free.at(it).block;
+  free.erase(it);
+  return block;
+}
+
+FreeList::Position Allocator::best_fit(const Request& request) const {
+  const FreeList& free = request.bin->free;
+  FreeList::Position it = free.lower_bound({request.size, kLowest, nullptr});
+  if (it == free.end()) return it;
   const auto expandable = [&free](FreeList::Position position) {
     return free.at(position).block->expandable != nullptr;
   };
@@ -169,16 +188,15 @@ Block* Allocator::find_free(const Request& request) {
     do {
       it = free.next(it);
     } while (it != free.end() && expandable(it));
-    if (it == free.end()) return nullptr;
+    if (it == free.end()) return it;
   }
-  Block* block = free.at(it).block;
+  const Block* block = free.at(it).block;
   const std::int64_t limit = settings_.max_split_size;
-  if (request.size < limit && block->size >= limit) return nullptr;
+  if (request.size < limit && block->size >= limit) return free.end();
   if (request.size >= limit && block->size >= request.size + settings_.max_non_split_rounding) {
-    return nullptr;
+    return free.end();
   }
-  free.erase(it);
-  return block;
+  return it;
 }
 
 // New memory from the device.
@@ -196,7 +214,11 @@ Block* Allocator::grow(Request& request, bool retry) {
     return nullptr;
   }
   reserve(bytes);
-  const std::int64_t address = addresses_.place(now_, bytes, request.stream, false);
+  const std::int64_t address = source_.place(now_, bytes, request.stream, false);
+  if (address == SegmentSource::kNone) {
+    statistics_.reserved -= bytes;
+    return nullptr;
+  }
   Block* block = new_block(request.pool, request.bin, request.stream, address, bytes, nullptr);
   log(SegmentAction::kAlloc, *block, address, bytes);
   return block;
@@ -299,7 +321,7 @@ bool Allocator::release_oversize(const Request& request) {
 }
 
 void Allocator::release_cached() {
-  synchronize_();
+  if (!synchronize_()) return;
   release_pool(large_);
   release_pool(small_);
 }
@@ -319,7 +341,7 @@ void Allocator::release_pool(Pool& pool) {
 
 void Allocator::release_segment(Block* block) {
   log(SegmentAction::kFree, *block, block->address, block->size);
-  addresses_.release(block->address);
+  source_.release(block->address, block->size);
   statistics_.reserved -= block->size;
   erase_free(block);
   delete_block(block);

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "caching/address_space.hpp"
 #include "caching/block.hpp"
+#include "caching/segment_source.hpp"
 #include "caching/settings.hpp"
 
 namespace memplan::caching {
@@ -51,9 +51,11 @@ struct Statistics {
 // The rules of DeviceCachingAllocator of torch 2.11 to 2.13 for one device, without private pools.
 class Allocator {
  public:
-  // `synchronize` must complete every outstanding free: an out-of-memory retry waits for them.
-  Allocator(const Settings& settings, std::vector<ObservedSegment> observed,
-            std::function<void()> synchronize);
+  // `synchronize` must complete every outstanding free: an out-of-memory retry waits for them. Where
+  // it returns false nothing is given back to the source.
+  // Without `keep_events` no segment events are kept.
+  Allocator(const Settings& settings, SegmentSource& source, std::function<bool()> synchronize,
+            bool keep_events);
 
   // Segments from before the first event. Returns the blocks in the order given.
   std::vector<Block*> restore(const std::vector<InitialSegment>& segments,
@@ -61,6 +63,8 @@ class Allocator {
 
   // A block of at least `bytes` > 0; nullptr when memory is out after all retries.
   Block* malloc(std::int64_t bytes, std::int32_t stream);
+  // Whether a cached block would serve the request, so that no memory is taken for it.
+  bool has_cached(std::int64_t bytes, std::int32_t stream);
   // The host lets go; the block stays away from reuse until `complete_free`.
   void begin_free(Block* block);
   void complete_free(Block* block);
@@ -71,6 +75,13 @@ class Allocator {
   void set_now(std::int64_t event) { now_ = event; }
   const Statistics& statistics() const { return statistics_; }
   const std::vector<SegmentEvent>& segment_events() const { return segment_events_; }
+  // Every block, in no order; neighbours in a segment are linked.
+  template <typename Visit>
+  void for_each_block(Visit visit) const {
+    for (const Block& block : blocks_) {
+      if (block.size > 0) visit(block);
+    }
+  }
 
  private:
   struct Request {
@@ -82,6 +93,8 @@ class Allocator {
     bool rejected = false;  // throw_on_cudamalloc_oom: no retry.
   };
 
+  Request request_for(std::int64_t bytes, std::int32_t stream);
+  FreeList::Position best_fit(const Request& request) const;
   Bin& bin_of(Pool& pool, std::int32_t stream);
   Block* new_block(Pool* pool, Bin* bin, std::int32_t stream, std::int64_t address,
                    std::int64_t size, ExpandableSegment* expandable);
@@ -119,8 +132,9 @@ class Allocator {
   void reserve(std::int64_t bytes);
 
   Settings settings_;
-  AddressSpace addresses_;
-  std::function<void()> synchronize_;
+  SegmentSource& source_;
+  std::function<bool()> synchronize_;
+  const bool keep_events_;
   std::int64_t now_ = 0;
   Statistics statistics_;
   std::vector<SegmentEvent> segment_events_;

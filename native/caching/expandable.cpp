@@ -18,6 +18,7 @@ bool has_room(const Block* block, std::int64_t size) {
 }  // namespace
 
 // The lowest address with room for the request in free and unmapped blocks; maybe a new segment.
+// Null when there are no addresses for one.
 Block* Allocator::find_expandable(const Request& request) {
   for (const auto& [address, unmapped] : request.bin->unmapped) {
     Block* first = unmapped;
@@ -26,7 +27,8 @@ Block* Allocator::find_expandable(const Request& request) {
   }
   const std::int64_t page = request.pool->small ? kSmallSegment : settings_.large_segment_size;
   const std::int64_t bytes = round_up(std::max(settings_.reserve_bytes, request.size), page);
-  const std::int64_t base = addresses_.place(now_, bytes, request.stream, true);
+  const std::int64_t base = source_.place(now_, bytes, request.stream, true);
+  if (base == SegmentSource::kNone) return nullptr;
   expandable_.push_back(std::make_unique<ExpandableSegment>(base, bytes, page));
   Block* block = new_block(request.pool, request.bin, request.stream, base, bytes,
                            expandable_.back().get());
@@ -37,6 +39,7 @@ Block* Allocator::find_expandable(const Request& request) {
 
 Block* Allocator::grow_expandable(const Request& request) {
   Block* block = find_expandable(request);
+  if (block == nullptr) return nullptr;
   if (!block->mapped && !map(block, std::min(block->size, request.size))) return nullptr;
   while (block->size < request.size) {
     // What was mapped so far stays mapped and cached when the device has no more pages.
@@ -59,6 +62,10 @@ bool Allocator::map(Block* block, std::int64_t bytes) {
     return false;
   }
   reserve(mapped);
+  if (!source_.map(block->address, mapped)) {
+    statistics_.reserved -= mapped;
+    return false;
+  }
   block->bin->unmapped.erase(block->address);
   log(SegmentAction::kMap, *block, block->address, mapped);
   block->mapped = true;
@@ -96,6 +103,7 @@ void Allocator::unmap(Block* block) {
   block->size = end - begin;
   block->mapped = false;
   statistics_.reserved -= block->size;
+  source_.unmap(block->address, block->size);
   log(SegmentAction::kUnmap, *block, block->address, block->size);
   merge(block, block->prev);
   merge(block, block->next);
@@ -105,7 +113,7 @@ void Allocator::unmap(Block* block) {
 void Allocator::release_expandable(Block* block) {
   const ExpandableSegment* segment = block->expandable;
   block->bin->unmapped.erase(block->address);
-  addresses_.release(segment->base);
+  source_.release(segment->base, segment->bytes);
   std::erase_if(expandable_, [segment](const auto& other) { return other.get() == segment; });
   delete_block(block);
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "caching/address_space.hpp"
 #include "caching/stream_clocks.hpp"
 
 namespace memplan::caching {
@@ -36,7 +37,8 @@ class Replay {
  public:
   Replay(const Settings& settings, const ReplayInput& input)
       : input_(input),
-        allocator_(settings, observed_segments(input), [this] { complete_all(); }),
+        addresses_(observed_segments(input)),
+        allocator_(settings, addresses_, [this] { return complete_all(); }, true),
         blocks_(static_cast<std::size_t>(input.storages), nullptr),
         completion_seen_(static_cast<std::size_t>(input.storages), 0) {
     for (std::size_t i = 0; i < input.events.kind.size(); ++i) {
@@ -213,10 +215,11 @@ class Replay {
     }
   }
 
-  void complete_all() {
+  bool complete_all() {
     clocks_.synchronize_all();
     complete_passed();
     while (!waiting_.empty()) complete_waiting(waiting_.size() - 1);
+    return true;
   }
 
   struct PendingUse {
@@ -229,6 +232,7 @@ class Replay {
   };
 
   const ReplayInput& input_;
+  AddressSpace addresses_;
   Allocator allocator_;
   StreamClocks clocks_;
   std::vector<Block*> blocks_;            // By storage; &gone_ once its life is over.

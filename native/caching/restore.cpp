@@ -16,7 +16,7 @@ std::vector<Block*> Allocator::restore(const std::vector<InitialSegment>& segmen
   result.reserve(blocks.size());
   for (const InitialSegment& segment : segments) {
     reserve(segment.bytes);
-    if (!segment.expandable && !addresses_.claim(segment.address, segment.bytes)) {
+    if (!segment.expandable && !source_.claim(segment.address, segment.bytes)) {
       throw std::invalid_argument("two initial segments overlap");
     }
   }
@@ -66,7 +66,7 @@ void Allocator::restore_expandable(const std::vector<InitialSegment>& segments,
                        (initial.address - segment->base) % segment->page == 0 &&
                        (last->address + last->size - segment->base) % segment->page == 0 &&
                        initial.address >= last->address + last->size &&
-                       addresses_.is_free(last->address + last->size,
+                       source_.is_free(last->address + last->size,
                                           initial.address - last->address - last->size) &&
                        initial.address + initial.bytes <= segment->base + segment->bytes;
     if (joins) {
@@ -102,11 +102,11 @@ void Allocator::close_expandable(ExpandableSegment* segment, Block* last, std::i
   if ((begin - segment->base) % segment->page == 0) {
     const std::int64_t room = std::min(segment->base + segment->bytes, limit) - begin;
     if (room > 0) end = begin + room / segment->page * segment->page;
-    if (!addresses_.is_free(begin, end - begin)) end = begin;
+    if (!source_.is_free(begin, end - begin)) end = begin;
   }
   add_gap(segment, last, end);
   segment->bytes = end - segment->base;
-  if (!addresses_.claim(segment->base, segment->bytes)) {
+  if (!source_.claim(segment->base, segment->bytes)) {
     throw std::invalid_argument("two initial segments overlap");
   }
 }

@@ -24,10 +24,20 @@ typedef void* memplan_stream; /* cudaStream_t */
 /* NULL for 0 bytes, and where memory is out after all that could be given back was. */
 void* memplan_malloc(ssize_t bytes, int device, memplan_stream stream);
 void memplan_free(void* pointer, ssize_t bytes, int device, memplan_stream stream);
+/* The plan's place or NULL, never the caching allocator's: for a front end with an allocator of its
+ * own. A NULL counts as a miss. */
+void* memplan_malloc_planned(ssize_t bytes, int device, memplan_stream stream);
 /* `stream` uses the block as well: after its release it is reused only when that work is done. */
 void memplan_record_stream(void* pointer, memplan_stream stream);
+/* 1 for an address in a device's arena. */
+int memplan_owns(const void* pointer);
 /* Gives back to the device what nothing uses: cached blocks, pages of the arena. */
 void memplan_empty_cache(int device);
+
+/* The same as PyTorch calls them: it does not look for NULL, but turns the std::runtime_error that is
+ * thrown instead into one of Python; and it empties caches of all devices at once. */
+void* memplan_torch_malloc(ssize_t bytes, int device, memplan_stream stream);
+void memplan_torch_empty_cache(void);
 
 /* ---- Plans ----------------------------------------------------------------------------------- */
 
@@ -54,11 +64,13 @@ typedef struct {
   const int64_t* ranges;       /* lower, upper; lower, upper; ... */
 } memplan_plan;
 
-/* Takes effect at once: what is allocated stays where it is. A plan that is there is replaced. With
+/* Takes effect at once: what is allocated stays where it is, what is cached goes back to the device.
+ * A plan that is there is replaced. With
  * `in_round` the job is already past its prologue: the next request is looked for in the round.
  * 0, or -1 with the reason in `why` (cut to `room` bytes). */
 int memplan_load(int device, const memplan_plan* plan, int in_round, char* why, size_t room);
-/* New requests go to the caching allocator; places in use stay valid until they are freed. */
+/* New requests go to the caching allocator; places in use stay valid until they are freed, and pages
+ * that nothing uses go back to the device. */
 void memplan_unload(int device);
 /* The job enters a phase: its number in the plan's `phases`; -1 for one that the plan does not know
  * (set-up, evaluation), whose requests are not looked for in the plan. */
@@ -87,6 +99,10 @@ typedef struct {
 /* 0, or -1 for a device that has made no request. */
 int memplan_read_statistics(int device, memplan_statistics* statistics);
 void memplan_reset_peaks(int device);
+
+/* A front end with an allocator of its own took so many bytes or, negative, gave them back: they count
+ * in `allocated`, `requested`, `reserved` and their peaks. */
+void memplan_count(int device, int64_t allocated, int64_t requested, int64_t reserved);
 
 typedef struct {
   int64_t address, bytes; /* of the block; a segment's first block begins where the segment does */

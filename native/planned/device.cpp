@@ -1,0 +1,460 @@
+#include "planned/device.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "planned/request_log.hpp"
+
+namespace memplan::planned {
+
+namespace {
+
+constexpr std::int64_t kLargeSegment = caching::Settings{}.large_segment_size;
+constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
+
+void* pointer_to(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+std::uint64_t address_of(const void* pointer) {
+  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(pointer));
+}
+
+}  // namespace
+
+bool Device::start() {
+  if (hardware_ != nullptr) return true;
+  std::string why;
+  hardware_ = Hardware::start(number_, why);
+  if (hardware_ == nullptr) {
+    set_driver_error(why);
+    return false;
+  }
+  hardware_->limit.set(limit_);
+  hardware_->failure.set(fail_at_);
+  return true;
+}
+
+// ---- Requests ----------------------------------------------------------------------------------
+
+void* Device::malloc(std::int64_t bytes, Stream handle, bool planned_only) {
+  if (bytes <= 0) return nullptr;
+  const std::lock_guard guard(lock_);
+  if (!start()) return nullptr;
+  const std::int32_t stream = hardware_->streams.number(handle);
+  ++serial_;
+  void* pointer = nullptr;
+  if (bytes <= caching::kMaxRequest) {
+    if (current_ != nullptr) pointer = serve(bytes, stream);
+    if (pointer == nullptr && !planned_only) pointer = fall_back(bytes, stream);
+  }
+  if (pointer == nullptr && !planned_only) out_of_memory(bytes, stream);
+  if (request_log::on()) request_log::write("malloc", number_, pointer, bytes, handle);
+  return pointer;
+}
+
+// What is true of every request that got memory.
+void Device::admit(Owner& owner, std::int64_t bytes, std::int32_t stream) {
+  owner.requested = bytes;
+  owner.serial = serial_;
+  owner.stream = stream;
+  allocated_.add(owner.size);
+  requested_.add(bytes);
+  if (!recorder_.on()) return;
+  owner.storage = recorder_.next_storage();
+  recorder_.add(MEMPLAN_EVENT_ALLOC, bytes, owner.storage, stream);
+}
+
+void* Device::serve(std::int64_t bytes, std::int32_t stream) {
+  Range& range = *current_;
+  const Place place = range.arena.place(bytes, stream);
+  if (place.kind == Kind::kNone) {
+    ++misses_;
+    return nullptr;
+  }
+  const std::int64_t upper = place.offset + rounded(bytes);
+  if (!order(range, place, upper, stream) || !map(range, place.offset, upper)) {
+    ++misses_;
+    release(range, place.offset, stream);
+    // What is left of the device's memory is better used by one allocator than by two.
+    retire();
+    give_back_pages(kAll);
+    return nullptr;
+  }
+  std::int64_t& count = place.kind == Kind::kPlanned   ? hits_
+                        : place.kind == Kind::kDynamic ? dynamic_
+                                                       : adopted_;
+  ++count;
+  ++range.live;
+  const std::uint64_t address = range.pages->base() + static_cast<std::uint64_t>(place.offset);
+  Owner& owner = owners_.insert(address);
+  owner.size = upper - place.offset;
+  owner.range = &range;
+  admit(owner, bytes, stream);
+  return pointer_to(address);
+}
+
+void* Device::fall_back(std::int64_t bytes, std::int32_t stream) {
+  Upstream& upstream = hardware_->upstream;
+  if (current_ != nullptr) make_room(upstream.growth(bytes, stream));
+  caching::Block* block = upstream.malloc(bytes, stream);
+  if (block == nullptr && give_back_pages(kAll) > 0) {
+    ++retries_;
+    block = upstream.malloc(bytes, stream);
+  }
+  if (block == nullptr) return nullptr;
+  const auto address = static_cast<std::uint64_t>(block->address);
+  Owner& owner = owners_.insert(address);
+  owner.size = block->size;
+  owner.block = block;
+  owner.missed = current_ != nullptr;
+  if (owner.missed) fallback_.add(block->size);
+  admit(owner, bytes, stream);
+  return pointer_to(address);
+}
+
+void Device::out_of_memory(std::int64_t bytes, std::int32_t stream) {
+  ++ooms_;
+  if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_OUT_OF_MEMORY, bytes, -1, stream);
+}
+
+bool Device::free(void* pointer) {
+  const std::lock_guard guard(lock_);
+  Owner* owner = owners_.find(address_of(pointer));
+  if (owner == nullptr) return false;
+  ++frees_;
+  if (request_log::on()) {
+    request_log::write("free", number_, pointer, owner->requested,
+                       hardware_->streams.handle(owner->stream));
+  }
+  if (recorder_.on()) {
+    recorder_.add(MEMPLAN_EVENT_FREE, owner->requested, owner->storage, owner->stream);
+  }
+  allocated_.add(-owner->size);
+  requested_.add(-owner->requested);
+  if (owner->missed) fallback_.add(-owner->size);
+  const Owner gone = *owner;
+  owners_.erase(owner);
+  if (gone.block != nullptr) {
+    hardware_->upstream.free(gone.block);
+  } else {
+    take_back(gone);
+  }
+  return true;
+}
+
+// A place of an arena is free again.
+void Device::take_back(const Owner& owner) {
+  Range& range = *owner.range;
+  const auto offset = static_cast<std::int64_t>(owner.address - range.pages->base());
+  if (owner.shared) {
+    Range::Use use{offset, offset + owner.size, {}};
+    for (const std::int32_t stream : shared_[owner.address]) {
+      use.marks.push_back(hardware_->marks.make(stream));
+    }
+    shared_.erase(owner.address);
+    range.uses.push_back(std::move(use));
+  }
+  release(range, offset, owner.stream);
+  if (--range.live == 0 && &range != current_.get()) drop_retired();
+}
+
+void Device::release(Range& range, std::int64_t offset, std::int32_t stream) {
+  if (range.arena.release(offset)) {
+    range.arena.released_in(offset, hardware_->marks.make(stream));
+  }
+}
+
+bool Device::record_stream(void* pointer, Stream handle) {
+  const std::lock_guard guard(lock_);
+  Owner* owner = owners_.find(address_of(pointer));
+  if (owner == nullptr) return false;
+  const std::int32_t stream = hardware_->streams.number(handle);
+  if (recorder_.on()) {
+    recorder_.add(MEMPLAN_EVENT_RECORD_STREAM, owner->requested, owner->storage, stream);
+  }
+  if (stream == owner->stream) return true;
+  owner->shared = owner->shared || owner->block == nullptr;
+  std::vector<std::int32_t>& uses =
+      owner->block != nullptr ? owner->block->stream_uses : shared_[owner->address];
+  if (std::find(uses.begin(), uses.end(), stream) == uses.end()) uses.push_back(stream);
+  return true;
+}
+
+bool Device::owns(const void* pointer) {
+  const std::lock_guard guard(lock_);
+  const std::uint64_t address = address_of(pointer);
+  return (current_ != nullptr && current_->holds(address)) ||
+         std::any_of(retired_.begin(), retired_.end(),
+                     [address](const auto& range) { return range->holds(address); });
+}
+
+void Device::empty_cache() {
+  const std::lock_guard guard(lock_);
+  if (hardware_ == nullptr) return;
+  if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_EMPTY_CACHE, 0, -1, 0);
+  hardware_->upstream.release_cached();
+  give_back_pages(kAll);
+}
+
+// ---- The arena ---------------------------------------------------------------------------------
+
+bool Device::make_pages(Range& range) {
+  if (range.pages != nullptr) return true;
+  if (hardware_->page == 0) return false;
+  range.pages = std::make_unique<Pages>(hardware_->card, hardware_->counted, Form::kArenaPage,
+                                        range.plan->arena_bytes(), hardware_->page);
+  if (range.pages->base() != 0) return true;
+  range.pages.reset();
+  return false;
+}
+
+void Device::forget_passed(Range& range) {
+  const Marks& marks = hardware_->marks;
+  std::erase_if(range.uses, [&marks](const Range::Use& use) {
+    return std::all_of(use.marks.begin(), use.marks.end(),
+                       [&marks](std::int32_t mark) { return marks.passed(mark); });
+  });
+}
+
+// Lets the stream come after all that used these bytes on others. False when that cannot be had:
+// then the next one that gets them has to.
+bool Device::order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream) {
+  if (place.after.empty() && range.uses.empty()) return true;
+  Range::Use left{place.offset, upper, {}};
+  const auto wait = [this, stream, &left](const std::vector<std::int32_t>& marks) {
+    for (std::int32_t mark : marks) {
+      // All that the stream has been given until now.
+      if (mark < 0) mark = hardware_->marks.make(-1 - mark);
+      if (!hardware_->marks.wait(stream, mark)) left.marks.push_back(mark);
+    }
+  };
+  wait(place.after);
+  if (!range.uses.empty()) {
+    hardware_->marks.poll();
+    forget_passed(range);
+    for (const Range::Use& use : range.uses) {
+      if (use.lower < upper && place.offset < use.upper) wait(use.marks);
+    }
+  }
+  if (left.marks.empty()) return true;
+  range.uses.push_back(std::move(left));
+  return false;
+}
+
+bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
+  if (!make_pages(range)) return false;
+  const std::int64_t missing = range.pages->missing(lower, upper);
+  if (missing == 0) return true;
+  make_room(missing);
+  if (range.pages->ensure(lower, upper)) return true;
+  ++retries_;
+  hardware_->upstream.release_cached();
+  if (range.pages->ensure(lower, upper)) return true;
+  return give_back_pages(kAll) > 0 && range.pages->ensure(lower, upper);
+}
+
+// So many bytes are about to be taken from the device: beyond the mark only when nothing unused is
+// left to give back.
+void Device::make_room(std::int64_t bytes) {
+  const auto above = [this, bytes] { return hardware_->counted.own() + bytes - mark_; };
+  if (bytes == 0 || above() <= 0) return;
+  give_back_pages(above());
+  if (above() > 0 && hardware_->upstream.cached() > 0) hardware_->upstream.release_cached();
+  mark_ += std::max<std::int64_t>(above(), 0);
+}
+
+std::int64_t Device::give_back_pages(std::int64_t enough) {
+  std::vector<Range*> ranges;
+  for (const std::unique_ptr<Range>& range : retired_) ranges.push_back(range.get());
+  if (current_ != nullptr) ranges.push_back(current_.get());
+  std::erase_if(ranges, [](const Range* range) {
+    return range->pages == nullptr || !range->pages->any_unused(range->in_use());
+  });
+  // Work that is under way may use what the host has released.
+  if (ranges.empty() || !hardware_->marks.synchronize()) return 0;
+  std::int64_t bytes = 0;
+  for (Range* range : ranges) {
+    range->uses.clear();
+    if (bytes < enough) bytes += range->pages->give_back(range->in_use(), enough - bytes);
+  }
+  return bytes;
+}
+
+// The plan's arena takes no more requests.
+void Device::retire() {
+  if (current_ == nullptr) return;
+  resyncs_ += current_->arena.counters().resyncs;
+  retired_.push_back(std::move(current_));
+  drop_retired();
+}
+
+// Gives up the addresses of arenas that nothing lives in.
+void Device::drop_retired() {
+  const auto empty = [](const std::unique_ptr<Range>& range) { return range->live == 0; };
+  if (std::none_of(retired_.begin(), retired_.end(), empty)) return;
+  const auto untouched = [](const std::unique_ptr<Range>& range) {
+    return range->live == 0 && range->pages == nullptr;
+  };
+  std::erase_if(retired_, untouched);
+  if (std::none_of(retired_.begin(), retired_.end(), empty)) return;
+  if (hardware_->marks.synchronize()) std::erase_if(retired_, empty);
+}
+
+std::string Device::load(std::shared_ptr<const Plan> plan, bool in_round) {
+  const std::lock_guard guard(lock_);
+  auto range = std::make_unique<Range>(std::move(plan), in_round);
+  if (hardware_ != nullptr && hardware_->page == 0) {
+    return "this device cannot map memory in pages, which an arena needs";
+  }
+  if (hardware_ != nullptr && !make_pages(*range)) return "no addresses are left for an arena";
+  retire();
+  current_ = std::move(range);
+  if (hardware_ != nullptr) {
+    hardware_->upstream.release_cached();
+    give_back_pages(kAll);
+  }
+  set_mark(*current_->plan, in_round);
+  return "";
+}
+
+// What is reserved already stays; the plan adds the pages of its arena, in a round those that the
+// round needs, and what it gives no place.
+void Device::set_mark(const Plan& plan, bool in_round) {
+  const std::int64_t page = hardware_ != nullptr ? hardware_->page : kLeastPage;
+  const std::int64_t count = plan.arena_bytes() / page + 1;
+  std::vector<bool> needed(static_cast<std::size_t>(count), !in_round);
+  // Moments and changes of bytes, in the caching allocator's small and large segments.
+  std::vector<std::pair<std::int64_t, std::int64_t>> unplaced[2];
+  for (std::int32_t at = in_round ? plan.prologue() : 0; at < plan.size(); ++at) {
+    const Row& row = plan.row(at);
+    if (row.offset < 0 && row.space < 0) {
+      const std::int64_t size = rounded(row.bytes);
+      auto& changes = unplaced[size > caching::kSmallRequest ? 1 : 0];
+      changes.emplace_back(row.lower, size);
+      changes.emplace_back(row.upper, -size);
+    } else if (row.offset >= 0 && row.bytes > 0) {
+      const auto last = static_cast<std::size_t>((row.offset + row.bytes - 1) / page);
+      for (auto each = static_cast<std::size_t>(row.offset / page); each <= last; ++each) {
+        needed[each] = true;
+      }
+    }
+  }
+  mark_ = page * std::count(needed.begin(), needed.end(), true);
+  if (hardware_ != nullptr) mark_ += hardware_->counted.own();
+  for (auto& changes : unplaced) {
+    const bool small = &changes == &unplaced[0];
+    std::sort(changes.begin(), changes.end());
+    Counted::Amount beside;
+    for (const auto& [moment, change] : changes) beside.add(change);
+    mark_ += caching::round_up(beside.peak, small ? caching::kSmallSegment : kLargeSegment);
+  }
+}
+
+void Device::unload() {
+  const std::lock_guard guard(lock_);
+  retire();
+  if (hardware_ != nullptr) give_back_pages(kAll);
+}
+
+void Device::enter_phase(std::int32_t phase) {
+  const std::lock_guard guard(lock_);
+  if (current_ != nullptr) current_->arena.enter_phase(phase);
+}
+
+// ---- What it did -------------------------------------------------------------------------------
+
+void Device::statistics(memplan_statistics& out) {
+  const std::lock_guard guard(lock_);
+  out = {};
+  out.allocated = allocated_.now;
+  out.allocated_peak = allocated_.peak;
+  out.requested = requested_.now;
+  out.requested_peak = requested_.peak;
+  out.fallback_bytes = fallback_.now;
+  out.fallback_peak = fallback_.peak;
+  out.mallocs = serial_;
+  out.frees = frees_;
+  out.hits = hits_;
+  out.dynamic = dynamic_;
+  out.adopted = adopted_;
+  out.misses = misses_;
+  out.resyncs = resyncs_ + (current_ != nullptr ? current_->arena.counters().resyncs : 0);
+  out.retries = retries_;
+  out.ooms = ooms_;
+  if (hardware_ == nullptr) return;
+  const Counted& counted = hardware_->counted;
+  out.reserved = counted.all().now;
+  out.reserved_peak = counted.all().peak;
+  out.arena_mapped = counted.arenas().now;
+  out.arena_peak = counted.arenas().peak;
+  out.upstream_reserved = counted.segments().now;
+  out.retries += hardware_->upstream.statistics().alloc_retries;
+  out.waits = hardware_->marks.waits();
+}
+
+void Device::reset_peaks() {
+  const std::lock_guard guard(lock_);
+  for (Counted::Amount* amount : {&allocated_, &requested_, &fallback_}) {
+    amount->peak = amount->now;
+  }
+  if (hardware_ != nullptr) hardware_->counted.reset_peaks();
+}
+
+std::string Device::reason() {
+  const std::lock_guard guard(lock_);
+  if (hardware_ == nullptr) return driver_error();
+  const Result last = hardware_->memory.last();
+  return last == kSuccess || last == kOutOfMemory ? "" : name_of(hardware_->card.driver, last);
+}
+
+void Device::count(std::int64_t allocated, std::int64_t requested, std::int64_t reserved) {
+  const std::lock_guard guard(lock_);
+  allocated_.add(allocated);
+  requested_.add(requested);
+  if (start()) hardware_->counted.add_foreign(reserved);
+}
+
+void Device::set_limit(std::int64_t bytes) {
+  const std::lock_guard guard(lock_);
+  limit_ = bytes;
+  if (hardware_ != nullptr) hardware_->limit.set(bytes);
+}
+
+void Device::fail_at(std::int64_t n) {
+  const std::lock_guard guard(lock_);
+  fail_at_ = n;
+  if (hardware_ != nullptr) hardware_->failure.set(n);
+}
+
+// ---- Recording ---------------------------------------------------------------------------------
+
+void Device::record(std::int64_t most) {
+  const std::lock_guard guard(lock_);
+  recorder_.start(most);
+  std::vector<Owner*> alive;
+  owners_.for_each([&alive](Owner& owner) { alive.push_back(&owner); });
+  std::sort(alive.begin(), alive.end(),
+            [](const Owner* a, const Owner* b) { return a->serial < b->serial; });
+  for (Owner* owner : alive) {
+    owner->storage = recorder_.next_storage();
+    recorder_.add(MEMPLAN_EVENT_ALLOC, owner->requested, owner->storage, owner->stream);
+  }
+}
+
+void Device::stop_recording() {
+  const std::lock_guard guard(lock_);
+  recorder_.stop();
+}
+
+std::int64_t Device::take_events(memplan_event* events, std::int64_t room, std::int64_t* lost) {
+  const std::lock_guard guard(lock_);
+  return recorder_.take(events, room, lost);
+}
+
+void Device::mark(std::int64_t number) {
+  const std::lock_guard guard(lock_);
+  if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_PHASE, number, -1, 0);
+}
+
+}  // namespace memplan::planned

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "planned/arena.hpp"
+#include "planned/c_api.h"
+#include "planned/hardware.hpp"
+#include "planned/lock.hpp"
+#include "planned/owners.hpp"
+#include "planned/pages.hpp"
+#include "planned/recorder.hpp"
+
+namespace memplan::planned {
+
+// An arena and the addresses it lies at.
+struct Range {
+  // Bytes released that other streams still use: whoever gets them comes after the marks.
+  struct Use {
+    std::int64_t lower, upper;
+    std::vector<std::int32_t> marks;
+  };
+
+  Range(std::shared_ptr<const Plan> the_plan, bool in_round)
+      : plan(std::move(the_plan)), arena(plan, in_round) {}
+
+  // Whether any of [lower, upper), which may end beyond the arena, is in use.
+  Pages::InUse in_use() const {
+    return [this](std::int64_t lower, std::int64_t upper) {
+      const std::int64_t end = upper < plan->arena_bytes() ? upper : plan->arena_bytes();
+      return lower < end && arena.in_use(lower, end);
+    };
+  }
+  bool holds(std::uint64_t address) const {
+    return pages != nullptr && address >= pages->base() &&
+           address < pages->base() + static_cast<std::uint64_t>(pages->bytes());
+  }
+
+  std::shared_ptr<const Plan> plan;
+  Arena arena;
+  std::unique_ptr<Pages> pages;  // Null until the first place is taken.
+  std::deque<Use> uses;
+  std::int64_t live = 0;  // Places in use.
+};
+
+// The memory of one device. Every function may be called from any thread.
+//
+// A request goes to the arena of the plan, if there is one and it has a place, else to the caching
+// allocator. Bytes of the arena pass from one stream to another behind an event: recorded where
+// they are released, awaited by the stream that gets them.
+class Device {
+ public:
+  explicit Device(int number) : number_(number) {}
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // Null when memory is out; with `planned_only` also where the plan has no place.
+  void* malloc(std::int64_t bytes, Stream stream, bool planned_only);
+  // False for a pointer that is not this device's.
+  bool free(void* pointer);
+  bool record_stream(void* pointer, Stream stream);
+  // Whether the address lies in an arena.
+  bool owns(const void* pointer);
+  void empty_cache();
+
+  // Empty, or why the plan cannot be used.
+  std::string load(std::shared_ptr<const Plan> plan, bool in_round);
+  // Also gives back what of arenas nothing uses.
+  void unload();
+  void enter_phase(std::int32_t phase);
+
+  void statistics(memplan_statistics& out);
+  void reset_peaks();
+  std::int64_t snapshot(memplan_block* blocks, std::int64_t room);
+
+  void record(std::int64_t most);
+  void stop_recording();
+  std::int64_t take_events(memplan_event* events, std::int64_t room, std::int64_t* lost);
+  void mark(std::int64_t number);
+
+  // A front end that has an allocator of its own took so much, or, negative, gave it back.
+  void count(std::int64_t allocated, std::int64_t requested, std::int64_t reserved);
+  void set_limit(std::int64_t bytes);
+  void fail_at(std::int64_t n);
+  // Why the last request got no memory.
+  std::string reason();
+
+ private:
+  bool start();
+  void* serve(std::int64_t bytes, std::int32_t stream);
+  void* fall_back(std::int64_t bytes, std::int32_t stream);
+  void out_of_memory(std::int64_t bytes, std::int32_t stream);
+  void admit(Owner& owner, std::int64_t bytes, std::int32_t stream);
+
+  bool make_pages(Range& range);
+  bool order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream);
+  bool map(Range& range, std::int64_t lower, std::int64_t upper);
+  void make_room(std::int64_t bytes);
+  void set_mark(const Plan& plan, bool in_round);
+  void take_back(const Owner& owner);
+  void release(Range& range, std::int64_t offset, std::int32_t stream);
+  void forget_passed(Range& range);
+
+  // Unused pages of all arenas, at least so many bytes if there are; how many.
+  std::int64_t give_back_pages(std::int64_t enough);
+  void retire();
+  void drop_retired();
+
+  void list_segments(std::vector<memplan_block>& blocks);
+  void list_arena(Range& range, std::vector<memplan_block>& blocks);
+
+  const int number_;
+  Lock lock_;
+  std::unique_ptr<Hardware> hardware_;  // Null until the first request.
+  std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there.
+  Owners owners_;
+  std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
+  std::unique_ptr<Range> current_;  // Of the plan; null without one.
+  std::vector<std::unique_ptr<Range>> retired_;  // Of plans before; some places are in use.
+  // Reserved memory that the plan takes; more is taken only when nothing unused can be given back.
+  std::int64_t mark_ = 0;
+  Recorder recorder_;
+
+  Counted::Amount allocated_, requested_, fallback_;
+  std::int64_t serial_ = 0, frees_ = 0, hits_ = 0, dynamic_ = 0, adopted_ = 0, misses_ = 0;
+  std::int64_t resyncs_ = 0;  // Of plans before.
+  std::int64_t retries_ = 0, ooms_ = 0;
+};
+
+}  // namespace memplan::planned

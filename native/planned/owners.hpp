@@ -1,0 +1,101 @@
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "caching/block.hpp"
+
+namespace memplan::planned {
+
+struct Range;
+
+// A request that is served and not released.
+struct Owner {
+  std::uint64_t address = 0;  // 0: none.
+  std::int64_t requested = 0;
+  std::int64_t size = 0;  // As counted for `allocated`.
+  std::int64_t serial = 0;
+  std::int64_t storage = -1;        // Its number in the recording.
+  caching::Block* block = nullptr;  // Of the caching allocator; null in an arena.
+  Range* range = nullptr;           // The arena it lies in.
+  std::int32_t stream = 0;
+  bool missed = false;  // Served by the caching allocator while there was a plan.
+  bool shared = false;  // Other streams use it: they are in a table of their own.
+};
+
+// Owners by address: open addressing with linear probing, at most half full.
+class Owners {
+ public:
+  Owners() : table_(kLeast) {}
+
+  Owner* find(std::uint64_t address) {
+    for (std::size_t at = home(address);; at = next(at)) {
+      if (table_[at].address == address) return &table_[at];
+      if (table_[at].address == 0) return nullptr;
+    }
+  }
+
+  // The address must not be there, and not be 0. Valid until the next insertion or erasure.
+  Owner& insert(std::uint64_t address) {
+    if (2 * (count_ + 1) > table_.size()) grow();
+    ++count_;
+    Owner& owner = table_[hole(address)];
+    owner.address = address;
+    return owner;
+  }
+
+  void erase(Owner* owner) {
+    --count_;
+    auto empty = static_cast<std::size_t>(owner - table_.data());
+    // What probed past the hole moves into it.
+    for (std::size_t at = next(empty); table_[at].address != 0; at = next(at)) {
+      const std::size_t wanted = home(table_[at].address);
+      if (((at - wanted) & mask()) < ((at - empty) & mask())) continue;
+      table_[empty] = table_[at];
+      empty = at;
+    }
+    table_[empty] = Owner{};
+  }
+
+  std::size_t size() const { return count_; }
+
+  template <typename Visit>
+  void for_each(Visit visit) {
+    for (Owner& owner : table_) {
+      if (owner.address != 0) visit(owner);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kLeast = 1024;
+
+  std::size_t mask() const { return table_.size() - 1; }
+  std::size_t next(std::size_t at) const { return (at + 1) & mask(); }
+  // Fibonacci hashing of the address in units of 512 bytes.
+  std::size_t home(std::uint64_t address) const {
+    return static_cast<std::size_t>(((address >> 9) * 0x9e3779b97f4a7c15u) >> shift_);
+  }
+  std::size_t hole(std::uint64_t address) const {
+    std::size_t at = home(address);
+    while (table_[at].address != 0) at = next(at);
+    return at;
+  }
+
+  void grow() {
+    std::vector<Owner> old(2 * table_.size());
+    std::swap(old, table_);
+    --shift_;
+    for (const Owner& owner : old) {
+      if (owner.address != 0) table_[hole(owner.address)] = owner;
+    }
+  }
+
+  std::vector<Owner> table_;  // A power of two long.
+  std::size_t count_ = 0;
+  int shift_ = 64 - std::countr_zero(kLeast);
+};
+
+}  // namespace memplan::planned

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "planned/cells.hpp"
+#include "planned/resource.hpp"
+
+namespace memplan::planned {
+
+// A range of addresses on one device; its pages are mapped when they are first needed and given
+// back when nothing uses them.
+class Pages {
+ public:
+  // `resource` gives the memory; `page` is a multiple of the driver's granularity.
+  Pages(const Card& card, Resource& resource, Form form, std::int64_t bytes, std::int64_t page);
+  // Gives everything back; no work may still use it.
+  ~Pages();
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+
+  // 0 when no addresses could be reserved.
+  Address base() const { return base_; }
+  std::int64_t bytes() const { return page_ * static_cast<std::int64_t>(handles_.size()); }
+  std::int64_t mapped() const { return page_ * mapped_; }
+
+  // Makes [lower, upper) usable. False, with nothing changed, when memory is out.
+  bool ensure(std::int64_t lower, std::int64_t upper) {
+    const std::int64_t last = (upper - 1) / page_ + 1;
+    if (last > static_cast<std::int64_t>(handles_.size())) return false;
+    const auto first = static_cast<std::int32_t>(lower / page_);
+    return absent_.none(first, static_cast<std::int32_t>(last)) ||
+           add(first, static_cast<std::int32_t>(last));
+  }
+  // How much `ensure` would have to take.
+  std::int64_t missing(std::int64_t lower, std::int64_t upper) const;
+  using InUse = std::function<bool(std::int64_t, std::int64_t)>;
+  // Whether any page [lower, upper) can be used of which `in_use(lower, upper)` is false.
+  bool any_unused(const InUse& in_use) const;
+  // Gives back such pages, the highest first, until it is `enough` bytes: no work may still use
+  // them. How many bytes.
+  std::int64_t give_back(const InUse& in_use, std::int64_t enough);
+  // Gives back the pages in [lower, upper).
+  void drop(std::int64_t lower, std::int64_t upper);
+  // Calls `visit(lower, upper)` for each range of mapped pages.
+  void for_each_run(const std::function<void(std::int64_t, std::int64_t)>& visit) const;
+
+ private:
+  std::int32_t count() const { return static_cast<std::int32_t>(handles_.size()); }
+  Handle& handle(std::int32_t page) { return handles_[static_cast<std::size_t>(page)]; }
+  Address address(std::int32_t page) const {
+    return base_ + static_cast<Address>(page) * static_cast<Address>(page_);
+  }
+  bool add(std::int32_t first, std::int32_t last);
+  bool map_run(std::int32_t first, std::int32_t last);
+  bool map(std::int32_t page);
+  bool unmap(std::int32_t page);
+
+  const Card& card_;
+  Resource& resource_;
+  const Form form_;
+  const std::int64_t page_;
+  AccessDescription access_;
+  Address base_ = 0;
+  std::vector<Handle> handles_;  // By page; 0 where nothing is mapped.
+  // Pages that cannot be used. One that has a handle all the same is mapped without being
+  // accessible, because the driver would not unmap it again.
+  Cells absent_{0};
+  std::int64_t mapped_ = 0;  // Pages that can be used.
+};
+
+}  // namespace memplan::planned

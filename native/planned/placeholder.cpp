@@ -1,4 +1,0 @@
-// Until the parts are there.
-namespace memplan::planned {
-extern const int placeholder = 0;
-}

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstdint>
+
+namespace memplan::planned {
+
+// Every request of every device as a line of a CSV file.
+namespace request_log {
+
+// Ends the log that there is; null opens no other. False when the file cannot be written.
+bool open(const char* path);
+bool on();
+void write(const char* action, int device, const void* address, std::int64_t bytes,
+           const void* stream);
+
+}  // namespace request_log
+
+}  // namespace memplan::planned
