@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplan.runtime import nvml
-from memplan.runtime.planned import pluggable
+from memplan.runtime.planned import adaptor, pluggable
 from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.outcome import outcome
@@ -25,6 +25,8 @@ from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 
 Say = Callable[[str], None]
+ADAPTOR_RECORDS: bool = getattr(adaptor, "RECORDS", False)
+"""Whether the library is told of what PyTorch's own allocator serves behind the adaptor."""
 
 
 class PlannedRun:
@@ -61,6 +63,7 @@ class _Process:
     """What is there once in a process: an allocator is installed for good."""
 
     library: Library | None = None
+    pluggable_used = False
     running: PlannedRun | None = None
 
 
@@ -110,32 +113,33 @@ def start(
     if _Process.running is not None:
         raise UsageError("a job is already being served in this process", "close() the first")
     conf = user_settings()
-    check_settings(conf)
-    library = _taken_over()
-    devices = job_devices()
+    library, pluggable_used = _taken_over(conf, given=plan is not None and not record_all)
     if plan is not None:
         compare(plan, command, say)
     meta = observed_meta(command or sys.argv[:1], torch.__version__, "", conf)
     job = Job(
         library,
-        devices,
+        job_devices(),
         meta,
         plan=plan.allocation if plan is not None else None,
         record_all=record_all,
+        may_record=pluggable_used or ADAPTOR_RECORDS,
         card_bytes=nvml.total_bytes(),
         say=say,
     )
-    return follow(job)
+    return follow(job, pluggable_used=pluggable_used)
 
 
-def follow(job: Job) -> PlannedRun:
-    """The hooks and replaced functions of a job that the library already serves."""
+def follow(job: Job, *, pluggable_used: bool = True) -> PlannedRun:
+    """Follow a job that the library already serves. Where it does so without PyTorch's own
+    allocator behind it, functions of PyTorch are replaced and refused."""
     stack = ExitStack()
     running = PlannedRun(job, stack)
     _Process.running = running
     stack.callback(_forget)
-    stack.enter_context(MemoryFunctions(job.library, job.peaks, job.devices))
-    stack.enter_context(Refusals())
+    if pluggable_used:
+        stack.enter_context(MemoryFunctions(job.library, job.peaks, job.devices))
+        stack.enter_context(Refusals())
     stack.enter_context(job)
     return running
 
@@ -144,13 +148,20 @@ def _forget() -> None:
     _Process.running = None
 
 
-def _taken_over() -> Library:
+def _taken_over(conf: str, *, given: bool) -> tuple[Library, bool]:
+    """The library under PyTorch, and whether as its pluggable allocator: the adaptor, where one was
+    built, is better, but cannot record. `given`: the plan is there and nothing is recorded."""
     if _Process.library is None:
-        pluggable.check_not_started()
+        path = adaptor.find() if given or ADAPTOR_RECORDS else None
         library = Library()
-        pluggable.use(library)
-        _Process.library = library
-    return _Process.library
+        if path is not None:
+            adaptor.install(library, path)
+        else:
+            check_settings(conf)
+            pluggable.check_not_started()
+            pluggable.use(library)
+        _Process.library, _Process.pluggable_used = library, path is None
+    return _Process.library, _Process.pluggable_used
 
 
 def job_devices() -> list[int]:
