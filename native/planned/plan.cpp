@@ -56,7 +56,7 @@ void Plan::read(const memplan_plan& c) {
   check("prologue", c.prologue, 0, c.requests);
   check("start", c.start, 0, kMaxClock);
   check("clock", c.clock, 1, kMaxClock);
-  check("arena", c.arena_bytes, 1, kMaxBytes);
+  check("arena", c.arena_bytes, kBlock, kMaxBytes);
   check("number of phases", c.phases, 0, kMaxRequests);
   check("number of spaces", c.spaces, 0, kMaxSpaces + 1);
   const std::int64_t end = c.start + c.clock;
@@ -87,7 +87,7 @@ void Plan::read(const memplan_plan& c) {
   prologue_ = static_cast<std::int32_t>(c.prologue);
   start_ = c.start;
   clock_ = c.clock;
-  edges_ = {0, c.arena_bytes};
+  edges_ = {0, c.arena_bytes / kBlock * kBlock};
   begins_.resize(static_cast<std::size_t>(c.phases));
 }
 
@@ -106,7 +106,7 @@ void Plan::read_spaces(const memplan_plan& c) {
       if (lower < last || upper <= lower || upper > c.arena_bytes || lower % kBlock != 0) {
         refuse(name + " is no part of the arena");
       }
-      ranges_.emplace_back(lower, upper);
+      ranges_.emplace_back(lower, std::max(lower, upper / kBlock * kBlock));
       last = upper;
     }
     space_starts_.push_back(ranges_.size());
