@@ -13,6 +13,7 @@ import json
 import math
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 _ROWS = 200
@@ -121,9 +122,12 @@ def tokens(folder: Path) -> None:
     from memplan.capture.packages import make_torchvision_importable
 
     make_torchvision_importable()
+    import litdata
     from litgpt.data import TextFiles
     from litgpt.tokenizer import Tokenizer
 
+    # Spawned workers would import torchvision, which only this process can.
+    litdata.optimize = partial(litdata.optimize, start_method="fork")
     data = TextFiles(train_data_path=folder / "text", num_workers=1)
     data.connect(Tokenizer(folder), batch_size=4, max_seq_length=2048)
     data.prepare_data()
