@@ -126,7 +126,7 @@ def test_an_optimizer_that_runs_the_model_itself() -> None:
 
     with listening() as (heard, _):
         optimizer.step(closure)
-    assert heard.text == "O | F"
+    assert heard.text == "F B F B F B | F"
 
 
 @pytest.mark.parametrize(

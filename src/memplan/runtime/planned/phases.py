@@ -78,6 +78,7 @@ class JobHooks:
         """Since an evaluation ended nothing else has begun."""
         self._optimizers: list[int] = []
         """Those whose step runs, the innermost last: one may wrap another."""
+        self._closure = False
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         """Of those that are there, the one that stepped first: its steps count."""
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -170,7 +171,7 @@ class JobHooks:
                 self._names[id(child)] = f"{name}.{path}" if path else name
         if self._global and module not in self._roots:
             self._roots.add(module)
-        if self._optimizers or _in_backward():  # a closure; a checkpointed block run again
+        if self._updating or _in_backward():  # or a checkpointed block that runs again
             return
         if torch.is_grad_enabled():
             self._enter(Phase.FORWARD)
@@ -179,7 +180,7 @@ class JobHooks:
             self._enter(Phase.EVALUATION)
 
     def _root_ends(self, output: Any) -> None:
-        if self._optimizers or _in_backward():
+        if self._updating or _in_backward():
             return
         if self._phase == Phase.EVALUATION:
             self._phase, self._resumed = self._thread.outer, True
@@ -201,7 +202,7 @@ class JobHooks:
 
     def backward_began(self) -> None:
         """The first gradient of a root's output is there."""
-        if not self._optimizers:
+        if not self._updating:
             self._enter(Phase.BACKWARD)
 
     def backward_in(self, path: str) -> None:
@@ -210,11 +211,20 @@ class JobHooks:
 
     # Optimizers
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+    @property
+    def _updating(self) -> bool:
+        """Whether an optimizer's step runs that does not run the model itself, by a closure."""
+        return bool(self._optimizers) and not self._closure
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: Any = (), keywords: Any = None
+    ) -> None:
         if id(optimizer) in self._optimizers:  # its last step ended with an error
             self._optimizers.clear()
         self._optimizers.append(id(optimizer))
-        if len(self._optimizers) == 1:
+        given = [*arguments[1:2], (keywords or {}).get("closure")]  # the first is the optimizer
+        self._closure = any(closure is not None for closure in given)
+        if len(self._optimizers) == 1 and not self._closure:
             self._enter(Phase.OPTIMIZER)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
