@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +22,7 @@ from tests.runtime.planned.listening import listening
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A job of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -41,7 +43,7 @@ def _train(model: nn.Module, steps: int = 2) -> None:
 
 def test_fsdp2(alone: None) -> None:
     model = _layers()
-    mesh = dist.init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
     with listening(modules=True) as (heard, hooks):
@@ -112,6 +114,6 @@ def test_lightning(tmp_path: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     with listening() as (heard, _):
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(4, 8), batch_size=2))
+        trainer.fit(Module(), [torch.randn(2, 8) for _ in range(2)])
     # Forward and backward run within the optimizer's step, which is given them as a closure.
     assert heard.text == "F B | F B | F"
