@@ -7,6 +7,7 @@
 
 #include "caching/replay.hpp"
 #include "packing/bindings.hpp"
+#include "planned/bindings.hpp"
 #include "recompute/bindings.hpp"
 
 namespace nb = nanobind;
@@ -152,6 +153,7 @@ NB_MODULE(_native, m) {
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
   memplan::packing::bind(m);
+  memplan::planned::bind(m);
   memplan::recompute::bind(m);
   memplan::recompute::bind_chain(m);
 }

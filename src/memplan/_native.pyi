@@ -107,6 +107,22 @@ def pack(
     contradict each other and for a strategy that there is not.
     """
 
+def serve(
+    numbers: dict[str, int],
+    columns: dict[str, npt.NDArray[np.int64]],
+    action: npt.NDArray[np.int64],
+    value: npt.NDArray[np.int64],
+    stream: npt.NDArray[np.int64],
+    offset: npt.NDArray[np.int64],
+    kind: npt.NDArray[np.int64],
+) -> dict[str, int]:
+    """Fill `offset` and `kind` with where and how the arena of a planned allocator serves each
+    request (-1 and 0: it does not); returns its counters.
+
+    An `action` is 0, a request of `value` bytes; 1, the release of the request that is row `value`;
+    2, the beginning of phase `value`. Raises ValueError, with the reason, for what cannot be a plan.
+    """
+
 def least_peak_chain(
     keep: npt.NDArray[np.int64],
     kept: npt.NDArray[np.int64],
