@@ -195,6 +195,7 @@ void Device::empty_cache() {
   if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_EMPTY_CACHE, 0, -1, 0);
   hardware_->upstream.release_cached();
   give_back_pages(kAll);
+  drop_retired();
 }
 
 // ---- The arena ---------------------------------------------------------------------------------

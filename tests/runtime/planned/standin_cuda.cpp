@@ -18,6 +18,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -74,6 +75,7 @@ struct Injection {
   std::int64_t calls = 0;
   std::int64_t at = 0;  // The call that fails; 0 for none.
   bool onwards = false;
+  bool often = false;  // One that can fail at random.
 };
 
 class Machine {
@@ -90,6 +92,12 @@ class Machine {
           "cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery",
           "cuStreamWaitEvent"}) {
       injections_[name];
+    }
+    // What lacks memory or other resources; those that give back fail by name only.
+    for (const char* name :
+         {"cuCtxSynchronize", "cuMemAlloc", "cuMemAddressReserve", "cuMemCreate", "cuMemMap",
+          "cuMemSetAccess", "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"}) {
+      injections_[name].often = true;
     }
     if (const char* list = std::getenv("STANDIN_CUDA_FAIL")) read_failures(list);
   }
@@ -129,7 +137,7 @@ class Machine {
     Injection& one = injections_.find(name)->second;
     ++one.calls;
     if (one.at > 0 && (one.calls == one.at || (one.onwards && one.calls > one.at))) return true;
-    if (often_ == 0) return false;
+    if (often_ == 0 || !one.often) return false;
     random_ ^= random_ << 13;
     random_ ^= random_ >> 7;
     random_ ^= random_ << 17;
@@ -285,29 +293,28 @@ class Machine {
 
   void* new_event() {
     const auto event = reinterpret_cast<void*>(++last_event_);
-    events_[event];
+    events_[event] = std::make_shared<EventState>();
     return event;
   }
   bool has_event(void* event) const { return events_.count(event) > 0; }
   void drop_event(void* event) { events_.erase(event); }
   bool reached(void* event) const {
-    const EventState& state = events_.at(event);
+    const EventState& state = *events_.at(event);
     return state.reached >= state.recorded;
   }
   void record(void* event, StreamKey stream) {
-    const std::uint64_t number = ++events_[event].recorded;
-    give_work(stream, [this, event, number] {
-      const auto found = events_.find(event);
-      if (found != events_.end() && found->second.reached < number) found->second.reached = number;
+    const std::shared_ptr<EventState> state = events_.at(event);
+    const std::uint64_t number = ++state->recorded;
+    give_work(stream, [state, number] {
+      state->reached = std::max(state->reached, number);
       return true;
     });
   }
+  // For the last record before; an event that is destroyed meanwhile still counts.
   void wait(StreamKey stream, void* event) {
-    const std::uint64_t number = events_[event].recorded;
-    give_work(stream, [this, event, number] {
-      const auto found = events_.find(event);
-      return found == events_.end() || found->second.reached >= number;
-    });
+    const std::shared_ptr<const EventState> state = events_.at(event);
+    const std::uint64_t number = state->recorded;
+    give_work(stream, [state, number] { return state->reached >= number; });
   }
 
  private:
@@ -367,7 +374,7 @@ class Machine {
   std::map<std::uint64_t, Physical> physical_;
   std::uint64_t last_handle_ = 0;
   std::map<StreamKey, std::deque<Work>> streams_;
-  std::map<void*, EventState> events_;
+  std::map<void*, std::shared_ptr<EventState>> events_;
   std::uintptr_t last_event_ = 0;
   bool lags_ = false;
   std::map<std::string, Injection, std::less<>> injections_;
