@@ -51,7 +51,10 @@ Match Sequence::follow(std::int64_t bytes, std::int32_t stream) {
   recent_ <<= 1;
   look_around();
   settle();
-  recent_ |= best_.row < 0 || !best_.equal;
+  if (best_.row < 0 || !best_.equal) {
+    recent_ |= 1;
+    strayed_ = true;
+  }
   return {best_.row, best_.equal};
 }
 
@@ -134,7 +137,8 @@ void Sequence::settle() {
   best_.cost = 0;
   if (best_.equal && won()) {
     in_step_ = true;
-    ++resyncs_;
+    resyncs_ += strayed_ ? 1 : 0;
+    strayed_ = false;
   }
 }
 

@@ -64,6 +64,7 @@ class Sequence {
   std::vector<std::int32_t> slot_;  // By row: its place in `fresh_`, valid if it names the row.
   std::array<std::uint64_t, Plan::kGram> marks_{};
   std::uint32_t recent_ = 0;  // Bits of the last requests: 1 for what is no row of the plan.
+  bool strayed_ = false;      // A request was no row, or not as the row, since the last time in step.
   std::int64_t resyncs_ = 0;
 };
 
