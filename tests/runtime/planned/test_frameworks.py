@@ -103,8 +103,8 @@ def test_lightning(tmp_path: Path) -> None:
             super().__init__()
             self.layers = _layers()
 
-        def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
-            return self.layers(batch).square().mean()
+        def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+            return self.layers(batch[0]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -114,6 +114,7 @@ def test_lightning(tmp_path: Path) -> None:
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
     )  # fmt: skip
     with listening() as (heard, _):
-        trainer.fit(Module(), [torch.randn(2, 8) for _ in range(2)])
+        rows = torch.utils.data.TensorDataset(torch.randn(4, 8))
+        trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=2))
     # Forward and backward run within the optimizer's step, which is given them as a closure.
     assert heard.text == "F B | F B | F"
