@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,8 @@
 #include <optional>
 #include <thread>
 
+#include "packing/first_fit.hpp"
+#include "packing/repair.hpp"
 #include "packing/search.hpp"
 #include "packing/shake.hpp"
 #include "packing/skyline.hpp"
@@ -29,6 +32,8 @@ constexpr std::int64_t kFirstLimit = 200;
 constexpr std::int64_t kMostLimit = 1'000'000;
 constexpr int kDivesOfRound = 30;
 constexpr int kStaleRounds = 3;
+constexpr std::int64_t kRepairWork = 200'000;  // placements
+constexpr std::size_t kMostFirstFit = 40'000;  // buffers; it takes time quadratic in them
 
 // Sets a flag at the deadline or when the caller cancels.
 class Watch {
@@ -115,26 +120,29 @@ class Solver {
   Answer run() {
     if (const std::optional<Answer> clash = impossible_at_once()) return *clash;
     if (question_.dive) first_dives();
+    if (question_.dive && !done() && !watch_.stopped()) first_fits();
     while (!done() && !watch_.stopped() && round()) {
     }
     return answer();
   }
 
  private:
-  // One after the other: the search at the bound (or the capacity that is asked for), dives, the
-  // search between the bound and the best. False where there is nothing to do.
+  // One after the other: the search at the bound (or at the capacity that is asked for), dives, the
+  // search between the bound and the best. Problems too large for the search: repairs, which go on
+  // as long as they gain, and dives. False where there is nothing to do.
   bool round() {
     const bool may_search = question_.search && cells_ <= kMostCells &&
                             problem_.items.size() <= kMostBuffers && !problem_.twins;
     const bool may_dive = question_.dive && (goal_ < 0 || goal_ > bound_ || !may_search);
     if (!may_search && !may_dive) return false;
-    const int turn = may_search ? round_ % 3 : 1;
+    const int turn = may_search ? round_ % 3 : 3 + round_ % 2;
+    if (turn == 3 && height_ >= 0 && repair()) return true;
     ++round_;
-    if (turn == 1 && may_dive) {
+    if ((turn == 1 || turn == 4) && may_dive) {
       more_dives();
     } else if (turn == 2 && goal_ < 0 && height_ > bound_ + 1) {
       search_between();
-    } else if (may_search) {
+    } else if (turn < 3) {
       search_at_goal();
     }
     return true;
@@ -213,6 +221,28 @@ class Solver {
                      [&](std::size_t a, std::size_t b) { return heights[a] < heights[b]; });
   }
 
+  // The largest first, and the largest for its time.
+  void first_fits() {
+    if (problem_.twins || problem_.items.size() > kMostFirstFit) return;
+    constexpr double kPowers[] = {0.0, 0.5};  // of the lifetime
+    std::vector<std::int64_t> heights(std::size(kPowers), -1);
+    std::vector<Offsets> offsets(heights.size());
+    const auto place = [&](std::size_t i) {
+      std::vector<double> score;
+      for (const Item& item : problem_.items) {
+        score.push_back(static_cast<double>(item.size) * std::pow(item.length(), kPowers[i]));
+      }
+      heights[i] = first_fit(problem_, score, watch_.stop(), offsets[i]);
+    };
+    together(std::min(threads_, 2), [&](int t) {
+      for (auto i = static_cast<std::size_t>(t); i < heights.size();
+           i += static_cast<std::size_t>(threads_)) {
+        place(i);
+      }
+    });
+    for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i], "first fit");
+  }
+
   // Each thread has a line of them, begun where the first ones came out lowest; a new one where it
   // got no lower for some rounds.
   void more_dives() {
@@ -232,6 +262,21 @@ class Solver {
       offer(line.shake.height(), line.shake.offsets(), "skyline");
       if (line.stale >= kStaleRounds) line = new_line();
     }
+  }
+
+  // Each thread goes on from its own layout unless another one is lower. Whether it gained.
+  bool repair() {
+    while (repairs_.size() < static_cast<std::size_t>(threads_)) {
+      repairs_.emplace_back(problem_, manners_, question_.seed * 7919 + repairs_.size());
+    }
+    const std::int64_t before = height_;
+    together(threads_, [&](int t) {
+      Repair& repair = repairs_[static_cast<std::size_t>(t)];
+      if (repair.height() != before) repair.begin(offsets_);
+      repair.run(kRepairWork, goal_ < 0 ? low_enough() : goal_, watch_.stop());
+    });
+    for (const Repair& one : repairs_) offer(one.height(), one.offsets(), "repair");
+    return height_ < before;
   }
 
   struct Line {
@@ -349,6 +394,7 @@ class Solver {
   std::vector<std::size_t> by_height_;              // of them, the lowest outcome first
   std::vector<Line> lines_;  // by thread
   std::size_t begun_ = 0;    // lines, ever
+  std::vector<Repair> repairs_;  // by thread
   int round_ = 0;
   Attempt at_goal_;
   Attempt between_;
