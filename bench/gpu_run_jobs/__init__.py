@@ -1,0 +1,1 @@
+"""The jobs of `make gpu SUITE=run`."""
