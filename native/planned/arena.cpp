@@ -101,21 +101,21 @@ void Arena::block_until(std::int64_t until) {
     if (plan_->row(at).first >= 0) block(plan_->row(at));
   }
   if (at < plan_->prologue()) return;
-  if (until >= plan_->moment(at) + plan_->clock()) {
+  std::int64_t shift = lap_of_next();
+  if (until >= plan_->moment(at) + shift + plan_->clock()) {
     blocked_.add(plan_->round_cells());
     return;
   }
   const std::int32_t from = at;
-  std::int64_t shift = 0;
+  const std::int64_t first_shift = shift;
   while (plan_->moment(at) + shift < until) {
     if (plan_->row(at).first >= 0) block(plan_->row(at));
     at = plan_->next(at);
-    if (at == plan_->prologue()) shift = plan_->clock();
-    if (at == from) return;
+    if (at == plan_->prologue()) shift += plan_->clock();
   }
   // Of other streams, some are alive before the moment of their request.
   for (const std::int32_t early : plan_->early()) {
-    const std::int64_t lap = early < from ? plan_->clock() : 0;
+    const std::int64_t lap = first_shift + (early < from ? plan_->clock() : 0);
     if (plan_->row(early).lower + lap < until) block(plan_->row(early));
   }
 }
@@ -139,7 +139,12 @@ std::int64_t Arena::expected_end(std::int64_t bytes) const {
   for (std::int32_t row = next - 1; row >= std::max(next - kLookBack, 0); --row) {
     if (plan_->row(row).bytes == bytes) return std::max(end_of(row), now_ + 1);
   }
-  return plan_->phase_end(next);
+  return plan_->phase_end(next) + lap_of_next();
+}
+
+// The expected row may be the first of the next round.
+std::int64_t Arena::lap_of_next() const {
+  return plan_->moment(sequence_.next()) < now_ ? plan_->clock() : 0;
 }
 
 bool Arena::release(std::int64_t offset) {

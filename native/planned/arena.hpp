@@ -70,6 +70,7 @@ class Arena {
   std::int64_t end_of(std::int32_t row) const;
   std::int64_t expected_end(std::int64_t bytes) const;
   void block_until(std::int64_t until);
+  std::int64_t lap_of_next() const;
 
   std::shared_ptr<const Plan> plan_;
   Sequence sequence_;

@@ -1,0 +1,1 @@
+"""Jobs on the planned allocator, as they run."""
