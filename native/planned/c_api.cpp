@@ -218,6 +218,10 @@ void memplan_mark(int number, int64_t value) {
   on_existing(number, [value](Device& one) { one.mark(value); });
 }
 
+void memplan_mark_stream(int number, int64_t value, memplan_stream stream) {
+  on_existing(number, [value, stream](Device& one) { one.mark_stream(value, stream); });
+}
+
 void memplan_set_limit(int number, int64_t bytes) {
   on_device(number, [bytes](Device& one) { one.set_limit(bytes); });
 }

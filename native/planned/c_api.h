@@ -143,6 +143,8 @@ void memplan_stop_recording(int device);
 int64_t memplan_take_events(int device, memplan_event* events, int64_t room, int64_t* lost);
 /* Puts a MEMPLAN_EVENT_PHASE among the events. */
 void memplan_mark(int device, int64_t number);
+/* The same with the number of a stream; -1 for one that no request or recorded use has named. */
+void memplan_mark_stream(int device, int64_t number, memplan_stream stream);
 
 /* ---- Limits and tests ------------------------------------------------------------------------ */
 

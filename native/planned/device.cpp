@@ -458,4 +458,10 @@ void Device::mark(std::int64_t number) {
   if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_PHASE, number, -1, 0);
 }
 
+void Device::mark_stream(std::int64_t number, Stream handle) {
+  const std::lock_guard guard(lock_);
+  if (!recorder_.on() || hardware_ == nullptr) return;
+  recorder_.add(MEMPLAN_EVENT_PHASE, number, -1, hardware_->streams.known(handle));
+}
+
 }  // namespace memplan::planned

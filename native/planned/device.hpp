@@ -81,6 +81,7 @@ class Device {
   void stop_recording();
   std::int64_t take_events(memplan_event* events, std::int64_t room, std::int64_t* lost);
   void mark(std::int64_t number);
+  void mark_stream(std::int64_t number, Stream handle);
 
   // A front end that has an allocator of its own took so much, or, negative, gave it back.
   void count(std::int64_t allocated, std::int64_t requested, std::int64_t reserved);

@@ -16,6 +16,11 @@ class Streams {
     if (handle == last_) return last_number_;
     return find(handle);
   }
+  // Its number where it has one, else -1.
+  std::int32_t known(Stream handle) const {
+    const auto found = numbers_.find(handle);
+    return found != numbers_.end() ? found->second : -1;
+  }
   Stream handle(std::int32_t number) const { return handles_[static_cast<std::size_t>(number)]; }
 
  private:
