@@ -80,9 +80,36 @@ def test_a_process_that_fails_by_itself(tmp_path: Path) -> None:
     assert "call the worker function directly" in done.stderr
 
 
-def test_beside_a_job_that_trains_it_is_a_note(tmp_path: Path) -> None:
-    aside = "if os.fork() == 0:\n        torch.ones(1, device='cuda')\n        os._exit(0)\n    "
-    done = estimate(tmp_path, HEAD + MAIN + aside + "os.wait()\n    train(0, 1)")
+BESIDE = """
+import os, subprocess, sys, time
+
+def aside():
+    subprocess.Popen(["sleep", "611"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(611)
+"""
+FORKED = "if os.fork() == 0:\n        torch.ones(1, device='cuda')\n        os._exit(0)\n    "
+PROGRAM = "subprocess.run([sys.executable, '-c', 'import torch'])\n    "
+HARMLESS = "subprocess.run([sys.executable, '-c', 'print(1)'], stdout=sys.stderr)\n    "
+RUNNING = "mp.get_context('fork').Process(target=aside).start()\n    time.sleep(1)\n    "
+SHELL = "subprocess.Popen('sleep 612 & sleep 613', shell=True, stdout=2)\n    "
+
+
+def test_beside_a_job_that_trains_it_is_an_assumption(tmp_path: Path) -> None:
+    """And nothing of what the script started is left, its children's children included."""
+    beside = FORKED + "os.wait()\n    " + PROGRAM + HARMLESS + RUNNING + SHELL
+    done = estimate(tmp_path, HEAD + BESIDE + MAIN + beside + "train(0, 1)")
     assert done.returncode == 0, done.stderr
-    notes = json.loads(done.stdout)["notes"]
-    assert any(note.startswith("job.py:14: another process") for note in notes)
+    said = {
+        item["source"]: item["text"]
+        for item in json.loads(done.stdout)["assumptions"]
+        if item["kind"] == "process"
+    }
+    end = "; what it takes of the card, its CUDA context included, is not counted"
+    assert said == {
+        "job.py:20": "another process that the script starts uses CUDA too" + end,
+        "job.py:23": f"`{sys.executable} -c 'import torch'` runs in another process, without a GPU "
+        "here" + end,
+        "job.py:15": "aside runs in another process, which was ended with the capture" + end,
+    }
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert not any(b"sleep\x0061" in command for command in commands)

@@ -202,6 +202,30 @@ def test_what_is_refused(line: str, message: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("mpirun --hostfile hosts python train.py", "nodes with 8, 8, 4 processes are not alike"),
+        ("mpirun -np 12 --hostfile hosts python train.py", "nodes with 8, 4 processes"),
+        ("mpirun -np 16 --hostfile hosts python train.py", "16 processes (2 nodes of 8)"),
+        ("mpirun -np 12 -N 4 --hostfile hosts python train.py", "12 processes (3 nodes of 4)"),
+        ("deepspeed --hostfile hosts train.py", "nodes with 8, 8, 4 GPUs are not alike"),
+        ("deepspeed --hostfile hosts --num_nodes 2 train.py", "16 processes (2 nodes of 8)"),
+    ],
+)
+def test_hosts_with_unlike_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("a slots=8\nb slots=8\nc slots=4\n")
+    try:
+        answer = str(read(line).world)
+    except UsageError as error:
+        answer = error.message
+        assert "--gpus-per-node N" in error.hint
+    assert said in answer
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("--world-size 12 train.py", "--world-size 12 does not divide into nodes of 8 GPUs"),

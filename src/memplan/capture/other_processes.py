@@ -18,6 +18,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memplan.capture.unseen import Unseen
     from memplan.types.errors import CaptureError
 
 _SECONDS_TO_DIE = 5.0
@@ -31,7 +32,7 @@ class DeviceInOtherProcess(SystemExit):
     """Ends a child that uses CUDA; not an error that the child's own handling would print."""
 
 
-def end_children(others: Sequence[BaseProcess]) -> None:
+def end_children(others: Sequence[BaseProcess], unseen: Unseen) -> None:
     """End the processes that the script left running (data loader workers), except `others`.
 
     They are killed while their sandbox still stands: asked politely they would clean up in folders
@@ -43,6 +44,7 @@ def end_children(others: Sequence[BaseProcess]) -> None:
     for child in multiprocessing.active_children():
         if child in others:
             continue
+        unseen.left_running(child)
         child.kill()
         child.join(_SECONDS_TO_DIE)
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
@@ -102,13 +104,4 @@ def device_error(reported: str) -> CaptureError:
         "multiprocessing or fork); only the script's own process can be captured",
         "memplan estimate --world-size N --rank R captures one rank of a job that starts its ranks "
         f"with torch.multiprocessing.spawn; else call the worker function ({function}) directly",
-    )
-
-
-def device_note(reported: str) -> str:
-    """The same, where the script's own process was captured nevertheless."""
-    place = reported.partition("\n")[0]
-    return (
-        f"{place}: another process that the script starts uses CUDA too; its memory on the card, "
-        "its CUDA context included, is not counted"
     )

@@ -15,14 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
 from memplan.capture.context import shown_path
+from memplan.capture.descendants import Descendants, adopting
 from memplan.capture.distributed.peers import peers
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
-from memplan.capture.other_processes import device_error, device_note, end_children
+from memplan.capture.other_processes import device_error, end_children
+from memplan.capture.patching import Patches
 from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.script_faults import DOWNLOADS, hint_of
 from memplan.capture.session import CaptureSession
+from memplan.capture.unseen import Unseen
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
 
@@ -56,26 +59,32 @@ def _capture(
     within: AbstractContextManager[object] | None,
 ) -> Trace:
     session = CaptureSession(options)
+    unseen = Unseen(session.mode.assumptions)
     box = sandbox(
         allow_network=options.allow_network,
         on_note=session.notes.append,
+        on_program=unseen.program,
         is_fake=lambda tensor: isinstance(tensor, FakeTensor),
         new_tensor=session.new_tensor,
     )
     elsewhere: list[str] = []
     others: list[BaseProcess] = list(multiprocessing.active_children())
+    started = Descendants()
+    watched = Patches()
     argv_before, path_before = sys.argv, list(sys.path)
     sys.argv = [target.name, *target.argv]
     try:
-        with box:
+        with adopting(), box:
+            unseen.watch(watched)
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
             with session, within or nullcontext():
                 try:
                     _run(target)
                 finally:
-                    end_children(others)
+                    end_children(others, unseen)
                     elsewhere = box.device_uses
+                    started.end()
                     session.notes += oom_note(target)  # while its folder is on the path
     except EnoughSeen:
         pass
@@ -97,8 +106,9 @@ def _capture(
             raise _script_failed(error, target, options, box.refused) from error
         _assume_nothing_follows(session, error, target)
     finally:
+        watched.undo()
         sys.argv, sys.path[:] = argv_before, path_before
-    session.notes.extend(map(device_note, elsewhere))
+    unseen.used(elsewhere)
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
         raise device_error(elsewhere[0])

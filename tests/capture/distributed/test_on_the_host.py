@@ -28,7 +28,7 @@ def _job() -> None:
     model.load_state_dict(
         {"0.weight": nn.Parameter(loaded, requires_grad=False)}, strict=False, assign=True
     )
-    optimizer = torch.optim.AdamW([model[1].weight])
+    optimizer = torch.optim.AdamW(model[1].parameters())
     for _ in range(2):
         model(torch.ones(ROWS, WIDTH, device="cuda")).sum().backward()
         optimizer.step()

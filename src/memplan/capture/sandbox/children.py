@@ -77,10 +77,17 @@ def _texts(words: Any) -> list[str]:
 class Children:
     """Starts programs from threads that the kernel holds to the scratch directory."""
 
-    def __init__(self, view: View, allow_network: bool, on_note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        view: View,
+        allow_network: bool,
+        on_note: Callable[[str], None],
+        on_program: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
         self._view = view
         self._allow_network = allow_network
         self._note = on_note
+        self._on_program = on_program
         self._owner = posix.getpid()
         self._pools: dict[tuple[int, bool], ThreadPoolExecutor] = {}
         self._started: list[int] = []
@@ -94,6 +101,8 @@ class Children:
         worker = is_worker(command)
         if not worker:
             refuse_launch(command)
+            if self._on_program is not None and posix.getpid() == self._owner:
+                self._on_program(command)
         if self.confined:
             try:
                 result = self._pool(worker).submit(start).result()

@@ -7,7 +7,7 @@ import os
 import posix
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class Sandbox:
         on_note: Callable[[str], None] | None = None,
         is_fake: Callable[[torch.Tensor], bool] | None = None,
         new_tensor: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+        on_program: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
         self.notes: list[str] = []
         """What the sandbox kept the script from, and could not make good for it."""
@@ -59,6 +60,7 @@ class Sandbox:
         """The directory that takes what is written; gone when the sandbox is closed."""
         self._allow_network = allow_network
         self._on_note = on_note
+        self._on_program = on_program
         self._tensor_hooks = {"is_fake": is_fake, "new_tensor": new_tensor}
         self._view: View | None = None
         self._owner = True
@@ -121,7 +123,7 @@ class Sandbox:
             stack.callback(undo.undo)
             environment.prepare(undo, view.temp, self._allow_network)
             self._watch_imports(undo, view, stack)
-            children = Children(view, self._allow_network, self.note)
+            children = Children(view, self._allow_network, self.note, self._on_program)
             stack.callback(children.close)
             patch_children(undo, children)
             workers.patch_spawn(undo, view.root, self._allow_network)
@@ -184,9 +186,11 @@ def sandbox(
     on_note: Callable[[str], None] | None = None,
     is_fake: Callable[[torch.Tensor], bool] | None = None,
     new_tensor: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+    on_program: Callable[[Sequence[str]], None] | None = None,
 ) -> Sandbox:
-    """A sandbox to be entered with `with`. `on_note` is told each note as it is made."""
-    return Sandbox(allow_network, on_note, is_fake, new_tensor)
+    """A sandbox to be entered with `with`. `on_note` is told each note as it is made, `on_program`
+    each program that this process starts and that is no worker."""
+    return Sandbox(allow_network, on_note, is_fake, new_tensor, on_program)
 
 
 def join(root: str, allow_network: bool) -> None:

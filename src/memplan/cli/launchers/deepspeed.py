@@ -45,7 +45,9 @@ def read_deepspeed(words: list[str], context: Context) -> Step:
         raise UsageError(
             f"deepspeed: nodes with {', '.join(str(len(slots)) for slots in nodes)} GPUs are not "
             "alike",
-            "--num_gpus 8, or the same number of slots on each node",
+            "--num_gpus 8, or the same number of slots on each node; or memplan estimate "
+            f"--world-size {sum(map(len, nodes))} --gpus-per-node N and the script, without "
+            "deepspeed: a rank's own memory hardly depends on its node",
         )
     world = World(len(nodes) * sizes.pop(), len(nodes[0]))
     layer = Layer(

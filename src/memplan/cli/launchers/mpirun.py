@@ -60,9 +60,9 @@ def _world(given: Given, context: Context) -> World:
     per_node = last(given, "npernode") or (mapped[1] if mapped else "")
     local = whole("mpirun", "-N", per_node) if per_node else None
     local = 1 if "pernode" in given else local
-    if local is None and slots and len(set(slots)) == 1:
-        local = slots[0]
     text = last(given, "np")
+    if local is None and slots:
+        local = _alike(slots, whole("mpirun", "-np", text) if text else sum(slots))
     if text:
         size = whole("mpirun", "-np", text)
         local = min(local, size) if local else None
@@ -91,6 +91,25 @@ def _slots(given: Given) -> list[int]:
     hosts_named = [line.split("#")[0].strip() for line in lines]
     matches = [re.search(r"(?:slots\s*=\s*|:)(\d+)", line) for line in hosts_named if line]
     return [int(match[1]) if match else 1 for match in matches]
+
+
+def _alike(slots: list[int], size: int) -> int | None:
+    """Processes on each node, where `size` of them fill one host after the other; None where the
+    hosts are too few for them. Raises UsageError when the nodes would not be alike."""
+    filled, left = [], size
+    for count in slots:
+        filled.append(min(count, left))
+        left -= filled[-1]
+    filled = [count for count in filled if count]
+    if left or not filled:
+        return slots[0] if len(set(slots)) == 1 else None
+    if len(set(filled)) > 1:
+        raise UsageError(
+            f"mpirun: nodes with {', '.join(map(str, filled))} processes are not alike",
+            f"memplan estimate --world-size {size} --gpus-per-node N and the script, without "
+            "mpirun, for any N that divides it: a rank's own memory hardly depends on its node",
+        )
+    return filled[0]
 
 
 def _exported(given: Given) -> dict[str, str]:
