@@ -3,17 +3,22 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <utility>
 
+#include "packing/search.hpp"
 #include "packing/shake.hpp"
 
 namespace memplan::packing {
 
 namespace {
 
-constexpr double kLeastItems = 60;
+constexpr double kLeastItems = 16;
 constexpr double kMostItems = 4'000;
 constexpr int kDives = 12;
+constexpr std::size_t kMostSearched = 200;  // items
+constexpr std::int64_t kDeadEnds = 200;
+constexpr Taste kTaste = {0, 1, 0, 0.2, 0.5};
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
@@ -133,7 +138,8 @@ void Repair::add_rest(Window& window, std::vector<int>& staying) const {
   window.problem.max_load = *std::max_element(load.begin(), load.end());
 }
 
-// Keeps what comes out no higher than it was. Returns how many dives it took.
+// Some dives, and where few items did not come down to the goal the exact search. Keeps what is no
+// higher than it was. Returns how many dives it took.
 int Repair::lay_out(const Window& window, std::int64_t goal, const std::atomic<bool>& stop) {
   Skyline skyline(window.problem);
   const Skyline::Manner& like = manners_[random_() % manners_.size()];
@@ -154,9 +160,16 @@ int Repair::lay_out(const Window& window, std::int64_t goal, const std::atomic<b
   for (std::size_t i = 0; i < window.rows.size(); ++i) score[i] = like.score[at(window.rows[i])];
   Shake shake(window.problem, std::move(score), random_());
   shake.run(dive, kDives, goal);
-  if (shake.height() < 0 || shake.height() > window.height) return dives;
-  for (std::size_t i = 0; i < window.rows.size(); ++i) {
-    offsets_[at(window.rows[i])] = shake.offsets()[i];
+  const std::vector<std::int64_t>* found =
+      shake.height() >= 0 && shake.height() <= window.height ? &shake.offsets() : nullptr;
+  std::optional<Search> search;
+  if (shake.height() > goal && window.problem.items.size() <= kMostSearched) {
+    dives += kDives;
+    search.emplace(window.problem, goal, random_(), stop);
+    if (search->run(kTaste, kDeadEnds) == Outcome::kFound) found = &search->offsets();
+  }
+  for (std::size_t i = 0; found != nullptr && i < window.rows.size(); ++i) {
+    offsets_[at(window.rows[i])] = (*found)[i];
   }
   return dives;
 }

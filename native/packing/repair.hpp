@@ -11,8 +11,8 @@
 namespace memplan::packing {
 
 // A layout made lower where it is highest: what lives within a window of time around its highest
-// buffer is laid out anew by some dives, among all the rest, which stays where it is. (Large
-// neighbourhood search, Shaw 1998.)
+// buffer is laid out anew, by some dives or the exact search, among all the rest, which stays where
+// it is. (Large neighbourhood search, Shaw 1998.)
 class Repair {
  public:
   // `manners` are the kinds of dives for the whole problem.
