@@ -95,6 +95,9 @@ class FakeLibrary:
     def mark(self, _device: int, number: int) -> None:
         self._keep(number, -1, PHASE_EVENT)
 
+    def mark_stream(self, _device: int, number: int, stream: int) -> None:
+        self._keep(number, -1, PHASE_EVENT)
+
     def load(self, _device: int, part: AllocationPart, *, in_round: bool = False) -> None:
         if self.refuse:
             raise UsageError(f"the plan is refused: {self.refuse}")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memplan.layout.static_plan import static_plan
+from memplan.runtime.planned import phases
 from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate
 from memplan.runtime.planned.job import Job, Policy
@@ -76,7 +77,10 @@ def _planned(policy: Policy | None = None) -> AllocationPart:
     return static_plan(job.recorded).part
 
 
-def test_without_a_plan_the_first_steps_are_recorded_planned_and_served() -> None:
+def test_without_a_plan_the_first_steps_are_recorded_planned_and_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(phases, "_has_compiled", lambda: False)  # in an earlier test
     library, said = FakeLibrary(), Told()
     with running(library, said) as (job, script):
         for _ in range(4):  # the first makes the state, two are alike, one more

@@ -106,6 +106,20 @@ def test_what_is_recorded_is_what_was_asked(library: Library) -> None:
     assert (trace.events.bytes[backward & (trace.events.kind == EventKind.ALLOC)] == 4 * MIB).all()
 
 
+def test_marks_name_the_streams_that_have_requests(library: Library) -> None:
+    recording = Recording(library, [0])
+    pointers = [library.malloc(MIB, 0, stream) for stream in (0, 77)]
+    for stream in (77, 99, 0):
+        recording.order(EventKind.EVENT_RECORD, 0, stream, stream)
+    recording.stop()
+    for pointer in pointers:
+        library.free(pointer)
+    trace = recording.trace(observed_meta([], "", "", ""))
+    told = trace.events.kind == EventKind.EVENT_RECORD
+    assert trace.events.stream[told].tolist() == [1, 0]
+    assert trace.events.aux[told].tolist() == [77, 0]
+
+
 @pytest.mark.parametrize("prologue", [True, False])
 def test_a_plan_of_what_was_recorded_serves_it(library: Library, prologue: bool) -> None:
     part = static_plan(_recorded(library), prologue=prologue).part

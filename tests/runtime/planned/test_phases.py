@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memplan.runtime.planned import phases
 from memplan.runtime.planned.phases import PhaseCursor
 from memplan.types.trace import Phase
 from tests.runtime.planned.listening import listening
@@ -129,6 +130,22 @@ def test_an_optimizer_that_runs_the_model_itself() -> None:
     assert heard.text == "F B F B F B | F"
 
 
+def test_optimizers_that_step_within_the_backward_pass() -> None:
+    model = _model()
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def step(_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    with listening() as (heard, _):
+        for _step in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+    assert heard.text == "F B | F B |"
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -222,7 +239,8 @@ def test_modules_are_named_in_forward_and_backward() -> None:
     ]  # fmt: skip
 
 
-def test_only_roots_keep_hooks_and_their_copies_have_none() -> None:
+def test_only_roots_keep_hooks_and_their_copies_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_has_compiled", lambda: False)  # in an earlier test
     model = _model()
     optimizer = _sgd(model)
     with listening() as (heard, hooks):

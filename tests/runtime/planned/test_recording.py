@@ -12,9 +12,11 @@ from torch import nn
 
 from memplan.layout.serve import serve
 from memplan.layout.static_plan import static_plan
+from memplan.layout.streams import lifetimes
 from memplan.phases import find_steps
 from memplan.runtime.planned.library import EVENT, PHASE_EVENT, Table
 from memplan.runtime.planned.recording import Recording, observed_meta
+from memplan.runtime.planned.stream_order import StreamOrder
 from memplan.simulate import simulate
 from memplan.types.allocation import check_allocation
 from memplan.types.trace import EventKind, Phase, Trace
@@ -33,12 +35,15 @@ class Played:
         self.clock = 0
         self.lost = 0
 
-    def play(self, device: int, kind: int, nbytes: int, storage: int) -> None:
+    def play(self, device: int, kind: int, nbytes: int, storage: int, stream: int = 0) -> None:
         self.clock += 1
-        self.events[device].append((nbytes, storage, 0, self.clock, kind, 0))
+        self.events[device].append((nbytes, storage, stream, self.clock, kind, 0))
 
     def mark(self, device: int, number: int) -> None:
         self.play(device, PHASE_EVENT, number, -1)
+
+    def mark_stream(self, device: int, number: int, stream: int) -> None:
+        self.play(device, PHASE_EVENT, number, -1, stream)
 
     def record(self, device: int, most: int) -> None:
         pass
@@ -111,6 +116,85 @@ def test_devices_are_merged_in_the_order_of_time() -> None:
     assert trace.events.device.tolist()[:5] == [0, 1, 1, 0, 1]
     assert sorted(trace.events.storage.tolist()[:4]) == [0, 1, 2, 3]
     assert trace.events.storage.tolist()[4] == -1
+
+
+def _two_streams(*, ordered: bool) -> Trace:
+    """In each step stream 1 is given memory, and the main stream waits for its work."""
+    played = Played()
+    recording = Recording(played, [0])
+    for step in range(3):
+        recording.mark(Phase.FORWARD, "")
+        played.play(0, EventKind.ALLOC, 9000, 2 * step)
+        if ordered:
+            recording.order(EventKind.EVENT_RECORD, 0, 0, 2 * step)
+            recording.order(EventKind.EVENT_WAIT, 0, 1, 2 * step)
+        played.play(0, EventKind.ALLOC, 5000, 2 * step + 1, stream=1)
+        played.play(0, EventKind.FREE, 0, 2 * step + 1, stream=1)
+        if ordered:
+            recording.order(EventKind.EVENT_RECORD, 0, 1, 2 * step + 1)
+            recording.order(EventKind.EVENT_WAIT, 0, 0, 2 * step + 1)
+        played.play(0, EventKind.FREE, 0, 2 * step)
+        recording.stepped()
+    recording.order(EventKind.EVENT_RECORD, 0, -1, 99)  # a stream without requests
+    recording.order(EventKind.SYNCHRONIZE, 0)
+    recording.stop()
+    trace = recording.trace(observed_meta(*META))
+    check_trace(trace, "recorded")
+    return trace
+
+
+def test_the_order_of_streams_is_recorded() -> None:
+    trace = _two_streams(ordered=True)
+    rows = [(e.kind.name, e.stream) for e in trace if e.step == 0]
+    assert rows == [
+        ("ALLOC", 0), ("EVENT_RECORD", 0), ("EVENT_WAIT", 1), ("ALLOC", 1), ("FREE", 1),
+        ("EVENT_RECORD", 1), ("EVENT_WAIT", 0), ("FREE", 0),
+    ]  # fmt: skip
+    assert trace.events.aux[trace.events.kind == EventKind.EVENT_WAIT].tolist() == [*range(6)]
+    last = trace.event(len(trace) - 2)
+    assert (last.kind, last.stream) == (EventKind.SYNCHRONIZE, -1)
+    assert 99 not in trace.events.aux
+
+
+def test_known_order_shortens_the_lifetimes_of_other_streams() -> None:
+    def longest(trace: Trace) -> int:
+        found = lifetimes(trace, 0)
+        return int((found.end - found.begin)[1])  # the first of stream 1
+
+    assert longest(_two_streams(ordered=True)) < 8 < longest(_two_streams(ordered=False))
+
+
+def test_events_of_torch_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        device_index = 0
+
+        def __init__(self, handle: int) -> None:
+            self.cuda_stream = handle
+
+    class Event:
+        pass
+
+    def nothing(*_arguments: object) -> None:
+        pass
+
+    for name in ("record", "wait"):
+        monkeypatch.setattr(torch.cuda.Event, name, nothing)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", nothing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(0))
+    played = Played()
+    recording = Recording(played, [0])
+    event: Any = Event()
+    with StreamOrder(recording):
+        torch.cuda.Event.wait(event)  # never recorded
+        torch.cuda.Event.record(event, cast(Any, Stream(7)))
+        torch.cuda.Event.wait(event)
+        torch.cuda.Stream.synchronize(cast(Any, Stream(7)))
+    assert torch.cuda.Event.record is nothing
+    recording.stop()
+    trace = recording.trace(observed_meta(*META))
+    assert [(e.kind.name, e.stream) for e in trace][:3] == [
+        ("EVENT_RECORD", 7), ("EVENT_WAIT", 0), ("SYNCHRONIZE", 7),
+    ]  # fmt: skip
 
 
 def test_nothing_recorded_is_a_trace_too() -> None:

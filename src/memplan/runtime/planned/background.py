@@ -26,7 +26,8 @@ class Planning:
         save_trace(trace, folder / "trace")
         with (folder / "said").open("wb") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memplan.runtime.planned.worker", str(folder)],
+                # Safe path: what lies in the job's folder is not ours to import.
+                [sys.executable, "-P", "-m", "memplan.runtime.planned.worker", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

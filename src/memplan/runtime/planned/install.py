@@ -51,6 +51,8 @@ class PlannedRun:
 
     def close(self) -> None:
         self._stack.close()
+        if self.job is not None:
+            self.job.unload()
 
     def __enter__(self) -> PlannedRun:
         return self

@@ -13,6 +13,7 @@ from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.phases import JobHooks, PhaseCursor
 from memplan.runtime.planned.recording import MOST_EVENTS, Recording
+from memplan.runtime.planned.stream_order import StreamOrder
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart, Plan
 from memplan.types.trace import Phase, Trace, TraceMeta
@@ -96,6 +97,7 @@ class Job:
         self._hooks = JobHooks(self)
         self._cursor: PhaseCursor | None = None
         self._recording: Recording | None = None
+        self._order: StreamOrder | None = None
         self._planning: Planning | None = None
         self._to_plan = plan is None and not record_all
         """Whether what is being recorded is then planned."""
@@ -123,6 +125,11 @@ class Job:
         if self._planning is not None:
             self._planning.close()
             self._planning = None
+
+    def unload(self) -> None:
+        """Plans that came into effect end; what they placed stays until it is released."""
+        for device in {switch.device for switch in self.account.switches}:
+            self.library.unload(device)
 
     @property
     def recorded(self) -> Trace | None:
@@ -168,6 +175,7 @@ class Job:
         """Between two steps."""
         if self._recording is not None:
             self._recording.stepped()
+            self._recording.mark(self._hooks.phase, "")
             if self._recorded_enough(self._recording):
                 self._use_recording()
         elif self._planning is not None and self._planning.done:
@@ -191,6 +199,8 @@ class Job:
     def _record(self) -> None:
         self._repeated = False
         self._recording = Recording(self.library, self.devices, self._policy.most_events)
+        self._order = StreamOrder(self._recording)
+        self._order.__enter__()
 
     def _recorded_enough(self, recording: Recording) -> bool:
         """One step after a step has repeated the one before: what it made is then released."""
@@ -220,6 +230,8 @@ class Job:
     def _stop_recording(self) -> Trace:
         assert self._recording is not None
         recording, self._recording = self._recording, None
+        if self._order is not None:
+            self._order.__exit__()
         recording.stop()
         trace = recording.trace(self._meta)
         if self.account.trace is None:

@@ -115,6 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memplan_stop_recording": (None, (c_int,)),
     "memplan_take_events": (c_int64, (c_int, c_void_p, c_int64, _Numbers)),
     "memplan_mark": (None, (c_int, c_int64)),
+    "memplan_mark_stream": (None, (c_int, c_int64, c_void_p)),
     "memplan_set_limit": (None, (c_int, c_int64)),
     "memplan_use_driver": (None, (c_char_p,)),
     "memplan_driver_error": (c_char_p, ()),
@@ -238,6 +239,10 @@ class Library:
             pieces.append(table[:got].copy() if got < _ROOM else table)
             if got < _ROOM:
                 return np.concatenate(pieces), lost.value
+
+    def mark_stream(self, device: int, number: int, stream: int) -> None:
+        """A mark with the stream's number, -1 for one without requests; `stream` is its handle."""
+        self._library.memplan_mark_stream(device, number, stream)
 
     def set_limit(self, device: int, nbytes: int) -> None:
         self._library.memplan_set_limit(device, nbytes)

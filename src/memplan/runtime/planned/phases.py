@@ -48,7 +48,7 @@ class Listener(Protocol):
         """An evaluation ends, and this is what it interrupted."""
 
     def stepped(self) -> None:
-        """An optimizer step is complete; `entered(FORWARD)` follows."""
+        """An optimizer step is complete; `entered(FORWARD)` follows, unless in backward."""
 
     def in_module(self, path: str) -> None:
         """What follows belongs to this module; the empty string: to none."""
@@ -224,7 +224,7 @@ class JobHooks:
         self._optimizers.append(id(optimizer))
         given = [*arguments[1:2], (keywords or {}).get("closure")]  # the first is the optimizer
         self._closure = any(closure is not None for closure in given)
-        if len(self._optimizers) == 1 and not self._closure:
+        if len(self._optimizers) == 1 and not self._closure and not _in_backward():
             self._enter(Phase.OPTIMIZER)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
@@ -237,7 +237,8 @@ class JobHooks:
             self._first_optimizer = weakref.ref(optimizer)
         if first is None or first is optimizer:
             self._listener.stepped()
-        self._enter(Phase.FORWARD)
+        if not _in_backward():  # else one that steps as soon as its gradient is there
+            self._enter(Phase.FORWARD)
 
     def _enter(self, phase: Phase) -> None:
         if phase != self._phase or self._resumed:

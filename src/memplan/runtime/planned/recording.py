@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from memplan import __version__
 from memplan.runtime.planned.library import EVENT, PHASE_EVENT, Table
@@ -38,6 +39,8 @@ class Source(Protocol):
 
     def mark(self, device: int, number: int) -> None: ...
 
+    def mark_stream(self, device: int, number: int, stream: int) -> None: ...
+
 
 class Context(NamedTuple):
     """Where the job is."""
@@ -47,6 +50,16 @@ class Context(NamedTuple):
     step: int
 
 
+class Order(NamedTuple):
+    """Work is put in order: an event is recorded on a stream or waited for by one, or the host
+    waits."""
+
+    kind: EventKind
+    event: int
+    """Its number; -1 for none."""
+    all_streams: bool
+
+
 class Recording:
     """Records the requests of some devices from its construction until `stop`."""
 
@@ -54,6 +67,7 @@ class Recording:
         self._source = source
         self._devices = devices
         self._most = most
+        self._marks: list[Context | Order] = []
         self._contexts: dict[Context, int] = {}
         self._pieces: dict[int, list[Table]] = {device: [] for device in devices}
         self._context = -1
@@ -75,11 +89,30 @@ class Recording:
     def mark(self, phase: Phase, module: str) -> None:
         """What follows belongs to this phase and module."""
         context = Context(phase, module, self.steps)
-        number = self._contexts.setdefault(context, len(self._contexts))
+        number = self._contexts.get(context, -1)
+        if number < 0:
+            number = self._contexts[context] = self._new_mark(context)
         if number != self._context:
             self._context = number
             for device in self._devices:
                 self._source.mark(device, number)
+
+    def _new_mark(self, mark: Context | Order) -> int:
+        self._marks.append(mark)
+        return len(self._marks) - 1
+
+    def order(
+        self, kind: EventKind, device: int, stream: int | None = None, event: int = -1
+    ) -> None:
+        """Work of a device is put in order: EVENT_RECORD, EVENT_WAIT, SYNCHRONIZE. `stream`: CUDA's
+        handle; None: all."""
+        number = self._new_mark(Order(kind, event, stream is None))
+        if device not in self._devices:
+            return
+        if stream is None:
+            self._source.mark(device, number)
+        else:
+            self._source.mark_stream(device, number, stream)
 
     def stepped(self) -> None:
         """A step is complete; `mark` follows."""
@@ -116,7 +149,7 @@ class Recording:
     def trace(self, meta: TraceMeta) -> Trace:
         """What was recorded so far, all devices in the order of time."""
         tables = {device: np.concatenate(pieces) for device, pieces in self._pieces.items()}
-        return _as_trace(tables, list(self._contexts), self.steps, meta)
+        return _as_trace(tables, self._marks, self.steps, meta)
 
 
 def observed_meta(command: list[str], torch_version: str, gpu: str, conf: str) -> TraceMeta:
@@ -143,17 +176,19 @@ def _requests(pieces: list[Table]) -> bytes:
 
 
 def _as_trace(
-    tables: dict[int, Table], contexts: list[Context], steps: int, meta: TraceMeta
+    tables: dict[int, Table], marks: list[Context | Order], steps: int, meta: TraceMeta
 ) -> Trace:
-    """Marks become the phase, module and step of the events behind them."""
-    known = [Context(Phase.SETUP, "", 0), *contexts]
+    """Marks become the phase, module and step of the events behind them, and the order of
+    streams."""
+    start = Context(Phase.SETUP, "", 0)
+    known = [start, *(mark if isinstance(mark, Context) else start for mark in marks)]
     device = np.concatenate([np.full(len(table), d, np.int16) for d, table in tables.items()])
+    where = np.concatenate([_contexts_of(table, marks) for table in tables.values()])
     rows = np.concatenate([np.zeros(0, EVENT), *tables.values()])
-    where = np.concatenate([_contexts_of(table) for table in tables.values()])
-    keep = rows["kind"] != PHASE_EVENT
-    rows, device, where = rows[keep], device[keep], where[keep]
+    rows, aux, keep = _with_order(rows, marks)
+    rows, device, where, aux = rows[keep], device[keep], where[keep], aux[keep]
     order = np.argsort(rows["nanoseconds"], kind="stable")
-    rows, device, where = rows[order], device[order], where[order]
+    rows, device, where, aux = rows[order], device[order], where[order], aux[order]
     storage, storages = _storage_numbers(rows, device)
     strings = [""]
     number = {"": 0}
@@ -182,18 +217,40 @@ def _as_trace(
         step=np.append(step[where], steps).astype(np.int32),
         source=zero.astype(np.int32),
         provenance=np.full(count, Provenance.OBSERVED, np.uint8),
-        aux=none,
+        aux=np.append(aux, -1),
     )
     meta.optimizer_steps = steps
     return Trace(meta, strings, events, TraceBuilder().build(meta).ops, _plain_storages(storages))
 
 
-def _contexts_of(table: Table) -> I64:
-    """By event: which context it belongs to, 0 before the first mark."""
-    marks = table["kind"] == PHASE_EVENT
-    latest = np.maximum.accumulate(np.where(marks, np.arange(len(table)), -1))
-    numbers: I64 = np.where(latest >= 0, table["bytes"][latest] + 1, 0)
-    return numbers
+def _contexts_of(table: Table, marks: list[Context | Order]) -> I64:
+    """By event: one more than the mark of its context, 0 before the first."""
+    contexts = np.array([isinstance(mark, Context) for mark in marks], np.bool_)
+    number = table["bytes"]
+    marked = table["kind"] == PHASE_EVENT
+    marked[marked] = contexts[number[marked]]
+    latest = np.maximum.accumulate(np.where(marked, np.arange(len(table)), -1))
+    found: I64 = np.where(latest >= 0, number[latest] + 1, 0)
+    return found
+
+
+def _with_order(
+    rows: Table, marks: list[Context | Order]
+) -> tuple[Table, I64, npt.NDArray[np.bool_]]:
+    """The rows with marks of order as events of their kind; by row its `aux`; and which rows stay:
+    not the marks of contexts, nor what a stream did that has no requests."""
+    rows = rows.copy()
+    aux = np.full(len(rows), -1, np.int64)
+    keep = np.ones(len(rows), np.bool_)
+    for row in np.flatnonzero(rows["kind"] == PHASE_EVENT).tolist():
+        mark = marks[int(rows["bytes"][row])]
+        if isinstance(mark, Context) or (rows["stream"][row] < 0 and not mark.all_streams):
+            keep[row] = False
+            continue
+        rows["kind"][row], rows["bytes"][row], aux[row] = mark.kind, 0, mark.event
+        if mark.all_streams:
+            rows["stream"][row] = -1
+    return rows, aux, keep
 
 
 def _storage_numbers(rows: Table, device: np.ndarray) -> tuple[I64, int]:
