@@ -134,3 +134,42 @@ def test_a_cancelled_search_keeps_its_bound() -> None:
     answer = minimise(problem, seconds=SECONDS, cancel=cancel)
     assert not isinstance(answer, Infeasible)
     assert answer.bound >= problem.max_load
+
+
+def _tilings(count: int, tiles: int) -> Problem:
+    """Rectangles of 64 moments by 65,536 bytes, each cut into tiles at random, one after the other
+    in time: the least height is known, and each of them has to be found."""
+    rng = np.random.default_rng(tiles)
+    rows = []
+    for number in range(count):
+        cut = [(64 * number, 64 * number + 64, 0, 1 << 16)]
+        while len(cut) < tiles:
+            begin, end, low, high = cut.pop(int(rng.integers(len(cut))))
+            if end - begin > 1 and rng.random() < 0.5:
+                at = int(rng.integers(begin + 1, end))
+                cut += [(begin, at, low, high), (at, end, low, high)]
+            elif high - low > 1:
+                at = int(rng.integers(low + 1, high))
+                cut += [(begin, end, low, at), (begin, end, at, high)]
+            else:
+                cut.append((begin, end, low, high))
+        rows += cut
+    columns = np.array(rows)
+    return make_problem(columns[:, 0], columns[:, 1], columns[:, 3] - columns[:, 2])
+
+
+def test_what_is_too_large_for_the_search_is_repaired_piece_by_piece() -> None:
+    problem = _tilings(260, 12)  # dives alone stay a fifth above, however long
+    answer = minimise(problem, seconds=60.0)
+    assert isinstance(answer, Solved) and answer.solution.height == problem.max_load == 1 << 16
+    assert validate(problem, answer.solution.offsets) == ""
+
+
+def test_powers_of_two_are_stacked_as_low_as_the_largest_first() -> None:
+    rng = np.random.default_rng(5)
+    lower = rng.integers(0, 3000, 3000)
+    upper = lower + 1 + np.exp(rng.uniform(0, np.log(750), 3000)).astype(np.int64)
+    problem = make_problem(lower, upper, 512 << rng.integers(0, 12, 3000))
+    greedy = greedy_by_size(problem).height
+    answer = minimise(problem, seconds=20.0, within=greedy / problem.max_load - 1.0)
+    assert isinstance(answer, Solved) and answer.solution.height <= greedy

@@ -146,17 +146,20 @@ def _text(found: StaticPlan, seconds: float) -> str:
     part = found.part
     above = part.arena_bytes / max(part.load_bytes, 1) - 1
     quality = "the least possible" if found.proved else f"{above:.2%} above what is alive at once"
-    round_ = "a step" if part.steps == 1 else f"{part.steps} steps"
+    round_ = "one step" if part.steps == 1 else f"{part.steps} steps"
     lines = [
         f"arena {format_bytes(part.arena_bytes)}: {quality}; {found.planned} of "
-        f"{part.requests} requests of {round_} have their place ({seconds:.1f} s)"
+        f"{part.requests} requests of the start and {round_} have a place ({seconds:.1f} s)"
     ]
     if found.dynamic:
+        depend = "depends on data and goes" if found.dynamic == 1 else "depend on data and go"
+        spaces = "space" if len(part.spaces) == 1 else "spaces"
         lines.append(
-            f"{found.dynamic} depend on data and go to {len(part.spaces)} reusable spaces, or to "
+            f"{found.dynamic} {depend} to {len(part.spaces)} reusable {spaces}, or to "
             "PyTorch's own allocator"
         )
     rest = part.requests - found.planned - found.dynamic
     if rest:
-        lines.append(f"{rest} live too long for a place that recurs: PyTorch's own allocator")
+        live = "lives" if rest == 1 else "live"
+        lines.append(f"{rest} {live} too long for a place that recurs: PyTorch's own allocator")
     return "\n".join(lines) + "\n"
