@@ -53,6 +53,7 @@ bool Arena::take_row(const Row& row, std::int64_t size, std::int32_t stream, Pla
   holders_[static_cast<std::size_t>(row.first)] = {last, stream, row.shared};
   handover_.take(row.first, last, stream, place.after);
   place.offset = row.offset;
+  place.cell = row.first;
   place.kind = Kind::kPlanned;
   ++counters_.hits;
   return true;
@@ -147,8 +148,7 @@ std::int64_t Arena::lap_of_next() const {
   return plan_->moment(sequence_.next()) < now_ ? plan_->clock() : 0;
 }
 
-bool Arena::release(std::int64_t offset) {
-  const std::int32_t cell = plan_->cell_at(offset);
+bool Arena::release(std::int64_t offset, std::int32_t cell) {
   if (cell >= 0 && holders_[static_cast<std::size_t>(cell)].last > 0) {
     const Holder holder = std::exchange(holders_[static_cast<std::size_t>(cell)], {});
     planned_.remove(cell, holder.last);

@@ -22,6 +22,7 @@ enum class Kind : std::uint8_t {
 
 struct Place {
   std::int64_t offset = -1;
+  std::int32_t cell = -1;  // Of a planned place: its first cell, for `release`.
   Kind kind = Kind::kNone;
   // What the request's stream must come after, where its bytes were another stream's: slots given
   // to `released_in`, or -1 - s for all work of stream s so far. Distinct.
@@ -42,10 +43,11 @@ class Arena {
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
   // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
   Place place(std::int64_t bytes, std::int32_t stream);
-  // What `place` gave is free again. Whether its bytes may pass to another stream: then the caller
+  // What `place` gave is free again, with the cell that it said if that is known. Whether its bytes may pass to another stream: then the caller
   // records an event and says in `released_in`, before the next call of `place` or `release`, which
   // slot (>= 0) holds it. Nothing, and false, for an offset that is not in use.
-  bool release(std::int64_t offset);
+  bool release(std::int64_t offset) { return release(offset, plan_->cell_at(offset)); }
+  bool release(std::int64_t offset, std::int32_t cell);
   void released_in(std::int64_t offset, std::int32_t slot);
   // The job enters a phase of the plan; -1 for one that is not in it.
   void enter_phase(std::int32_t phase);

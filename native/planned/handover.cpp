@@ -18,10 +18,8 @@ void Handover::see(std::int32_t stream) {
   streams_.push_back(stream);
 }
 
-void Handover::take(std::int32_t first, std::int32_t last, std::int32_t stream,
-                    std::vector<std::int32_t>& after) {
-  if (streams_.empty() || streams_.back() != stream) see(stream);
-  if (uses_.empty()) return;
+void Handover::pass(std::int32_t first, std::int32_t last, std::int32_t stream,
+                    std::vector<std::int32_t>& after) const {
   for (auto cell = static_cast<std::size_t>(first); cell < static_cast<std::size_t>(last); ++cell) {
     const Use& use = uses_[cell];
     if (use.stream == stream) continue;
@@ -35,11 +33,11 @@ void Handover::take(std::int32_t first, std::int32_t last, std::int32_t stream,
   }
 }
 
-void Handover::release(std::int32_t first, std::int32_t last, std::int32_t stream, bool whole) {
+void Handover::leave(std::int32_t first, std::int32_t last, std::int32_t stream, bool whole) {
   first_ = first;
-  last_ = uses_.empty() ? first : last;
+  last_ = last;
   stream_ = stream;
-  for (auto cell = static_cast<std::size_t>(first); cell < static_cast<std::size_t>(last_); ++cell) {
+  for (auto cell = static_cast<std::size_t>(first); cell < static_cast<std::size_t>(last); ++cell) {
     Use& use = uses_[cell];
     // Other bytes of a cell shared with another stream may not be ready.
     const bool several = !whole && use.stream != stream;

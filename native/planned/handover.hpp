@@ -16,9 +16,14 @@ class Handover {
   // Cells [first, last) pass to a request; in `after`, distinct: slots of releases, or -1 - s for
   // all that stream s has done so far.
   void take(std::int32_t first, std::int32_t last, std::int32_t stream,
-            std::vector<std::int32_t>& after);
+            std::vector<std::int32_t>& after) {
+    if (streams_.empty() || streams_.back() != stream) see(stream);
+    if (several_streams()) pass(first, last, stream, after);
+  }
   // A request lets go of them; `whole` when it had all their bytes for itself.
-  void release(std::int32_t first, std::int32_t last, std::int32_t stream, bool whole);
+  void release(std::int32_t first, std::int32_t last, std::int32_t stream, bool whole) {
+    if (several_streams()) leave(first, last, stream, whole);
+  }
   // The last release is in this slot.
   void released_in(std::int32_t slot);
 
@@ -33,6 +38,9 @@ class Handover {
   };
 
   void see(std::int32_t stream);
+  void pass(std::int32_t first, std::int32_t last, std::int32_t stream,
+            std::vector<std::int32_t>& after) const;
+  void leave(std::int32_t first, std::int32_t last, std::int32_t stream, bool whole);
 
   std::size_t count_;
   std::vector<std::int32_t> streams_;  // Seen so far.

@@ -191,9 +191,8 @@ void Plan::find_shared() {
 void Plan::find_moments() {
   std::int64_t latest = 0;
   for (std::int32_t at = 0; at < size(); ++at) {
-    const Row& one = row(at);
-    latest = std::max(latest, one.lower);
-    moments_.push_back(latest);
+    Row& one = rows_[static_cast<std::size_t>(at)];
+    one.moment = latest = std::max(latest, one.lower);
     sizes_.push_back(one.bytes);
     if (at >= prologue_ && one.first >= 0 && one.lower < latest) early_.push_back(at);
   }

@@ -22,6 +22,7 @@ struct Row {
   std::int64_t offset;  // -1: it has no place.
   std::int64_t lower;   // Alive over [lower, upper) on the plan's clock.
   std::int64_t upper;
+  std::int64_t moment;  // The clock when it is requested, as far as lifetimes tell.
   std::int32_t first;   // Its place is the cells [first, last).
   std::int32_t last;
   std::int32_t stream;  // In the order of first use; 0 is the default one.
@@ -52,8 +53,7 @@ class Plan {
   std::int64_t start() const { return start_; }
   std::int64_t clock() const { return clock_; }
   std::int64_t end() const { return start_ + clock_; }
-  // The clock when row `at` is requested, as far as lifetimes tell.
-  std::int64_t moment(std::int32_t at) const { return moments_[static_cast<std::size_t>(at)]; }
+  std::int64_t moment(std::int32_t at) const { return row(at).moment; }
   // When the phase of row `at` is over; of a row of the prologue, when the round begins.
   std::int64_t phase_end(std::int32_t at) const;
   // Rows of the round with a place that are alive before their moment.
@@ -97,7 +97,7 @@ class Plan {
   std::vector<Row> rows_;
   std::int32_t prologue_ = 0;
   std::int64_t start_ = 0, clock_ = 0;
-  std::vector<std::int64_t> moments_, sizes_;
+  std::vector<std::int64_t> sizes_;  // Ascending, each once.
   std::vector<std::int64_t> edges_;
   std::vector<std::int32_t> by_edge_;  // Cells, hashed by where they begin.
   std::vector<std::int32_t> early_;

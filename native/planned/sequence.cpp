@@ -32,17 +32,15 @@ Sequence::Sequence(const Plan& plan, bool in_round)
   best_ = {in_round ? plan.prologue() : 0, 0};
 }
 
-Match Sequence::follow(std::int64_t bytes, std::int32_t stream) {
+// Of a request that is not the next row, or while it is in doubt which that is.
+Match Sequence::align(std::int64_t bytes, std::int32_t stream) {
+  if (in_step_) {
+    live_.assign(1, best_);
+    recent_ = 0;
+  }
+  in_step_ = false;
   std::rotate(marks_.begin(), marks_.begin() + 1, marks_.end());
   marks_.back() = Plan::mark(bytes, stream);
-  const Row& row = plan_.row(best_.next);
-  if (in_step_ && row.stream == stream && (row.bytes == bytes || row.space >= 0)) {
-    const Match match{best_.next, row.bytes == bytes};
-    advance();
-    return match;
-  }
-  if (in_step_) live_.assign(1, best_);
-  in_step_ = false;
   leave_out();
   std::swap(live_, fresh_);
   fresh_.clear();

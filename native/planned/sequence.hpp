@@ -25,19 +25,20 @@ class Sequence {
  public:
   Sequence(const Plan& plan, bool in_round);
 
-  Match follow(std::int64_t bytes, std::int32_t stream);
+  Match follow(std::int64_t bytes, std::int32_t stream) {
+    const std::int32_t at = best_.next;
+    const Row& row = plan_.row(at);
+    if (!in_step_ || row.stream != stream || (row.bytes != bytes && row.space < 0)) {
+      return align(bytes, stream);
+    }
+    best_.next = plan_.next(at);
+    return {at, row.bytes == bytes};
+  }
   // The row that is expected next.
   std::int32_t next() const { return best_.next; }
   // The job begins a phase of the plan.
   void enter_phase(std::int32_t phase);
 
-  // Whether there is one hypothesis, with nothing against it.
-  bool in_step() const { return in_step_; }
-  // Goes on by a row while in step: `follow` of a request that was found equal to it.
-  void advance() {
-    best_.next = plan_.next(best_.next);
-    recent_ <<= 1;
-  }
   // Times that the place was lost and found again.
   std::int64_t resyncs() const { return resyncs_; }
 
@@ -50,6 +51,7 @@ class Sequence {
     bool equal = false;
   };
 
+  Match align(std::int64_t bytes, std::int32_t stream);
   void keep(const Hypothesis& one);
   void leave_out();
   void take(const Hypothesis& from, std::int64_t bytes, std::int32_t stream, bool known);
@@ -59,11 +61,12 @@ class Sequence {
 
   const Plan& plan_;
   Hypothesis best_;
-  bool in_step_ = true;
+  bool in_step_ = true;  // There is one hypothesis, with nothing against it.
   std::vector<Hypothesis> live_, fresh_;
   std::vector<std::int32_t> slot_;  // By row: its place in `fresh_`, valid if it names the row.
+  // Of the last requests while not in step:
   std::array<std::uint64_t, Plan::kGram> marks_{};
-  std::uint32_t recent_ = 0;  // Bits of the last requests: 1 for what is no row of the plan.
+  std::uint32_t recent_ = 0;  // a bit each, 1 for what was no row, or another size.
   bool strayed_ = false;      // A request was no row, or not as the row, since the last time in step.
   std::int64_t resyncs_ = 0;
 };
