@@ -23,7 +23,6 @@ std::uint64_t address_of(const void* pointer) {
 }  // namespace
 
 bool Device::start() {
-  if (hardware_ != nullptr) return true;
   std::string why;
   hardware_ = Hardware::start(number_, why);
   if (hardware_ == nullptr) {
@@ -40,7 +39,7 @@ bool Device::start() {
 void* Device::malloc(std::int64_t bytes, Stream handle, bool planned_only) {
   if (bytes <= 0) return nullptr;
   const std::lock_guard guard(lock_);
-  if (!start()) return nullptr;
+  if (hardware_ == nullptr && !start()) return nullptr;
   const std::int32_t stream = hardware_->streams.number(handle);
   ++serial_;
   void* pointer = nullptr;
@@ -58,7 +57,7 @@ void Device::admit(Owner& owner, std::int64_t bytes, std::int32_t stream) {
   owner.requested = bytes;
   owner.serial = serial_;
   owner.stream = stream;
-  allocated_.add(owner.size);
+  allocated_.add(owner.size());
   requested_.add(bytes);
   if (!recorder_.on()) return;
   owner.storage = recorder_.next_storage();
@@ -75,7 +74,7 @@ void* Device::serve(std::int64_t bytes, std::int32_t stream) {
   const std::int64_t upper = place.offset + rounded(bytes);
   if (!order(range, place, upper, stream) || !map(range, place.offset, upper)) {
     ++misses_;
-    release(range, place.offset, stream);
+    release(range, place.offset, place.cell, stream);
     // What is left of the device's memory is better used by one allocator than by two.
     retire();
     give_back_pages(kAll);
@@ -88,8 +87,8 @@ void* Device::serve(std::int64_t bytes, std::int32_t stream) {
   ++range.live;
   const std::uint64_t address = range.pages->base() + static_cast<std::uint64_t>(place.offset);
   Owner& owner = owners_.insert(address);
-  owner.size = upper - place.offset;
   owner.range = &range;
+  owner.cell = place.cell;
   admit(owner, bytes, stream);
   return pointer_to(address);
 }
@@ -105,7 +104,6 @@ void* Device::fall_back(std::int64_t bytes, std::int32_t stream) {
   if (block == nullptr) return nullptr;
   const auto address = static_cast<std::uint64_t>(block->address);
   Owner& owner = owners_.insert(address);
-  owner.size = block->size;
   owner.block = block;
   owner.missed = current_ != nullptr;
   if (owner.missed) fallback_.add(block->size);
@@ -130,16 +128,15 @@ bool Device::free(void* pointer) {
   if (recorder_.on()) {
     recorder_.add(MEMPLAN_EVENT_FREE, owner->requested, owner->storage, owner->stream);
   }
-  allocated_.add(-owner->size);
+  allocated_.add(-owner->size());
   requested_.add(-owner->requested);
-  if (owner->missed) fallback_.add(-owner->size);
-  const Owner gone = *owner;
-  owners_.erase(owner);
-  if (gone.block != nullptr) {
-    hardware_->upstream.free(gone.block);
+  if (owner->missed) fallback_.add(-owner->size());
+  if (owner->block != nullptr) {
+    hardware_->upstream.free(owner->block);
   } else {
-    take_back(gone);
+    take_back(*owner);
   }
+  owners_.erase(owner);
   return true;
 }
 
@@ -148,19 +145,19 @@ void Device::take_back(const Owner& owner) {
   Range& range = *owner.range;
   const auto offset = static_cast<std::int64_t>(owner.address - range.pages->base());
   if (owner.shared) {
-    Range::Use use{offset, offset + owner.size, {}};
+    Range::Use use{offset, offset + owner.size(), {}};
     for (const std::int32_t stream : shared_[owner.address]) {
       use.marks.push_back(hardware_->marks.make(stream));
     }
     shared_.erase(owner.address);
     range.uses.push_back(std::move(use));
   }
-  release(range, offset, owner.stream);
+  release(range, offset, owner.cell, owner.stream);
   if (--range.live == 0 && &range != current_.get()) drop_retired();
 }
 
-void Device::release(Range& range, std::int64_t offset, std::int32_t stream) {
-  if (range.arena.release(offset)) {
+void Device::release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream) {
+  if (range.arena.release(offset, cell)) {
     range.arena.released_in(offset, hardware_->marks.make(stream));
   }
 }
@@ -201,7 +198,6 @@ void Device::empty_cache() {
 // ---- The arena ---------------------------------------------------------------------------------
 
 bool Device::make_pages(Range& range) {
-  if (range.pages != nullptr) return true;
   if (hardware_->page == 0) return false;
   range.pages = std::make_unique<Pages>(hardware_->card, hardware_->counted, Form::kArenaPage,
                                         range.plan->arena_bytes(), hardware_->page);
@@ -244,10 +240,9 @@ bool Device::order(Range& range, const Place& place, std::int64_t upper, std::in
 }
 
 bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
-  if (!make_pages(range)) return false;
-  const std::int64_t missing = range.pages->missing(lower, upper);
-  if (missing == 0) return true;
-  make_room(missing);
+  if (range.pages == nullptr && !make_pages(range)) return false;
+  if (range.pages->ready(lower, upper)) return true;
+  make_room(range.pages->missing(lower, upper));
   if (range.pages->ensure(lower, upper)) return true;
   ++retries_;
   hardware_->upstream.release_cached();
@@ -256,12 +251,23 @@ bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
 }
 
 // So many bytes are about to be taken from the device: beyond the mark only when nothing unused is
-// left to give back.
+// left to give back. A round that gives back more than the arena has thrashes: then the mark rises.
 void Device::make_room(std::int64_t bytes) {
   const auto above = [this, bytes] { return hardware_->counted.own() + bytes - mark_; };
   if (bytes == 0 || above() <= 0) return;
-  give_back_pages(above());
-  if (above() > 0 && hardware_->upstream.cached() > 0) hardware_->upstream.release_cached();
+  const Plan& plan = *current_->plan;
+  if (serial_ - lap_begin_ > plan.period()) {
+    lap_begin_ = serial_;
+    lap_given_ = 0;
+  }
+  if (lap_given_ <= plan.arena_bytes()) {
+    lap_given_ += give_back_pages(above());
+    if (above() > 0 && hardware_->upstream.cached() > 0) {
+      const std::int64_t before = hardware_->counted.own();
+      hardware_->upstream.release_cached();
+      lap_given_ += before - hardware_->counted.own();
+    }
+  }
   mark_ += std::max<std::int64_t>(above(), 0);
 }
 
@@ -413,7 +419,7 @@ void Device::count(std::int64_t allocated, std::int64_t requested, std::int64_t 
   const std::lock_guard guard(lock_);
   allocated_.add(allocated);
   requested_.add(requested);
-  if (start()) hardware_->counted.add_foreign(reserved);
+  if (hardware_ != nullptr || start()) hardware_->counted.add_foreign(reserved);
 }
 
 void Device::set_limit(std::int64_t bytes) {

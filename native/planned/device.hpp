@@ -103,7 +103,7 @@ class Device {
   void make_room(std::int64_t bytes);
   void set_mark(const Plan& plan, bool in_round);
   void take_back(const Owner& owner);
-  void release(Range& range, std::int64_t offset, std::int32_t stream);
+  void release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream);
   void forget_passed(Range& range);
 
   // Unused pages of all arenas, at least so many bytes if there are; how many.
@@ -124,6 +124,8 @@ class Device {
   std::vector<std::unique_ptr<Range>> retired_;  // Of plans before; some places are in use.
   // Reserved memory that the plan takes; more is taken only when nothing unused can be given back.
   std::int64_t mark_ = 0;
+  // Given back for it since request `lap_begin_`.
+  std::int64_t lap_begin_ = 0, lap_given_ = 0;
   Recorder recorder_;
 
   Counted::Amount allocated_, requested_, fallback_;

@@ -1,5 +1,8 @@
 #include "planned/hardware.hpp"
 
+#include <algorithm>
+#include <bit>
+
 namespace memplan::planned {
 
 namespace {
@@ -35,7 +38,7 @@ std::unique_ptr<Hardware> Hardware::start(int device, std::string& why) {
                      table->granularity(&granularity, &properties, 0) == kSuccess &&
                      granularity > 0 && granularity < (std::size_t{1} << 40);
   const std::int64_t page =
-      pages ? caching::round_up(kLeastPage, static_cast<std::int64_t>(granularity)) : 0;
+      pages ? std::max(kLeastPage, static_cast<std::int64_t>(std::bit_ceil(granularity))) : 0;
   return std::make_unique<Hardware>(Card{*table, number, context}, page,
                                     static_cast<std::int64_t>(total), properties);
 }

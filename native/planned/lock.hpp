@@ -7,24 +7,24 @@
 namespace memplan::planned {
 
 // Mutual exclusion for sections of some tens of nanoseconds: released by a plain store, so that a
-// request and its release cost one locked instruction each. Who has to wait long, because the owner
-// calls the driver, sleeps.
+// request and its release cost one locked instruction each.
 class Lock {
  public:
   void lock() {
-    for (int tries = 0; taken_.exchange(true, std::memory_order_acquire); ++tries) wait(tries);
+    while (taken_.exchange(true, std::memory_order_acquire)) wait();
   }
   void unlock() { taken_.store(false, std::memory_order_release); }
 
  private:
-  void wait(int tries) const {
-    for (int spins = 0; spins < 64 && taken_.load(std::memory_order_relaxed); ++spins) pause();
-    if (!taken_.load(std::memory_order_relaxed)) return;
-    if (tries < 16) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+  static constexpr int kSpins = 64;
+
+  // Spins for about a microsecond, then sleeps: the owner calls the driver, or has lost its core.
+  void wait() const {
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (!taken_.load(std::memory_order_relaxed)) return;
+      pause();
     }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 
   static void pause() {

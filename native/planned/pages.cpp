@@ -1,6 +1,7 @@
 #include "planned/pages.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <utility>
 
@@ -12,7 +13,11 @@ constexpr std::int64_t kMostPages = std::int64_t{1} << 30;
 
 Pages::Pages(const Card& card, Resource& resource, Form form, std::int64_t bytes,
              std::int64_t page)
-    : card_(card), resource_(resource), form_(form), page_(page) {
+    : card_(card),
+      resource_(resource),
+      form_(form),
+      page_(page),
+      shift_(std::countr_zero(static_cast<std::uint64_t>(page))) {
   access_.location.id = card.number;
   const std::int64_t count = (bytes + page - 1) / page;
   if (count <= 0 || count > kMostPages) return;
@@ -90,9 +95,9 @@ bool Pages::unmap(std::int32_t page) {
 }
 
 std::int64_t Pages::missing(std::int64_t lower, std::int64_t upper) const {
-  const auto last = static_cast<std::int32_t>((upper - 1) / page_ + 1);
+  const std::int32_t last = last_of(upper);
   std::int64_t pages = 0;
-  for (auto page = absent_.next_in(static_cast<std::int32_t>(lower / page_)); page < last;) {
+  for (auto page = absent_.next_in(first_of(lower)); page < last;) {
     const std::int32_t end = std::min(absent_.next_out(page), last);
     pages += end - page;
     page = absent_.next_in(end);

@@ -13,7 +13,7 @@ namespace memplan::planned {
 // back when nothing uses them.
 class Pages {
  public:
-  // `resource` gives the memory; `page` is a multiple of the driver's granularity.
+  // `resource` gives the memory; `page` is a power of two and fits the driver's granularity.
   Pages(const Card& card, Resource& resource, Form form, std::int64_t bytes, std::int64_t page);
   // Gives everything back; no work may still use it.
   ~Pages();
@@ -25,13 +25,13 @@ class Pages {
   std::int64_t bytes() const { return page_ * static_cast<std::int64_t>(handles_.size()); }
   std::int64_t mapped() const { return page_ * mapped_; }
 
+  // Whether [lower, upper) can be used.
+  bool ready(std::int64_t lower, std::int64_t upper) const {
+    return mapped_ == count() || absent_.none(first_of(lower), last_of(upper));
+  }
   // Makes [lower, upper) usable. False, with nothing changed, when memory is out.
   bool ensure(std::int64_t lower, std::int64_t upper) {
-    const std::int64_t last = (upper - 1) / page_ + 1;
-    if (last > static_cast<std::int64_t>(handles_.size())) return false;
-    const auto first = static_cast<std::int32_t>(lower / page_);
-    return absent_.none(first, static_cast<std::int32_t>(last)) ||
-           add(first, static_cast<std::int32_t>(last));
+    return ready(lower, upper) || add(first_of(lower), last_of(upper));
   }
   // How much `ensure` would have to take.
   std::int64_t missing(std::int64_t lower, std::int64_t upper) const;
@@ -48,6 +48,13 @@ class Pages {
 
  private:
   std::int32_t count() const { return static_cast<std::int32_t>(handles_.size()); }
+  // The pages [first_of(lower), last_of(upper)) hold [lower, upper).
+  std::int32_t first_of(std::int64_t lower) const {
+    return static_cast<std::int32_t>(lower >> shift_);
+  }
+  std::int32_t last_of(std::int64_t upper) const {
+    return static_cast<std::int32_t>((upper - 1) >> shift_) + 1;
+  }
   Handle& handle(std::int32_t page) { return handles_[static_cast<std::size_t>(page)]; }
   Address address(std::int32_t page) const {
     return base_ + static_cast<Address>(page) * static_cast<Address>(page_);
@@ -60,7 +67,8 @@ class Pages {
   const Card& card_;
   Resource& resource_;
   const Form form_;
-  const std::int64_t page_;
+  const std::int64_t page_;  // A power of two,
+  const int shift_;          // this one.
   AccessDescription access_;
   Address base_ = 0;
   std::vector<Handle> handles_;  // By page; 0 where nothing is mapped.

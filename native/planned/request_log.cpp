@@ -1,6 +1,5 @@
 #include "planned/request_log.hpp"
 
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <mutex>
@@ -8,8 +7,6 @@
 namespace memplan::planned::request_log {
 
 namespace {
-
-std::atomic<bool> opened{false};
 
 struct Log {
   std::mutex mutex;
@@ -37,8 +34,6 @@ bool open(const char* path) {
   opened.store(true, std::memory_order_relaxed);
   return good;
 }
-
-bool on() { return opened.load(std::memory_order_relaxed); }
 
 void write(const char* action, int device, const void* address, std::int64_t bytes,
            const void* stream) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace memplan::planned {
@@ -9,7 +10,8 @@ namespace request_log {
 
 // Ends the log that there is; null opens no other. False when the file cannot be written.
 bool open(const char* path);
-bool on();
+inline std::atomic<bool> opened{false};
+inline bool on() { return opened.load(std::memory_order_relaxed); }
 void write(const char* action, int device, const void* address, std::int64_t bytes,
            const void* stream);
 

@@ -48,9 +48,9 @@ void Device::list_arena(Range& range, std::vector<memplan_block>& blocks) {
       const auto address = static_cast<std::int64_t>((*next)->address);
       if (address >= base + upper) break;
       gap(address);
-      blocks.push_back({address, (*next)->size, (*next)->requested, segment,
+      blocks.push_back({address, (*next)->size(), (*next)->requested, segment,
                         hardware_->streams.handle((*next)->stream), 1, kInUse});
-      at = address + (*next)->size;
+      at = address + (*next)->size();
     }
     gap(base + upper);
   });
