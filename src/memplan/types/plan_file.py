@@ -47,7 +47,7 @@ def load_plan(path: Path | str) -> Plan:
         raise FormatError(f"{path} has more than {MAX_BYTES >> 20} MiB: not a plan of memplan")
     try:
         plan = msgspec.json.decode(text, type=Plan)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(
             f"{path} is not a plan of memplan: {error}",
             "memplan fit -o job.plan SCRIPT writes a plan",
