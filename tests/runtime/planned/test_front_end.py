@@ -95,11 +95,29 @@ def test_a_memory_fraction_becomes_a_limit(
     assert torch.cuda.get_per_process_memory_fraction(0) == 0.25
 
 
+def _silent(_text: str) -> None:
+    pass
+
+
+def test_cudnns_benchmark_stays_off_and_says_so_once() -> None:
+    said: list[str] = []
+    with Refusals(said.append):
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = False
+        assert not said[1:] and "adaptor" in said[0]
+        with torch.backends.cudnn.flags(benchmark=True):
+            assert not torch.backends.cudnn.benchmark
+    assert len(said) == 1
+    torch.backends.cudnn.benchmark = True
+    assert torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+
+
 def test_everything_is_put_back() -> None:
     before = [getattr(torch._C, name, None) for name in REPLACED]
     summary, graph = torch.cuda.memory_summary, dict(vars(torch.cuda.CUDAGraph))
     library = cast(Any, FakeLibrary())
-    with MemoryFunctions(library, Peaks(library), [0]), Refusals():
+    with MemoryFunctions(library, Peaks(library), [0]), Refusals(_silent):
         assert torch._C._cuda_memoryStats is not before[0]
     assert [getattr(torch._C, name, None) for name in REPLACED] == before
     assert torch.cuda.memory_summary is summary
@@ -107,7 +125,7 @@ def test_everything_is_put_back() -> None:
 
 
 def test_graphs_and_pools_are_refused_where_they_are_made() -> None:
-    with Refusals():
+    with Refusals(_silent):
         with pytest.raises(NotServedError, match="CUDA graphs") as graph:
             torch.cuda.CUDAGraph()
         with pytest.raises(NotServedError, match="MemPool"):

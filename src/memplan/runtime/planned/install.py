@@ -141,7 +141,7 @@ def follow(job: Job, *, pluggable_used: bool = True) -> PlannedRun:
     stack.callback(_forget)
     if pluggable_used:
         stack.enter_context(MemoryFunctions(job.library, job.peaks, job.devices))
-        stack.enter_context(Refusals())
+        stack.enter_context(Refusals(job.say))
     stack.enter_context(job)
     return running
 

@@ -169,7 +169,7 @@ class Job:
             self._at_boundary()
         except Exception as error:  # the user's step goes on, whatever is wrong here
             self._recording = self._planning = self.hit_rate = None
-            self._say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
+            self.say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
 
     def _at_boundary(self) -> None:
         """Between two steps."""
@@ -216,11 +216,11 @@ class Job:
         trace = self._stop_recording()
         self._hooks.watch_roots()
         if self._record_all:
-            self._say(
+            self.say(
                 f"recorded the first {self.account.steps} steps; there is no room for more requests"
             )
         elif not complete:
-            self._say("no plan: a step makes more requests than are recorded")
+            self.say("no plan: a step makes more requests than are recorded")
         elif self._to_plan:
             self._begin_planning(trace)
 
@@ -245,14 +245,14 @@ class Job:
         try:
             self._planning = Planning(trace)
         except (MemplanError, OSError) as error:
-            self._say(f"no plan, the ordinary allocator goes on: {error}")
+            self.say(f"no plan, the ordinary allocator goes on: {error}")
 
     def _take_plans(self, planning: Planning) -> None:
         self._planning = None
         try:
             plans = planning.plans()
         except MemplanError as error:
-            self._say(f"no plan, the ordinary allocator goes on: {error.message}")
+            self.say(f"no plan, the ordinary allocator goes on: {error.message}")
         else:
             for plan in plans:
                 self._load_found(plan)
@@ -268,7 +268,7 @@ class Job:
 
     def _load(self, device: int, part: AllocationPart, *, in_round: bool) -> bool:
         if self._card_bytes is not None and part.arena_bytes > self._card_bytes:
-            self._say(
+            self.say(
                 f"the plan takes {part.arena_bytes >> 20} MiB and the card has "
                 f"{self._card_bytes >> 20} MiB: the ordinary allocator serves the job. "
                 "`memplan fit` finds what would make it fit"
@@ -277,7 +277,7 @@ class Job:
         try:
             self.library.load(device, part, in_round=in_round)
         except MemplanError as error:
-            self._say(f"{error.message}; the ordinary allocator serves the job")
+            self.say(f"{error.message}; the ordinary allocator serves the job")
             return False
         self._cursor = PhaseCursor(part.phases)
         planned = {device, *(switch.device for switch in self.account.switches)}
@@ -296,14 +296,15 @@ class Job:
             self._low = 0
             rate = f"hit rate {window.rate:.0%} in step {self.account.steps}: the job has changed"
             if self._may_record:
-                self._say(f"{rate}, planning again")
+                self.say(f"{rate}, planning again")
                 self._to_plan = True
                 self._record()
                 self._hooks.watch_all(modules=True)
             elif not self._told:
                 self._told = True
-                self._say(f"{rate}; without --plan, memplan run plans it anew")
+                self.say(f"{rate}; without --plan, memplan run plans it anew")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A sentence for people, which the outcome keeps."""
         self.account.notes.append(text)
         self._tell(text)

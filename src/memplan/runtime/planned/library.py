@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
@@ -124,9 +125,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def library_path() -> Path:
     """Where the package has it. Raises InternalError when the package was built without it."""
-    import memplan._native as native
-
-    for folder in (Path(native.__file__).parent, Path(__file__).parents[2]):
+    native = importlib.util.find_spec("memplan._native")
+    folders = [Path(__file__).parents[2]]
+    if native is not None and native.origin is not None:
+        folders.insert(0, Path(native.origin).parent)
+    for folder in folders:
         if (folder / NAME).is_file():
             return folder / NAME
     raise InternalError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -39,26 +40,44 @@ def check_settings(conf: str) -> None:
 
 
 class Refusals:
-    """While entered, making a CUDA graph or a memory pool raises NotServedError."""
+    """While entered, making a CUDA graph or a memory pool raises NotServedError, and cuDNN's
+    benchmark stays off: it asks an allocator for its largest free block, which a pluggable one
+    cannot answer. `say` gets a sentence for people, once."""
 
-    def __init__(self) -> None:
-        self._replaced: list[tuple[type, str, Any]] = []
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._told = False
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._set_benchmark = torch._C._set_cudnn_benchmark
 
     def __enter__(self) -> Refusals:
         self._replace(torch.cuda.CUDAGraph, "__new__", _no_graphs)
         self._replace(torch.cuda.MemPool, "__init__", _no_pools)
+        self._replace(torch._C, "_set_cudnn_benchmark", self._benchmark)
+        flag = vars(type(torch.backends.cudnn)).get("benchmark")
+        if flag is not None:  # torch.backends.cudnn.benchmark = …
+            self._replace(flag, "setter", self._benchmark)
         return self
 
-    def _replace(self, cls: type, name: str, function: Any) -> None:
-        self._replaced.append((cls, name, cls.__dict__.get(name)))
-        setattr(cls, name, function)
+    def _benchmark(self, wanted: bool) -> None:
+        self._set_benchmark(False)
+        if wanted and not self._told:
+            self._told = True
+            self._say(
+                "cudnn.benchmark stays off: it needs PyTorch's own allocator. With the adaptor it "
+                "works: python -m memplan.runtime.planned.adaptor"
+            )
+
+    def _replace(self, where: Any, name: str, function: Any) -> None:
+        self._replaced.append((where, name, vars(where).get(name)))
+        setattr(where, name, function)
 
     def __exit__(self, *_exc: object) -> None:
-        for cls, name, former in reversed(self._replaced):
+        for where, name, former in reversed(self._replaced):
             if former is None:
-                delattr(cls, name)
+                delattr(where, name)
             else:
-                setattr(cls, name, former)
+                setattr(where, name, former)
         self._replaced.clear()
 
 
