@@ -216,7 +216,9 @@ def summary(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "logs": sum(name in LOGS for name in table),
         "worst_of_native": max(row["reserved_of_native"] for row in table.values()),
         "least_efficiency": min(row["efficiency"] for row in table.values()),
-        "least_hit_rate": min(row["hits"] / row["requests"] for row in table.values()),
+        "least_hit_rate": min(
+            (row["hits"] + row["dynamic"]) / row["requests"] for row in table.values()
+        ),
     }
 
 

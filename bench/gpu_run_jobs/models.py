@@ -36,8 +36,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
