@@ -144,3 +144,17 @@ def test_there_is_a_layout_however_short_the_time(
     words = ["layout", "--timeout", "1e-9", "-o", str(out), str(path)]
     assert main(words) in (0, 4) and out.exists(), capfd.readouterr().err
     assert validate(read_problem(path), read_problem(out).fixed) == ""
+
+
+def test_fixed_buffers_that_overlap_are_named_with_their_places(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "clash.csv"
+    path.write_text("id,lower,upper,size,offset\na,0,4,100,0\nb,2,5,100,50\nc,0,9,7,\n")
+    assert main(["layout", str(path)]) == 3
+    out = capfd.readouterr().out
+    assert "the fixed buffers overlap" in out
+    assert "a: 100 bytes at 0 over [0, 4)" in out and "b: 100 bytes at 50 over [2, 5)" in out
+    path.write_text("id,lower,upper,size\na,0,4,100\n")
+    assert main(["layout", str(path)]) == 0
+    assert capfd.readouterr().out.startswith("height 100 B: the least possible")

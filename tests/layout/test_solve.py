@@ -27,7 +27,8 @@ slow_machine = settings(
 def test_minimising_is_valid_bounded_and_no_worse_than_greedy(
     strategy: str, problem: Problem, seed: int
 ) -> None:
-    answer = minimise(problem, seconds=SECONDS, seed=seed, strategy=strategy)
+    seconds = 0.3 if strategy == "skyline" else SECONDS  # alone it proves nothing, and goes on
+    answer = minimise(problem, seconds=seconds, seed=seed, strategy=strategy)
     layout = answer.solution if isinstance(answer, Solved) else None
     if isinstance(answer, TimedOut):
         layout = answer.best

@@ -166,7 +166,10 @@ def _refusal(problem: Problem, answer: Infeasible, capacity: int | None) -> str:
         lines = [f"no: {answer.reason} within {_size(capacity)}; it takes at least {least}"]
     for row in answer.rows[:_MOST_NAMED]:
         lifetime = f"[{problem.lower[row]}, {problem.upper[row]})"
-        lines.append(f"  {clean(problem.ids[row])}: {problem.size[row]} bytes over {lifetime}")
+        place = f" at {problem.fixed[row]}" if problem.fixed[row] >= 0 else ""
+        lines.append(
+            f"  {clean(problem.ids[row])}: {problem.size[row]} bytes{place} over {lifetime}"
+        )
     if len(answer.rows) > _MOST_NAMED:
         lines.append(f"  and {len(answer.rows) - _MOST_NAMED} more (--json names all)")
     return "\n".join(lines) + "\n"
@@ -175,4 +178,4 @@ def _refusal(problem: Problem, answer: Infeasible, capacity: int | None) -> str:
 def _size(nbytes: int) -> str:
     from memplan.report.text import format_bytes
 
-    return f"{format_bytes(nbytes)} ({nbytes} B)"
+    return f"{format_bytes(nbytes)} ({nbytes} B)" if nbytes >= 1024 else format_bytes(nbytes)
