@@ -115,3 +115,21 @@ def test_a_steady_job_stops_by_itself() -> None:
     trace = record(train(lambda p: torch.optim.SGD(p, 0.1)))
     assert trace.meta.optimizer_steps == 3
     assert "same memory" in trace.meta.stop_reason
+
+
+def test_weights_that_are_updated_on_the_host_stay_weights() -> None:
+    """As under ZeRO whose optimizer is on the host: it steps others, and copies them over."""
+
+    def job() -> None:
+        model = mlp()
+        frozen = model[2].requires_grad_(False).weight
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+        while True:
+            model(torch.ones(BATCH, WIDTH).cuda()).sum().backward()
+            frozen.data.copy_(torch.ones(frozen.shape))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job, steps=2)
+    assert bytes_of(trace, Role.PARAMETER) == WEIGHTS
+    assert bytes_of(trace, Role.INPUT) == 2 * INPUT

@@ -56,6 +56,12 @@ def test_all_alike() -> None:
     ]
 
 
+def test_two_between() -> None:
+    seen = {0: kind("a"), 3: kind("a"), 5: kind("a")}
+    said = [text.partition(":")[0] for text in uncaptured(seen, 6)]
+    assert said == ["ranks 1 and 2", "rank 4"]
+
+
 def test_the_first_rank_does_more() -> None:
     seen = captured_in_turn([kind("evaluates", 9), *[kind("a")] * 63])
     assert sorted(seen) == [0, 1, 32, 63]
@@ -133,7 +139,8 @@ def test_the_answer_is_the_largest_rank(folder: Path) -> None:
     assert last["peak_bytes"] == answer["peak_bytes"]
     assert first["same_as"] is None and last["same_as"] is None
     assert answer["command"] == ["train.py", "--x"]
-    assert "rank 0 ['--x'] B" in err and "rank 1" not in err
+    assert "rank 0 ['--x'] B" in err and "rank 1 [" not in err
+    assert "memplan: capturing rank 0 and 1 of 2\n" in err
     assert len(load_trace(folder / "job" / "job.trace")) == answer["events"]
     assert sorted(p.name for p in (folder / "job").iterdir()) == ["job.trace", "train.py"]
 
@@ -149,6 +156,7 @@ def test_a_rank_that_fails(folder: Path) -> None:
 def test_a_signal_ends_every_capture(folder: Path) -> None:
     with start(folder, "torchrun --nproc-per-node 2 train.py wait") as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "memplan: capturing rank 0 and 1 of 2\n"
         assert process.stderr.readline().startswith("rank 0")
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 143

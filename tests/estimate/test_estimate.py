@@ -142,7 +142,7 @@ def test_a_card_on_which_caches_must_go() -> None:
     tight = estimate(cached_job(), find_profile("2GiB"))
     assert tight.fits and tight.reserved_peak_bytes == GIB
     assert tight.num_alloc_retries == 1
-    assert any("gives cached memory back" in note for note in tight.notes)
+    assert any("the card fills up" in note for note in tight.notes)
     assert tight.breakdown.total() == tight.peak_bytes
 
 

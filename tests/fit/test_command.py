@@ -75,7 +75,8 @@ def fit(*words: str) -> int:
 def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--gpu", "2600MiB", "-o", "job.plan", "train.py", "--lr", "0.1"]
     assert fit(*words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines, stages = (text.splitlines() for text in capsys.readouterr())
+    assert stages == ["memplan: capturing train.py", "memplan: looking for a plan"]
     assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
     assert any(line.startswith("  recompute  blocks") for line in lines)
     assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"
@@ -231,6 +232,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     )
     with memplan(tmp_path, "fit", "--gpu", "l4", "train.py") as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "memplan: capturing train.py\n"
         script = int(process.stderr.readline())
         process.send_signal(number)
         assert process.wait(60) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]

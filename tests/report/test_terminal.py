@@ -192,6 +192,20 @@ def test_each_rank_has_its_host_and_the_node_their_sum(answer: Estimate) -> None
     assert text(of_ranks(answer, GIB, GIB), ascii_only=True).isascii()
 
 
+def test_a_rank_gets_the_verdict_of_the_headline(answer: Estimate) -> None:
+    """Expected to fit, but not for certain: may not; expected not to: does not."""
+    assert answer.gpu is not None
+    total = answer.gpu.total_bytes
+    one = of_ranks(answer, total - GIB, total + GIB)
+    ranks = [msgspec.structs.replace(item, fits=False) for item in one.ranks]
+    for item in ranks:
+        peak = {"peak_bytes": item.peak_bytes, "fits": False, "missing_bytes": GIB}
+        shown = text(msgspec.structs.replace(one, ranks=ranks, rank=item.rank, **peak))
+        verdict = "may not fit" if item.rank == 0 else "does not fit"
+        assert f": {verdict}, up to" in shown.splitlines()[0]
+        assert f"{verdict}, {item.why}" in shown
+
+
 def test_gathered_parameters_are_apart_from_temporaries(answer: Estimate) -> None:
     parts = msgspec.structs.replace(answer.breakdown, temporaries=300 * MIB)
     one = msgspec.structs.replace(answer, breakdown=parts, gathered_parameter_bytes=200 * MIB)

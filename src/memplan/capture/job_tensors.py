@@ -150,6 +150,12 @@ class JobTensors:
             for attribute in tensor.__tensor_flatten__()[0]:
                 self.role_of(getattr(tensor, attribute), role, name)
 
+    def came_from_host(self, tensor: FakeTensor) -> None:
+        """Data of the host were copied to it: an input, unless it is known for something else."""
+        number = self.number_of(tensor)
+        if number < 0 or self.recorder.builder.role_of(number) == Role.UNKNOWN:
+            self.role_of(tensor, Role.INPUT)
+
     # Errors
 
     def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:

@@ -30,7 +30,6 @@ from memplan.capture.host_rule import run_on_host
 from memplan.capture.job_tensors import JobTensors
 from memplan.capture.values import small_enough
 from memplan.capture.work import Work, moved_bytes
-from memplan.types.trace import Role
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -322,7 +321,7 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             writes = [self.record(tensor) for tensor in outputs]
         if has_real and func in _COPIES:
             for tensor in outputs:
-                self.role_of(tensor, Role.INPUT)
+                self.came_from_host(tensor)
         mutated: list[FakeTensor] = []
         if func._schema.is_mutable:
             mutated = list(written_among(func, args, kwargs))

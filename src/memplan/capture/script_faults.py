@@ -18,8 +18,8 @@ _TOO_FEW_DEVICES = re.compile(
 )
 """Lightning: "You requested gpu: [0, 1] But your machine only has: [0]"."""
 _LEAVE_OUT = (
-    "mend it first if {name} fails like this on its machine too; if it runs there, leave this part "
-    "out when estimating, it cannot be followed here; MEMPLAN_DEBUG=1 shows the whole traceback"
+    "where {name} runs with a GPU, leave this part out when estimating; MEMPLAN_DEBUG=1 shows the "
+    "traceback"
 )
 DOWNLOADS = "run it once by itself so that what it downloads is cached, or pass --allow-network"
 _OFFLINE = re.compile(

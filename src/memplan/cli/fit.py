@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         with (
             ChildCapture(_child_options(args, job), job.launch.words) as capture,
-            progress_line() as progress,
+            progress_line(stages=True) as progress,
         ):
             fitted = fit(program, profile, capture, solve, progress)
     except CaptureFailedError as error:

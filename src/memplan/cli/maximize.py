@@ -48,7 +48,10 @@ def maximize_option(
     if job.world is not None:
         kept += [*job.rank_options(), "--rank", ALL_RANKS if job.rank is None else str(job.rank)]
     try:
-        with ChildCapture(kept, job.launch.words) as capture, progress_line() as progress:
+        with (
+            ChildCapture(kept, job.launch.words) as capture,
+            progress_line(stages=True) as progress,
+        ):
             found = maximize(job.launch.target, option, capture, progress, args.multiple_of)
     except CaptureFailedError as error:
         sys.stderr.write(error.said)  # empty where it has said so itself

@@ -64,7 +64,7 @@ def uncaptured(seen: Mapping[int, Requests], size: int) -> list[str]:
     for a, b in pairwise(sorted(seen)):
         if b - a < 2:
             continue
-        names = f"rank {a + 1}" if b - a == 2 else f"ranks {a + 1} to {b - 1}"
+        names = _between(a, b)
         if seen[a] == seen[b]:
             said.append(
                 f"{names}: taken to be like {a} and {b}, which ask for the same memory; one that "
@@ -81,6 +81,12 @@ def uncaptured(seen: Mapping[int, Requests], size: int) -> list[str]:
                 f"--rank {(a + b) // 2} captures one"
             )
     return said
+
+
+def _between(a: int, b: int) -> str:
+    if b - a == 2:
+        return f"rank {a + 1}"
+    return f"ranks {a + 1} {'and' if b - a == 3 else 'to'} {b - 1}"
 
 
 def _may_hide(seen: Mapping[int, Requests], a: int, b: int) -> bool:

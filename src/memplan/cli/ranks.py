@@ -64,7 +64,7 @@ def estimate_ranks(job: Job, own_words: list[str], path: Path | None, *, force: 
     assert job.world is not None
     options = [*words_to_pass_on(own_words), *job.rank_options()]
     captures = RankCaptures(job.world.size, options, job.launch.words())
-    with captures, progress_line() as progress:
+    with captures, progress_line(stages=True) as progress:
         captures.capture(progress)
         if path is not None:
             save_trace(captures.trace(), path, overwrite=force)

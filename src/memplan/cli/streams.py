@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,16 +64,30 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(saved)
 
 
+def _stage_lines(stream: TextIO) -> Callable[[str], None]:
+    last = ""
+
+    def show(text: str) -> None:
+        nonlocal last
+        if text != last:
+            last = text
+            stream.write(f"memplan: {text}\n")
+            stream.flush()
+
+    return show
+
+
 @contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that is written over and wiped at the end; silent unless it is a terminal.
+def progress_line(*, stages: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line on stderr that is written over and wiped at the end. Where stderr is no terminal it is
+    silent, or with `stages` writes a line for each text that is not the one before.
 
     Deliberately without a refreshing thread: the program that runs meanwhile forks workers, and a
     child must not inherit a terminal lock that nobody will ever release.
     """
     stream = sys.stderr
     if not stream.isatty():
-        yield lambda text: None
+        yield _stage_lines(stream) if stages else lambda text: None
         return
     last = 0.0
 

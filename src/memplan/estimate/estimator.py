@@ -170,7 +170,7 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):
         return [
             *notes,
-            "It fits only because PyTorch gives cached memory back when the card is full, and its "
-            "kernels make do with smaller workspaces; expect slower steps.",
+            "It fits, but the card fills up: PyTorch then has to free memory that it keeps for "
+            "reuse, and kernels get smaller workspaces. Expect slower steps.",
         ]
     return notes

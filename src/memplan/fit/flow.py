@@ -44,6 +44,7 @@ def fit(
     cannot be captured, UsageError when `capture` gave no verdict.
     """
     began = time.monotonic()
+    progress(f"capturing {program.name}")
     plain = capture(program)
     if plain.estimate.fits is None:
         raise UsageError("there is no card to fit", "--gpu h100, or a size such as --gpu 24GiB")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from memplan.fit.maximum import Maximum, Tried
-from memplan.report.text import clean, format_bytes, headline, interval_text, peak_text
+from memplan.report.text import clean, format_bytes, headline, interval_text, misfit, peak_text
 
 _TRIED = 12
 
@@ -70,7 +70,7 @@ def _outcome(one: Tried, answer: Maximum) -> str:
         return f"{peak}fits"
     total = answer.gpu.total_bytes if answer.gpu else 0
     missing = one.high_bytes - total
+    verdict = misfit(one.peak_bytes, total)
     if missing <= 0:
-        return f"{peak}does not fit"
-    verdict = "does not fit" if one.peak_bytes > total else "may not fit"
+        return f"{peak}{verdict}"
     return f"{peak}{verdict}, up to {format_bytes(missing)} missing"

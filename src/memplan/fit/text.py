@@ -91,7 +91,7 @@ def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:
 
 def _lever(lever: Lever) -> Text:
     name = shorten(clean(lever.name), _NAME - 1)
-    values = f"{lever.values} values" if lever.values else ""
+    values = f"{lever.values} value{'s' if lever.values > 1 else ''}" if lever.values else ""
     return Text(
         f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{format_bytes(lever.saved_bytes):>12}  "
         f"{_percent(lever.added_fraction)}"

@@ -15,6 +15,7 @@ from memplan.report.text import (
     format_bytes,
     headline,
     interval_text,
+    misfit,
     short_op,
     shorten,
     step_text,
@@ -86,17 +87,19 @@ def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
     elif others:
         beside = ", which needs most of those captured"
     yield Text(f"rank {estimate.rank} of {estimate.world_size}{beside}", style="bold")
-    rows = [_rank_row(item) for item in estimate.ranks]
+    rows = [_rank_row(item, estimate) for item in estimate.ranks]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for rank, peak, host, said in rows:
         line = f"  {rank:>{widths[0]}}  {peak:<{widths[1]}}  {host:<{widths[2]}}  {said}"
         yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
 
 
-def _rank_row(item: RankEstimate) -> tuple[str, str, str, str]:
+def _rank_row(item: RankEstimate, estimate: Estimate) -> tuple[str, str, str, str]:
     peak = interval_text(item.low_bytes, item.peak_bytes, item.high_bytes)
     host = "" if item.host_peak_bytes is None else f"host RAM {format_bytes(item.host_peak_bytes)}"
-    verdict = {True: "fits", False: "does not fit", None: ""}[item.fits]
+    verdict = "fits" if item.fits else ""
+    if item.fits is False and estimate.gpu is not None:
+        verdict = misfit(item.peak_bytes * estimate.card_processes, estimate.gpu.total_bytes)
     same = f"the same as rank {item.same_as}" if item.same_as is not None else ""
     said = ", ".join(filter(None, (verdict, same, item.why)))
     return f"rank {item.rank}", f"peak {peak}", host, said

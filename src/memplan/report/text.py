@@ -24,8 +24,13 @@ def headline(estimate: Estimate) -> str:
     if estimate.fits:
         return f"{line}: fits, {format_bytes(estimate.spare_bytes or 0)} spare"
     needed = estimate.peak_bytes * estimate.card_processes
-    verdict = "does not fit" if needed > estimate.gpu.total_bytes else "may not fit"
+    verdict = misfit(needed, estimate.gpu.total_bytes)
     return f"{line}: {verdict}, up to {format_bytes(estimate.missing_bytes or 0)} missing"
+
+
+def misfit(needed: int, total: int) -> str:
+    """The verdict on what does not fit for certain, by its expected need of a card of `total`."""
+    return "does not fit" if needed > total else "may not fit"
 
 
 def peak_text(estimate: Estimate) -> str:
