@@ -4,7 +4,8 @@ omnimalloc's allocators on the same problems, in the same time.
     python -m bench.packing [--only NAME] [--seconds 30]
 
 The problems: MiniMalloc's public ones where the shared data folder is there, tilings of a
-rectangle made here (the least height is known: the rectangle's), and random buffers.
+rectangle made here (the least height is known: the rectangle's), random buffers, and what is made
+like a large step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from memplan.types.solution import Infeasible, Solved
 MINIMALLOC_CAPACITY = 1_048_576
 DECIDE_SECONDS = 10.0
 MINIMISE_SECONDS = 30.0
+LARGE, CLOSE, CLOSE_SECONDS = 100_000, 1e-3, 10.0
+"""So many buffers are also asked for a layout so close to the bound, in so much time."""
 PEERS = ("supermalloc", "telamalloc")
 
 
@@ -60,6 +63,39 @@ def random_buffers(count: int, seed: int) -> Problem:
     return make_problem(lower, upper, size)
 
 
+def training_step(count: int, seed: int) -> Problem:
+    """Made like a step: operators nest their results and temporaries, forward keeps some of them,
+    which backward releases in reverse; thirty sizes."""
+    rng = random.Random(seed)
+    sizes = [512 * int(2 ** rng.uniform(0, 14)) for _ in range(30)]
+    rows: list[tuple[int, int, int]] = []
+    open_: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
+    now = 0
+
+    def close(begun: tuple[int, int]) -> None:
+        nonlocal now
+        rows.append((begun[0], now, begun[1]))
+        now += 1
+
+    while len(rows) + len(open_) + len(kept) < count or kept:
+        forward = len(rows) + len(kept) < count // 2
+        open_.append((now, rng.choice(sizes)))
+        now += 1
+        if not forward and kept and rng.random() < 0.55:
+            close(kept.pop())
+        while len(open_) > rng.randint(1, 10):
+            begun = open_.pop(rng.randrange(len(open_)) if rng.random() < 0.3 else -1)
+            if forward and rng.random() < 0.35:
+                kept.append(begun)
+            else:
+                close(begun)
+    for begun in open_:
+        close(begun)
+    columns = np.array(rows, np.int64)
+    return make_problem(columns[:, 0], columns[:, 1], columns[:, 2])
+
+
 def problems() -> dict[str, tuple[Problem, int | None]]:
     """By name, with the capacity to decide where there is one."""
     folder = Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data")
@@ -72,6 +108,7 @@ def problems() -> dict[str, tuple[Problem, int | None]]:
         found[f"tiling_{count}"] = (tiling(count, count), 1024)
     for count in (300, 3000, 30_000):
         found[f"random_{count}"] = (random_buffers(count, count), None)
+    found["step_200000"] = (training_step(200_000, 1), None)
     return found
 
 
@@ -87,9 +124,9 @@ def decide(problem: Problem, capacity: int) -> dict[str, Any]:
     }
 
 
-def ours(problem: Problem, seconds: float) -> dict[str, Any]:
+def ours(problem: Problem, seconds: float, within: float = 0.0) -> dict[str, Any]:
     began = time.perf_counter()
-    answer = minimise(problem, seconds=seconds)
+    answer = minimise(problem, seconds=seconds, within=within)
     took = time.perf_counter() - began
     if isinstance(answer, Infeasible):
         raise AssertionError(answer.reason)  # without a capacity or fixed offsets there is a layout
@@ -127,6 +164,8 @@ def compare(problem: Problem, capacity: int | None, seconds: float) -> dict[str,
     row: dict[str, Any] = {"buffers": len(problem), "max_load_bytes": problem.max_load}
     if capacity is not None:
         row["decide"] = decide(problem, capacity)
+    if len(problem) >= LARGE:
+        row["close"] = ours(problem, CLOSE_SECONDS, within=CLOSE)
     row["memplan"] = ours(problem, seconds)
     row["greedy_bytes"] = greedy_by_size(problem).height if len(problem) <= 5000 else None
     for name in PEERS:
@@ -149,6 +188,8 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "random_above_bound": max(
             row["memplan"]["above_bound"] for row in rows.values() if "decide" not in row
         ),
+        "large_step_seconds": rows["step_200000"]["close"]["seconds"],
+        "large_step_above_bound": rows["step_200000"]["close"]["above_bound"],
         "slowest_network_seconds": max((one["seconds"] for one in quick), default=None),
         "networks_optimal": sum(one["optimal"] for one in quick),
         "problems": len(rows),

@@ -42,7 +42,7 @@ def test_the_least_height(problem: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "-f" in capfd.readouterr().err
     assert main(["layout", "-f", "-o", str(out), str(problem)]) == 0
     first = capfd.readouterr().out.splitlines()[0]
-    assert first.startswith("height 10 B (10 B): the least possible (4 buffers")
+    assert first.startswith("height 10 B: the least possible (4 buffers")
 
 
 def test_a_capacity(problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
