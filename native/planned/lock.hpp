@@ -16,7 +16,7 @@ class Lock {
   void unlock() { taken_.store(false, std::memory_order_release); }
 
  private:
-  static constexpr int kSpins = 64;
+  static constexpr int kSpins = 24;
 
   // Spins for about a microsecond, then sleeps: the owner calls the driver, or has lost its core.
   void wait() const {
@@ -24,7 +24,7 @@ class Lock {
       if (!taken_.load(std::memory_order_relaxed)) return;
       pause();
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 
   static void pause() {

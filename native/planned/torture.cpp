@@ -4,6 +4,8 @@
 // with sanitizers it looks for races and memory errors as well.
 //
 //   memplan_torture [OPERATIONS [SEED [THREADS]]]
+//   memplan_torture faults: every call to the driver that a small job makes fails, one at a time,
+//   and then from there on.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -14,21 +16,12 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "planned/c_api.h"
 #include "planned/torture_plan.hpp"
 #include "standin_cuda.hpp"
-
-extern "C" {
-int cuEventCreate(void** event, unsigned flags);
-int cuEventDestroy_v2(void* event);
-int cuEventRecord(void* event, void* stream);
-int cuStreamWaitEvent(void* stream, void* event, unsigned flags);
-int cuCtxPushCurrent_v2(void* context);
-int cuCtxPopCurrent_v2(void** context);
-int cuDevicePrimaryCtxRetain(void** context, int device);
-}
 
 namespace memplan::planned {
 namespace {
@@ -83,18 +76,7 @@ void launch(const Block& block, std::uintptr_t stream, bool write) {
 
 // One stream comes after another, as a program that passes a block on makes it.
 void pass(int device, std::uintptr_t from, std::uintptr_t to) {
-  void* context = nullptr;
-  void* event = nullptr;
-  cuDevicePrimaryCtxRetain(&context, device);
-  cuCtxPushCurrent_v2(context);
-  while (cuEventCreate(&event, 0) != 0) {
-  }
-  while (cuEventRecord(event, handle(from)) != 0) {
-  }
-  while (cuStreamWaitEvent(handle(to), event, 0) != 0) {
-  }
-  cuEventDestroy_v2(event);
-  cuCtxPopCurrent_v2(&context);
+  standin_pass(device, handle(from), handle(to));
 }
 
 // Blocks that one thread makes and another releases.
@@ -105,21 +87,46 @@ struct Exchange {
 
 class Worker {
  public:
-  Worker(std::uint64_t seed, int number, Exchange& exchange, const std::vector<TorturePlan>& plans)
+  Worker(std::uint64_t seed, int number, Exchange& exchange, std::vector<TorturePlan> plans)
       : random_(seed * 1000 + static_cast<std::uint64_t>(number)),
         number_(number),
         exchange_(exchange),
-        plans_(plans) {}
+        plans_(std::move(plans)) {}
 
   void run(std::int64_t operations) {
     while (done_ < operations && errors == 0) {
       if (number_ == 0) {
-        round();
+        job(plans_[below(plans_.size())]);
       } else {
         step();
       }
     }
     while (!held_.empty()) release(held_.size() - 1);
+  }
+
+  // The job that a plan was made for, with some requests more or less.
+  void job(const TorturePlan& plan) {
+    const memplan_plan columns = plan.columns();
+    memplan_load(0, &columns, 0, nullptr, 0);
+    std::vector<Block> rows(plan.size());
+    std::vector<bool> alive(plan.size(), false);
+    for (const std::int64_t call : plan.calls(3)) {
+      const auto row = static_cast<std::size_t>(call < 0 ? ~call : call);
+      if (alive[row]) {
+        free(rows[row]);
+        alive[row] = false;
+      }
+      if (call < 0 || below(50) == 0 || errors > 0) continue;
+      const std::int64_t bytes = plan.bytes[row] + (below(50) == 0 ? 4096 : 0);
+      alive[row] = make(rows[row], bytes, 0, static_cast<std::uintptr_t>(plan.stream[row]));
+      // As the job goes on, and now and then as it does not.
+      const std::int64_t phase = below(100) == 0 ? -1 : plan.phase[row];
+      if (phase >= 0 || below(20) == 0) memplan_enter_phase(0, static_cast<std::int32_t>(phase));
+      if (below(3) == 0) standin_step(random_());
+    }
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      if (alive[row]) free(rows[row]);
+    }
   }
 
   std::int64_t requests() const { return requests_; }
@@ -227,81 +234,118 @@ class Worker {
     if (memplan_load(device, &columns, below(2) == 0, why, sizeof why) != 0) ++refused_;
   }
 
-  // The job that a plan was made for, with some requests more or less.
-  void round() {
-    const TorturePlan& plan = plans_[below(plans_.size())];
-    const memplan_plan columns = plan.columns();
-    memplan_load(0, &columns, 0, nullptr, 0);
-    std::vector<Block> rows(plan.size());
-    std::vector<bool> alive(plan.size(), false);
-    for (const std::int64_t call : plan.calls(3)) {
-      const auto row = static_cast<std::size_t>(call < 0 ? ~call : call);
-      if (alive[row]) {
-        free(rows[row]);
-        alive[row] = false;
-      }
-      if (call < 0 || below(50) == 0 || errors > 0) continue;
-      const std::int64_t bytes = plan.bytes[row] + (below(50) == 0 ? 4096 : 0);
-      alive[row] = make(rows[row], bytes, 0, static_cast<std::uintptr_t>(plan.stream[row]));
-      // As the job goes on, and now and then as it does not.
-      const std::int64_t phase = below(100) == 0 ? -1 : plan.phase[row];
-      if (phase >= 0 || below(20) == 0) memplan_enter_phase(0, static_cast<std::int32_t>(phase));
-      if (below(3) == 0) standin_step(random_());
-    }
-    for (std::size_t row = 0; row < rows.size(); ++row) {
-      if (alive[row]) free(rows[row]);
-    }
-  }
-
   Random random_;
   const int number_;
   Exchange& exchange_;
-  const std::vector<TorturePlan>& plans_;
+  const std::vector<TorturePlan> plans_;
   std::vector<Block> held_;
   std::int64_t done_ = 0, requests_ = 0, refused_ = 0;
 };
 
-// What must be true when all is released.
-void check_end() {
-  standin_fail_often(0, 0);
-  standin_lag(0);
-  for (int device = 0; device < kDevices; ++device) {
-    memplan_fail_at(device, 0);
-    memplan_set_limit(device, -1);
-    memplan_stop_recording(device);
-    memplan_unload(device);
-    memplan_empty_cache(device);
-    memplan_statistics now{};
-    memplan_read_statistics(device, &now);
-    std::printf("device %d: %lld requests, %lld planned, %lld dynamic, %lld adopted, %lld missed, "
-                "%lld resyncs, %lld retries, %lld refused, %lld waits\n",
-                device, static_cast<long long>(now.mallocs), static_cast<long long>(now.hits),
-                static_cast<long long>(now.dynamic), static_cast<long long>(now.adopted),
-                static_cast<long long>(now.misses), static_cast<long long>(now.resyncs),
-                static_cast<long long>(now.retries), static_cast<long long>(now.ooms),
-                static_cast<long long>(now.waits));
-    if (now.allocated != 0 || now.requested != 0 || now.reserved != 0 || now.fallback_bytes != 0 ||
-        now.mallocs != now.frees + now.ooms || standin_used(device) != 0) {
-      std::fprintf(stderr, "device %d keeps %lld allocated, %lld reserved, %lld used\n", device,
-                   static_cast<long long>(now.allocated), static_cast<long long>(now.reserved),
-                   static_cast<long long>(standin_used(device)));
-      ++errors;
-    }
+// What must be true when all is released and nothing fails any longer.
+void check_clean(int device) {
+  memplan_fail_at(device, 0);
+  memplan_set_limit(device, -1);
+  memplan_stop_recording(device);
+  memplan_unload(device);
+  memplan_empty_cache(device);
+  memplan_statistics now{};
+  memplan_read_statistics(device, &now);
+  if (now.allocated != 0 || now.requested != 0 || now.reserved != 0 || now.fallback_bytes != 0 ||
+      now.mallocs != now.frees + now.ooms || standin_used(device) != 0) {
+    std::fprintf(stderr, "device %d keeps %lld allocated, %lld reserved, %lld used\n", device,
+                 static_cast<long long>(now.allocated), static_cast<long long>(now.reserved),
+                 static_cast<long long>(standin_used(device)));
+    ++errors;
   }
-  for (const char* what : {"handles", "mappings", "reservations", "segments"}) {
-    if (standin_count(what) != 0) {
-      std::fprintf(stderr, "%s are left: %lld\n", what,
-                   static_cast<long long>(standin_count(what)));
-      ++errors;
-    }
-  }
+}
+
+void check_driver() {
+  const auto limit = [](const char* what, std::int64_t most) {
+    if (standin_count(what) <= most) return;
+    std::fprintf(stderr, "%s are left: %d\n", what, static_cast<int>(standin_count(what)));
+    ++errors;
+  };
+  for (const char* what : {"handles", "mappings", "segments"}) limit(what, 0);
+  // Addresses for an expandable segment that got no memory are kept for the next attempt.
+  limit("reservations", 2 * static_cast<std::int64_t>(kStreams) * kDevices);
   if (standin_faults() != 0) ++errors;
 }
 
-int torture(std::int64_t operations, std::uint64_t seed, int threads) {
+void print_statistics(int device) {
+  memplan_statistics now{};
+  memplan_read_statistics(device, &now);
+  std::printf("device %d: %lld requests, %lld planned, %lld dynamic, %lld adopted, %lld missed, "
+              "%lld resyncs, %lld retries, %lld refused, %lld waits\n",
+              device, static_cast<long long>(now.mallocs), static_cast<long long>(now.hits),
+              static_cast<long long>(now.dynamic), static_cast<long long>(now.adopted),
+              static_cast<long long>(now.misses), static_cast<long long>(now.resyncs),
+              static_cast<long long>(now.retries), static_cast<long long>(now.ooms),
+              static_cast<long long>(now.waits));
+}
+
+void use_standin() {
   Dl_info info{};
   dladdr(reinterpret_cast<void*>(standin_lag), &info);
   memplan_use_driver(info.dli_fname);
+}
+
+// The n-th call of a function fails during a job, or it and all after it. Whether it came to that.
+bool fail_during_job(const char* function, std::int64_t n, bool onwards, const TorturePlan& plan) {
+  Exchange exchange;
+  Worker worker(static_cast<std::uint64_t>(n), 0, exchange, {});
+  const std::int64_t before = standin_calls(function);
+  standin_lag(1);
+  standin_fail(function, onwards ? -n : n);
+  worker.job(plan);
+  memplan_empty_cache(0);
+  const bool failed = standin_calls(function) - before >= n;
+  standin_fail(function, 0);
+  standin_lag(0);
+  return failed;
+}
+
+int faults(std::uint64_t seed) {
+  use_standin();
+  standin_set_bytes(kMemory);
+  Random random(seed);
+  std::int64_t jobs = 0;
+  const auto fail_each = [&](const char* function, bool clean) {
+    const std::int64_t before = jobs;
+    for (const bool onwards : {false, true}) {
+      const TorturePlan plan = random_plan(random, kStreams);
+      for (std::int64_t n = 1; errors == 0; n += 1 + n / 8) {
+        if (!fail_during_job(function, n, onwards, plan)) break;
+        ++jobs;
+        if (clean) check_clean(0);
+        if (errors > 0) std::fprintf(stderr, "call %d of %s\n", static_cast<int>(n), function);
+      }
+    }
+    if (errors == 0 && jobs == before) {
+      std::fprintf(stderr, "%s is never called\n", function);
+      ++errors;
+    }
+  };
+  for (const char* function :
+       {"cuEventCreate", "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess",
+        "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuCtxSynchronize"}) {
+    fail_each(function, true);
+  }
+  check_driver();
+  // What cannot be given back stays, and nothing else may come of it.
+  standin_set_bytes(kMemory * 1000);
+  for (const char* function : {"cuMemUnmap", "cuMemRelease", "cuMemAddressFree"}) {
+    fail_each(function, false);
+  }
+  if (standin_faults() != 0) ++errors;
+  print_statistics(0);
+  std::printf("%lld jobs with failing calls, %lld errors\n", static_cast<long long>(jobs),
+              static_cast<long long>(errors));
+  return errors == 0 ? 0 : 1;
+}
+
+int torture(std::int64_t operations, std::uint64_t seed, int threads) {
+  use_standin();
   standin_set_bytes(kMemory);
   standin_lag(1);
   standin_fail_often(200, seed);
@@ -322,7 +366,13 @@ int torture(std::int64_t operations, std::uint64_t seed, int threads) {
     launch(block, block.stream, false);
     memplan_free(block.memory, block.bytes, block.device, handle(block.stream));
   }
-  check_end();
+  standin_fail_often(0, 0);
+  standin_lag(0);
+  for (int device = 0; device < kDevices; ++device) {
+    check_clean(device);
+    print_statistics(device);
+  }
+  check_driver();
   std::int64_t requests = 0, refused = 0;
   for (const Worker& worker : workers) {
     requests += worker.requests();
@@ -339,6 +389,9 @@ int torture(std::int64_t operations, std::uint64_t seed, int threads) {
 
 int main(int argc, char** argv) {
   setenv("STANDIN_CUDA_DEVICES", "2", 1);
+  if (argc > 1 && std::string(argv[1]) == "faults") {
+    return memplan::planned::faults(argc > 2 ? static_cast<std::uint64_t>(std::atoll(argv[2])) : 1);
+  }
   const std::int64_t operations = argc > 1 ? std::atoll(argv[1]) : 1'000'000;
   const auto seed = static_cast<std::uint64_t>(argc > 2 ? std::atoll(argv[2]) : 1);
   return memplan::planned::torture(operations, seed, argc > 3 ? std::atoi(argv[3]) : 4);

@@ -586,6 +586,14 @@ void standin_launch(int device, void* stream, void (*work)(void*), void* argumen
   });
 }
 
+void standin_pass(int device, void* from, void* to) {
+  const std::lock_guard guard(machine().mutex);
+  void* event = machine().new_event();
+  machine().record(event, {device, from});
+  machine().wait({device, to}, event);
+  machine().drop_event(event);
+}
+
 int standin_step(std::uint64_t choice) {
   const std::lock_guard guard(machine().mutex);
   return machine().step(choice) ? 1 : 0;

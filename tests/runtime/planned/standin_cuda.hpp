@@ -8,6 +8,8 @@ extern "C" {
 void standin_lag(int on);
 // Gives work to a stream of a device; NULL is its default stream.
 void standin_launch(int device, void* stream, void (*work)(void*), void* argument);
+// What the stream `to` is given from now on comes after what `from` has been given.
+void standin_pass(int device, void* from, void* to);
 // Runs the next piece of work of one stream that can go on, by `choice`; 0 when there is none.
 int standin_step(std::uint64_t choice);
 // The n-th call of a function from now on fails (n = 1: the next); with -n that and all after it;
