@@ -198,7 +198,7 @@ def test_everything_is_recorded_where_that_is_asked_for() -> None:
         for _ in range(12):
             script.step()
     assert job.recorded is not None and job.recorded.meta.optimizer_steps == 12
-    assert "Sequential.0" in job.recorded.strings
+    assert "Sequential" in job.recorded.strings
     assert not library.loads
 
 

@@ -193,7 +193,8 @@ def test_a_forward_pass_that_fails_is_forgotten() -> None:
             model(torch.randn(2, 5))
         _train(model, _sgd(model))
     assert heard.text == "F B O | F"
-    assert heard.modules.count("Model.inner.2") == 2  # forward and backward of the second call
+    # Forward of both calls, and backward of the second.
+    assert heard.modules.count("Model.inner") == 3
 
 
 def test_interrupted_forward_passes_are_forgotten() -> None:
@@ -227,16 +228,24 @@ def test_in_place_operators_behind_a_hooked_module() -> None:
         assert torch.equal(hooked.grad, reference.grad)  # type: ignore[arg-type]
 
 
-def test_modules_are_named_in_forward_and_backward() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+def test_modules_that_hold_others_are_named_in_forward_and_backward() -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4)), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    )
     with listening(modules=True) as (heard, _):
         model(torch.randn(2, 4)).sum().backward()
     outer = "Sequential"
-    assert heard.modules == [
-        outer, "Sequential.0", outer, "Sequential.1", "Sequential.1.0", "Sequential.1",
-        "Sequential.1.1", "Sequential.1", outer, "",
-        "Sequential.1.1", "Sequential.1.0", "Sequential.0",
-    ]  # fmt: skip
+    forward = [outer, "Sequential.0", outer, "Sequential.2", outer, ""]
+    assert heard.modules == [*forward, "Sequential.2", "Sequential.0"]
+
+
+def test_a_root_without_modules_is_a_root() -> None:
+    model = nn.Linear(4, 2)
+    with listening() as (heard, hooks):
+        _train(model, _sgd(model))
+        hooks.watch_roots()
+        _train(model, _sgd(model))
+    assert heard.text.startswith("F B O | F B O")
 
 
 def test_only_roots_keep_hooks_and_their_copies_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

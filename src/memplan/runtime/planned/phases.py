@@ -136,10 +136,13 @@ class JobHooks:
     # Calls of modules
 
     def before(self, module: torch.nn.Module, _inputs: Any = None) -> None:
-        """A module's call begins."""
+        """A module's call begins. Modules without modules of their own are part of their caller:
+        there are many, and little is gained by telling them apart."""
         if torch.compiler.is_compiling():
             return
         thread = self._thread
+        if thread.depth and not module._modules and module is not thread.root:
+            return
         if thread.depth == 0 or module is thread.root:  # a root again: its last call was cut short
             thread.depth, thread.root = 0, module
             thread.paths.clear()
@@ -154,6 +157,8 @@ class JobHooks:
         """A module's call ends, with or without an error."""
         thread = self._thread
         if torch.compiler.is_compiling() or thread.depth == 0:
+            return
+        if not module._modules and module is not thread.root:
             return
         thread.depth -= 1
         if self._modules and thread.paths:

@@ -68,7 +68,8 @@ class Recording:
         self._devices = devices
         self._most = most
         self._marks: list[Context | Order] = []
-        self._contexts: dict[Context, int] = {}
+        self._contexts: dict[tuple[int, str], int] = {}
+        """Marks of this step's contexts; plain integers, for an enumeration's hash is slow."""
         self._pieces: dict[int, list[Table]] = {device: [] for device in devices}
         self._context = -1
         self._kept = 0
@@ -88,10 +89,10 @@ class Recording:
 
     def mark(self, phase: Phase, module: str) -> None:
         """What follows belongs to this phase and module."""
-        context = Context(phase, module, self.steps)
-        number = self._contexts.get(context, -1)
+        key = int(phase), module
+        number = self._contexts.get(key, -1)
         if number < 0:
-            number = self._contexts[context] = self._new_mark(context)
+            number = self._contexts[key] = self._new_mark(Context(phase, module, self.steps))
         if number != self._context:
             self._context = number
             for device in self._devices:
@@ -117,6 +118,7 @@ class Recording:
     def stepped(self) -> None:
         """A step is complete; `mark` follows."""
         self.steps += 1
+        self._contexts.clear()
         self._take()
         self._edges.append(len(self._pieces[self._devices[0]]))
 
