@@ -124,7 +124,7 @@ class Replayer:
 def cases(trace: Trace) -> dict[str, Trace]:
     """What is run, by name."""
     changed = {
-        f"{share:.0%} seed {seed}": perturbed(trace, share, seed) if share else trace
+        f"{share * 100:.0f} % seed {seed}": perturbed(trace, share, seed) if share else trace
         for share in SHARES
         for seed in (SEEDS if share else SEEDS[:1])
     }
