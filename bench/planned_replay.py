@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.planned_speed import build_library
+from bench.planned_speed import STANDIN, build_library
 from bench.results import ROOT, write_result
 from memplan.capture.importers.event_csv import read_event_csv
 from memplan.layout.static_plan import static_plan
@@ -194,7 +194,7 @@ def rows(names: list[str]) -> Iterator[tuple[str, Trace, int]]:
 
 def main(names: list[str]) -> None:
     library, driver = build_library()
-    os.environ[DRIVER_VARIABLE] = str(driver)
+    os.environ.update({DRIVER_VARIABLE: str(driver), **STANDIN})
     loaded = Library(library)
     table: dict[str, dict[str, Any]] = {}
     for device, (name, trace, logged) in enumerate(rows(names)):

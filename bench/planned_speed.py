@@ -10,6 +10,7 @@ memory: the rounds of GPT-2's plan in one thread, requests of one size in four. 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from memplan.types.trace import I64
 from memplan.types.trace_file import load_trace
 
 ROUNDS = 100
+STANDIN = {"STANDIN_CUDA_DEVICES": "8"}
+"""Environment of the stand-in driver."""
 BUILD = ROOT / "build" / "planned-speed"
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset")
 
@@ -96,7 +99,9 @@ def measure(found: StaticPlan, rounds: int = ROUNDS) -> dict[str, Any]:
         path = Path(scratch) / "job"
         job_file(found, path)
         command = [str(program), str(driver), str(path), str(rounds)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **STANDIN}
+        )
     table: dict[str, Any] = json.loads(done.stdout)
     for row in table.values():
         row["times_faster"] = row["plain_ns"] / row["planned_ns"]

@@ -62,7 +62,8 @@ def cuda_headers() -> Path:
     site = Path(sysconfig.get_path("purelib")) / "nvidia"
     named = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
     folders = [Path(name) / "include" for name in named if name]
-    folders += [Path("/usr/local/cuda/include"), *sorted(site.glob("cu*/include"))]
+    folders += [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]
+    folders += sorted(site.glob("cu*/include"))
     for folder in folders:
         if (folder / _CUDA_HEADER).is_file():
             return folder
