@@ -12,7 +12,7 @@ namespace memplan::planned {
 namespace {
 
 constexpr std::int64_t kLargeSegment = caching::Settings{}.large_segment_size;
-constexpr std::int64_t kThrash = 4;
+constexpr std::int64_t kThrash = 4;  // Arenas given back in a round.
 constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
 void* pointer_to(std::uint64_t address) { return reinterpret_cast<void*>(address); }
@@ -252,7 +252,7 @@ bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
 }
 
 // So many bytes are about to be taken from the device: beyond the mark only when nothing unused is
-// left to give back. A round that gives back more than a part of the arena thrashes: then the mark rises.
+// left to give back. A round that gives back several times the arena thrashes: then the mark rises.
 void Device::make_room(std::int64_t bytes) {
   const auto above = [this, bytes] { return hardware_->counted.own() + bytes - mark_; };
   if (bytes == 0 || above() <= 0) return;
@@ -261,7 +261,7 @@ void Device::make_room(std::int64_t bytes) {
     lap_begin_ = serial_;
     lap_given_ = 0;
   }
-  if (lap_given_ <= plan.arena_bytes() / kThrash) {
+  if (lap_given_ <= kThrash * plan.arena_bytes()) {
     lap_given_ += give_back_pages(above());
     if (above() > 0 && hardware_->upstream.cached() > 0) {
       const std::int64_t before = hardware_->counted.own();
