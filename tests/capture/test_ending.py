@@ -135,6 +135,14 @@ def test_evaluation_after_the_epoch_is_seen(tmp_path: Path) -> None:
     assert trace.meta.optimizer_steps == 4  # one more after the epoch that was cut short
 
 
+def test_an_evaluation_that_keeps_gradients_is_seen(tmp_path: Path) -> None:
+    """Neither `eval()` nor `no_grad()`: it is no training as long as nothing runs backward."""
+    trace = run(tmp_path, EPOCHS.replace("with torch.no_grad():", "if epoch == 0:"))
+    of_a_batch = trace.events.bytes == 4 * 1024 * 512
+    assert of_a_batch.sum() > 2, "its inputs and what the layer makes of them"
+    assert trace.meta.optimizer_steps == 3
+
+
 def test_a_script_that_stumbles_over_a_short_epoch_was_seen(tmp_path: Path) -> None:
     check = """
 seen = 0

@@ -122,7 +122,7 @@ def test_weights_that_are_updated_on_the_host_stay_weights() -> None:
 
     def job() -> None:
         model = mlp()
-        frozen = model[2].requires_grad_(False).weight
+        frozen = next(model[2].requires_grad_(False).parameters())
         optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
         while True:
             model(torch.ones(BATCH, WIDTH).cuda()).sum().backward()

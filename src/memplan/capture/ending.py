@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch.utils.data import dataloader
 
 from memplan.capture.mode import CaptureMode, EnoughSeen
@@ -54,7 +55,14 @@ class Ending:
             self._reading.add(loader)
             return batch
 
+        real_backward = vars(torch.autograd)["_engine_run_backward"]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            self.before_backward()
+            return real_backward(*args, **kwargs)
+
         patches.set(iterator, "__next__", next_batch)
+        patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
     def begin(self, *, at_once: bool) -> None:
         """Enough training steps were seen: drain the loaders being read, or stop right here."""
@@ -74,9 +82,15 @@ class Ending:
             self._evaluated = True
         elif not self._evaluated:
             self._forwards_left -= 1
-            if self._opened_another or self._forwards_left < 0:
+            if self._forwards_left < 0:
                 self.stop()
         self._watch_time()
+
+    def before_backward(self) -> None:
+        """On another loader's batch that is training; what only runs forward may be an evaluation
+        that keeps its gradients."""
+        if self.draining and self._opened_another and not self._evaluated:
+            self.stop()
 
     def after_step(self) -> None:
         """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
