@@ -25,7 +25,7 @@ from memplan.runtime.planned.phases import JobHooks
 from memplan.runtime.planned.recording import Recording
 from memplan.types.trace import Phase
 
-ROUNDS = 60
+ROUNDS = 150
 LAYERS = 12
 WIDTH = 8
 
@@ -98,11 +98,15 @@ def _turns(step: Callable[[], float], library: Library) -> dict[str, float]:
             hooks.watch_roots()
             seconds["planned"].append(step())
         recording.stop()
-    middle = {way: statistics.median(times) for way, times in seconds.items()}
+    plain = seconds["plain"]
+    added = {
+        way: statistics.median(a - b for a, b in zip(times, plain, strict=True))
+        for way, times in seconds.items()
+    }
     return {
-        "plain_seconds": middle["plain"],
-        "recorded_added_microseconds": (middle["recorded"] - middle["plain"]) * 1e6,
-        "planned_added_microseconds": (middle["planned"] - middle["plain"]) * 1e6,
+        "plain_seconds": statistics.median(plain),
+        "recorded_added_seconds": added["recorded"],
+        "planned_added_seconds": added["planned"],
     }
 
 
