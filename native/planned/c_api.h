@@ -65,8 +65,8 @@ typedef struct {
 } memplan_plan;
 
 /* Takes effect at once: what is allocated stays where it is, what is cached goes back to the device.
- * A plan that is there is replaced. With
- * `in_round` the job is already past its prologue: the next request is looked for in the round.
+ * A plan that is there is replaced. With `in_round` the job is already past its prologue: the next
+ * request is looked for in the round.
  * 0, or -1 with the reason in `why` (cut to `room` bytes). */
 int memplan_load(int device, const memplan_plan* plan, int in_round, char* why, size_t room);
 /* New requests go to the caching allocator; places in use stay valid until they are freed, and pages
