@@ -174,6 +174,20 @@ def test_a_plan_that_the_library_refuses_is_left_alone() -> None:
     assert job.hit_rate is None
 
 
+def test_a_fault_of_ours_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(_trace: object) -> None:
+        raise ValueError("on purpose")
+
+    monkeypatch.setattr("memplan.runtime.planned.job.Planning", faulty)
+    library, said, record = FakeLibrary(), Told(), torch.cuda.Event.record
+    with running(library, said) as (job, script):
+        for _ in range(6):
+            script.step()
+        assert torch.cuda.Event.record is record
+    assert len(said.lines) == 1 and "ValueError: on purpose" in said.lines[0]
+    assert outcome(job)["steps"] == 6
+
+
 def test_a_recording_without_room_is_no_plan() -> None:
     library, said = FakeLibrary(), Told()
     with running(library, said, policy=Policy(most_events=20)) as (_, script):

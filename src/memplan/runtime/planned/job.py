@@ -128,8 +128,9 @@ class Job:
 
     def unload(self) -> None:
         """Plans that came into effect end; what they placed stays until it is released."""
-        for device in {switch.device for switch in self.account.switches}:
-            self.library.unload(device)
+        if os.getpid() == self._process:
+            for device in {switch.device for switch in self.account.switches}:
+                self.library.unload(device)
 
     @property
     def recorded(self) -> Trace | None:
@@ -168,8 +169,16 @@ class Job:
         try:
             self._at_boundary()
         except Exception as error:  # the user's step goes on, whatever is wrong here
-            self._recording = self._planning = self.hit_rate = None
+            self._give_up()
             self.say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
+
+    def _give_up(self) -> None:
+        """No more recording and planning; a plan in effect stays."""
+        if self._order is not None:
+            self._order.__exit__()
+        for device in self.devices:
+            self.library.stop_recording(device)
+        self._recording = self._planning = self.hit_rate = None
 
     def _at_boundary(self) -> None:
         """Between two steps."""
