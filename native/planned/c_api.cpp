@@ -34,7 +34,14 @@ Device* device(int number) {
   const std::lock_guard guard(mutex);
   std::atomic<Device*>& slot = devices[static_cast<std::size_t>(number)];
   if (slot.load(std::memory_order_relaxed) == nullptr) {
-    slot.store(new Device(number), std::memory_order_release);
+    auto fresh = std::make_unique<Device>(number);
+    for (std::size_t row = 0; row < kMostDevices; ++row) {
+      Device* other = devices[row].load(std::memory_order_relaxed);
+      if (other == nullptr) continue;
+      other->add_peer(number);
+      fresh->add_peer(static_cast<int>(row));
+    }
+    slot.store(fresh.release(), std::memory_order_release);
   }
   return slot.load(std::memory_order_relaxed);
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "planned/driver.hpp"
 
 namespace memplan::planned {
@@ -9,6 +11,9 @@ struct Card {
   const Driver& driver;
   DeviceNumber number;
   Context context;  // The primary one, which the CUDA runtime uses too.
+  // Other devices that this process uses and that can reach this one's memory: pages are made
+  // accessible to them too, as memory of cudaMalloc is once PyTorch has enabled peer access.
+  std::vector<DeviceNumber> peers{};
 };
 
 // Makes a card's context current in this thread for as long as it lives: memory may be released by

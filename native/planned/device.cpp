@@ -32,7 +32,30 @@ bool Device::start() {
   }
   hardware_->limit.set(limit_);
   hardware_->failure.set(fail_at_);
+  for (const int peer : peers_) grant(peer);
   return true;
+}
+
+void Device::add_peer(int device) {
+  const std::lock_guard guard(lock_);
+  peers_.push_back(device);
+  if (hardware_ != nullptr) grant(device);
+}
+
+void Device::grant(int device) {
+  Card& card = hardware_->card;
+  DeviceNumber peer = 0;
+  int can = 0;
+  if (card.driver.device_get(&peer, device) != kSuccess ||
+      card.driver.can_access_peer(&can, peer, card.number) != kSuccess || can == 0) {
+    return;
+  }
+  card.peers.push_back(peer);
+  hardware_->upstream.grant(peer);
+  if (current_ != nullptr && current_->pages != nullptr) current_->pages->grant(peer);
+  for (const std::unique_ptr<Range>& range : retired_) {
+    if (range->pages != nullptr) range->pages->grant(peer);
+  }
 }
 
 // ---- Requests ----------------------------------------------------------------------------------

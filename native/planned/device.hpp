@@ -85,6 +85,8 @@ class Device {
 
   // A front end that has an allocator of its own took so much, or, negative, gave it back.
   void count(std::int64_t allocated, std::int64_t requested, std::int64_t reserved);
+  // The process uses another device as well, which may read and write this one's memory.
+  void add_peer(int device);
   void set_limit(std::int64_t bytes);
   void fail_at(std::int64_t n);
   // Why the last request got no memory.
@@ -92,6 +94,7 @@ class Device {
 
  private:
   bool start();
+  void grant(int device);
   void* serve(std::int64_t bytes, std::int32_t stream);
   void* fall_back(std::int64_t bytes, std::int32_t stream);
   void out_of_memory(std::int64_t bytes, std::int32_t stream);
@@ -117,7 +120,8 @@ class Device {
   const int number_;
   Lock lock_;
   std::unique_ptr<Hardware> hardware_;  // Null until the first request.
-  std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there.
+  std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there,
+  std::vector<int> peers_;                 // as these.
   Owners owners_;
   std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
   std::unique_ptr<Range> current_;  // Of the plan; null without one.

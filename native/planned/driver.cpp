@@ -50,6 +50,7 @@ struct Loader {
     find(library, "cuInit", table.init);
     find(library, "cuDeviceGet", table.device_get);
     find(library, "cuDeviceGetAttribute", table.device_attribute);
+    find(library, "cuDeviceCanAccessPeer", table.can_access_peer);
     find(library, "cuDeviceTotalMem_v2", table.total_memory);
     find(library, "cuDevicePrimaryCtxRetain", table.primary_retain);
     find(library, "cuCtxPushCurrent_v2", table.context_push);

@@ -48,6 +48,7 @@ struct Driver {
   Result (*init)(unsigned);
   Result (*device_get)(DeviceNumber*, int);
   Result (*device_attribute)(int*, int, DeviceNumber);
+  Result (*can_access_peer)(int*, DeviceNumber, DeviceNumber);
   Result (*total_memory)(std::size_t*, DeviceNumber);
   Result (*primary_retain)(Context*, DeviceNumber);
   Result (*context_push)(Context);

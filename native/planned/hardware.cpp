@@ -39,7 +39,7 @@ std::unique_ptr<Hardware> Hardware::start(int device, std::string& why) {
                      granularity > 0 && granularity < (std::size_t{1} << 40);
   const std::int64_t page =
       pages ? std::max(kLeastPage, static_cast<std::int64_t>(std::bit_ceil(granularity))) : 0;
-  return std::make_unique<Hardware>(Card{*table, number, context}, page,
+  return std::make_unique<Hardware>(Card{*table, number, context, {}}, page,
                                     static_cast<std::int64_t>(total), properties);
 }
 

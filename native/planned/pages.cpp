@@ -18,7 +18,6 @@ Pages::Pages(const Card& card, Resource& resource, Form form, std::int64_t bytes
       form_(form),
       page_(page),
       shift_(std::countr_zero(static_cast<std::uint64_t>(page))) {
-  access_.location.id = card.number;
   const std::int64_t count = (bytes + page - 1) / page;
   if (count <= 0 || count > kMostPages) return;
   const auto size = static_cast<std::size_t>(count * page);
@@ -62,14 +61,28 @@ bool Pages::add(std::int32_t first, std::int32_t last) {
 bool Pages::map_run(std::int32_t first, std::int32_t last) {
   std::int32_t page = first;
   while (page < last && (handle(page) != 0 || map(page))) ++page;
-  const std::size_t size = static_cast<std::size_t>(last - first) * static_cast<std::size_t>(page_);
-  if (page == last && card_.driver.set_access(address(first), size, &access_, 1) == kSuccess) {
+  const std::int64_t lower = page_ * first, upper = page_ * last;
+  if (page == last && allow(card_.number, lower, upper) == kSuccess) {
+    // Without it a copy between devices fails, and nothing else.
+    for (const DeviceNumber peer : card_.peers) allow(peer, lower, upper);
     absent_.remove(first, last);
     mapped_ += last - first;
     return true;
   }
   for (std::int32_t each = first; each < page; ++each) unmap(each);
   return false;
+}
+
+Result Pages::allow(DeviceNumber device, std::int64_t lower, std::int64_t upper) {
+  AccessDescription access;
+  access.location.id = device;
+  return card_.driver.set_access(base_ + static_cast<Address>(lower),
+                                 static_cast<std::size_t>(upper - lower), &access, 1);
+}
+
+void Pages::grant(DeviceNumber peer) {
+  const Current current(card_);
+  for_each_run([this, peer](std::int64_t lower, std::int64_t upper) { allow(peer, lower, upper); });
 }
 
 bool Pages::map(std::int32_t page) {

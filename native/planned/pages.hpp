@@ -43,6 +43,8 @@ class Pages {
   std::int64_t give_back(const InUse& in_use, std::int64_t enough);
   // Gives back the pages in [lower, upper).
   void drop(std::int64_t lower, std::int64_t upper);
+  // Makes what is mapped accessible to another device.
+  void grant(DeviceNumber peer);
   // Calls `visit(lower, upper)` for each range of mapped pages.
   void for_each_run(const std::function<void(std::int64_t, std::int64_t)>& visit) const;
 
@@ -62,6 +64,7 @@ class Pages {
   bool add(std::int32_t first, std::int32_t last);
   bool map_run(std::int32_t first, std::int32_t last);
   bool map(std::int32_t page);
+  Result allow(DeviceNumber device, std::int64_t lower, std::int64_t upper);
   bool unmap(std::int32_t page);
 
   const Card& card_;
@@ -69,7 +72,6 @@ class Pages {
   const Form form_;
   const std::int64_t page_;  // A power of two,
   const int shift_;          // this one.
-  AccessDescription access_;
   Address base_ = 0;
   std::vector<Handle> handles_;  // By page; 0 where nothing is mapped.
   // Pages that cannot be used. One that has a handle all the same is mapped without being

@@ -24,6 +24,9 @@ class DeviceSegments final : public caching::SegmentSource {
   void release(std::int64_t address, std::int64_t bytes) override;
   bool map(std::int64_t address, std::int64_t bytes) override;
   void unmap(std::int64_t address, std::int64_t bytes) override;
+  void grant(DeviceNumber peer) {
+    for (const auto& [base, pages] : expandable_) pages->grant(peer);
+  }
 
  private:
   struct Part {
@@ -50,6 +53,7 @@ class Upstream {
   // Null when memory is out after all that is cached was given back.
   caching::Block* malloc(std::int64_t bytes, std::int32_t stream);
   void free(caching::Block* block);
+  void grant(DeviceNumber peer) { segments_.grant(peer); }
   void release_cached() { allocator_.release_cached(); }
   // The most that `malloc` would take from the device; 0 where a cached block serves.
   std::int64_t growth(std::int64_t bytes, std::int32_t stream);

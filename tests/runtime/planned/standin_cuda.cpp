@@ -428,6 +428,11 @@ Result cuDeviceGetAttribute(int* value, int attribute, int) {
   return kSuccess;
 }
 
+Result cuDeviceCanAccessPeer(int* can, int, int) {
+  *can = 1;
+  return kSuccess;
+}
+
 Result cuDeviceTotalMem_v2(std::size_t* bytes, int) {
   const std::lock_guard guard(machine().mutex);
   *bytes = static_cast<std::size_t>(machine().capacity());
