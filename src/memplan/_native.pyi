@@ -120,7 +120,8 @@ def serve(
     request (-1 and 0: it does not); returns its counters.
 
     An `action` is 0, a request of `value` bytes; 1, the release of the request that is row `value`;
-    2, the beginning of phase `value`. Raises ValueError, with the reason, for what cannot be a plan.
+    2, the beginning of phase `value`. Raises ValueError, with the reason, for what cannot be a
+    plan.
     """
 
 def least_peak_chain(
