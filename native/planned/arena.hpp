@@ -43,9 +43,10 @@ class Arena {
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
   // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
   Place place(std::int64_t bytes, std::int32_t stream);
-  // What `place` gave is free again, with the cell that it said if that is known. Whether its bytes may pass to another stream: then the caller
-  // records an event and says in `released_in`, before the next call of `place` or `release`, which
-  // slot (>= 0) holds it. Nothing, and false, for an offset that is not in use.
+  // What `place` gave is free again, with the cell that it said if that is known. Whether its bytes
+  // may pass to another stream: then the caller records an event and says in `released_in`, before
+  // the next call of `place` or `release`, which slot (>= 0) holds it. Nothing, and false, for an
+  // offset that is not in use.
   bool release(std::int64_t offset) { return release(offset, plan_->cell_at(offset)); }
   bool release(std::int64_t offset, std::int32_t cell);
   void released_in(std::int64_t offset, std::int32_t slot);
