@@ -1,4 +1,4 @@
-"""Attributes replaced for the length of a capture, and put back in reverse order."""
+"""Attributes replaced for a while, and put back in reverse order."""
 
 from __future__ import annotations
 

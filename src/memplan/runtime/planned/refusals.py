@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from memplan.capture.patching import Patches
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import UsageError
 
@@ -47,16 +48,16 @@ class Refusals:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._told = False
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
         self._set_benchmark = torch._C._set_cudnn_benchmark
 
     def __enter__(self) -> Refusals:
-        self._replace(torch.cuda.CUDAGraph, "__new__", _no_graphs)
-        self._replace(torch.cuda.MemPool, "__init__", _no_pools)
-        self._replace(torch._C, "_set_cudnn_benchmark", self._benchmark)
+        self._patches.set(torch.cuda.CUDAGraph, "__new__", _no_graphs)
+        self._patches.set(torch.cuda.MemPool, "__init__", _no_pools)
+        self._patches.set(torch._C, "_set_cudnn_benchmark", self._benchmark)
         flag = vars(type(torch.backends.cudnn)).get("benchmark")
         if flag is not None:  # torch.backends.cudnn.benchmark = …
-            self._replace(flag, "setter", self._benchmark)
+            self._patches.set(flag, "setter", self._benchmark)
         return self
 
     def _benchmark(self, wanted: bool) -> None:
@@ -68,17 +69,8 @@ class Refusals:
                 "works: python -m memplan.runtime.planned.adaptor"
             )
 
-    def _replace(self, where: Any, name: str, function: Any) -> None:
-        self._replaced.append((where, name, vars(where).get(name)))
-        setattr(where, name, function)
-
     def __exit__(self, *_exc: object) -> None:
-        for where, name, former in reversed(self._replaced):
-            if former is None:
-                delattr(where, name)
-            else:
-                setattr(where, name, former)
-        self._replaced.clear()
+        self._patches.undo()
 
 
 def _no_graphs(_cls: type, *_arguments: Any, **_keywords: Any) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memplan.capture.patching import Patches
 from memplan.report.text import format_bytes
 from memplan.runtime.planned.library import Library, Statistics, Table
 from memplan.runtime.planned.peaks import Peaks
@@ -29,7 +30,7 @@ class MemoryFunctions:
         self._library = library
         self._peaks = peaks
         self._devices = devices
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
         self._fraction: dict[int, float] = {}
 
     def __enter__(self) -> MemoryFunctions:
@@ -47,22 +48,13 @@ class MemoryFunctions:
             "_accelerator_emptyCache": self.empty_cache,
         }
         for name, answer in answers.items():
-            self._replace(torch._C, name, answer)
+            self._patches.set(torch._C, name, answer)
         for module in (torch.cuda, torch.cuda.memory):
-            self._replace(module, "memory_summary", self.summary)
+            self._patches.set(module, "memory_summary", self.summary)
         return self
 
-    def _replace(self, where: Any, name: str, answer: Any) -> None:
-        self._replaced.append((where, name, getattr(where, name, None)))
-        setattr(where, name, answer)
-
     def __exit__(self, *_exc: object) -> None:
-        for where, name, former in reversed(self._replaced):
-            if former is None:
-                delattr(where, name)
-            else:
-                setattr(where, name, former)
-        self._replaced.clear()
+        self._patches.undo()
 
     def stats(self, device: int) -> dict[str, Any]:
         """What `memory_stats_as_nested_dict` returns; zeros before the first request."""

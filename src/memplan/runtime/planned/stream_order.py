@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memplan.capture.patching import Patches
 from memplan.runtime.planned.recording import Recording
 from memplan.types.trace import EventKind
 
@@ -24,7 +25,7 @@ class StreamOrder:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._numbers = count()
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
 
     def __enter__(self) -> StreamOrder:
         event, stream = torch.cuda.Event, torch.cuda.Stream
@@ -35,9 +36,7 @@ class StreamOrder:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        for where, name, former in reversed(self._replaced):
-            setattr(where, name, former)
-        self._replaced.clear()
+        self._patches.undo()
 
     def _wrap(self, where: Any, name: str, then: Any) -> None:
         former = where.__dict__.get(name)
@@ -49,8 +48,7 @@ class StreamOrder:
             then(*arguments, **keywords)
             return done
 
-        self._replaced.append((where, name, former))
-        setattr(where, name, wrapped)
+        self._patches.set(where, name, wrapped)
 
     def _recorded(self, event: Any, stream: Any = None) -> None:
         stream = stream or torch.cuda.current_stream()
