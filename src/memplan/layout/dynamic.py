@@ -42,14 +42,12 @@ def data_roots(trace: Trace) -> I64:
     ops = trace.ops
     reads_start, writes_start = ops.reads_start.tolist(), ops.writes_start.tolist()
     reads, writes = ops.reads.tolist(), ops.writes.tolist()
+    dependent = root_of.keys()
     for row in range(len(ops)):
-        depends = {
-            leading[storage]: root_of[storage]
-            for storage in reads[reads_start[row] : reads_start[row + 1]]
-            if storage in root_of
-        }
-        if not depends:
+        read = reads[reads_start[row] : reads_start[row + 1]]
+        if dependent.isdisjoint(read):
             continue
+        depends = {leading[storage]: root_of[storage] for storage in read if storage in root_of}
         for storage in writes[writes_start[row] : writes_start[row + 1]]:
             if leading[storage] in depends and leading[storage] > 1:
                 root_of.setdefault(storage, depends[leading[storage]])
