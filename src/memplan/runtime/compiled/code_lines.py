@@ -1,0 +1,67 @@
+"""What the code of a step names, and where it stores a name."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_INSTALLED = tuple(
+    str(Path(folder).resolve())
+    for folder in {
+        *site.getsitepackages(),
+        *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
+    }
+)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    return file.startswith("<frozen") or str(Path(file).resolve()).startswith(_INSTALLED)
+
+
+def is_of_user(thing: types.FunctionType | types.ModuleType) -> bool:
+    """Whether it is code that the user wrote, not a library that is installed."""
+    if isinstance(thing, types.ModuleType):
+        file = getattr(thing, "__file__", None)
+        return (file is not None and not _is_installed(file)) or thing is sys.modules["__main__"]
+    return not _is_installed(thing.__code__.co_filename)
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Globals and attributes that the code names."""
+    return {name for part in codes_of(code) for name in part.co_names}
+
+
+def line_of(code: types.CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def stores(codes: Iterable[types.CodeType], name: str) -> str:
+    """`file:line` of the first instruction that assigns to a global, a cell or an attribute of that
+    name, or else that reads it; empty where no code does."""
+    reads = ""
+    for code in codes:
+        for part in codes_of(code):
+            for instruction in dis.get_instructions(part):
+                if instruction.argval != name or not instruction.positions:
+                    continue
+                line = f"{part.co_filename}:{instruction.positions.lineno}"
+                if instruction.opname in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"):
+                    return line
+                if instruction.opname.startswith("LOAD"):
+                    reads = reads or line
+    return reads
