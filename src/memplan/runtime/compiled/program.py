@@ -1,0 +1,245 @@
+"""The `StepProgram`: a whole training step as an FX graph of ATen ops, and what surrounds it.
+
+The graph is what the dispatcher saw, below autograd and autocast: forward, backward and update.
+Ops that write in place write the very tensors that they are given, so running the graph on the
+model's parameters trains the model; it must run without autograd and with autocast off.
+
+A call of the step is
+1. `values = [input.place.read(arguments) for input in program.inputs]`, where `arguments` are the
+   leaves of `tree_flatten((args, kwargs))`; then `place.clear()` for every place in `program.frees`
+   (old gradients: the graph frees the tensor at its last use where nobody else holds it),
+2. `outputs = program.graph_module(*values)`: a tuple; or `forward` of a reordered graph,
+3. `program.store(outputs)`: gradients and replaced state are put in their places,
+4. for `effect in program.effects: effect()`: Python that follows each step (`scheduler.step()`),
+5. `program.result_of(outputs)`: what the step returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+FACTS = "memplan"
+"""Key in `node.meta` of a node's `Facts`."""
+
+
+class Kind(StrEnum):
+    """What an input is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    ARGUMENT = "argument"
+    REACHED = "reached"
+    """A tensor that the step finds in a closure, a global or an attribute."""
+    CONSTANT = "constant"
+    """A tensor made from Python data inside the step; the program holds it."""
+    SCALAR = "scalar"
+    """A Python float that may change between steps: the learning rate."""
+
+
+class By(StrEnum):
+    """How a place is read."""
+
+    ATTRIBUTE = "attribute"
+    ITEM = "item"
+    ARGUMENT = "argument"
+    """`key` is the leaf's number in `tree_flatten((args, kwargs))`; `owner` is None."""
+    HELD = "held"
+    """`owner` is the value itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value is between steps."""
+
+    path: str
+    """For people: `model.layers.0.weight`, `optimizer.state[model.layers.0.weight]['step']`."""
+    by: By
+    owner: Any = None
+    key: Any = None
+
+    def read(self, arguments: Sequence[Any] = ()) -> Any:
+        """What is there now; KeyError, IndexError or AttributeError where nothing is."""
+        if self.by is By.ATTRIBUTE:
+            return getattr(self.owner, self.key)
+        if self.by is By.ITEM:
+            return self.owner[self.key]
+        return arguments[self.key] if self.by is By.ARGUMENT else self.owner
+
+    def write(self, value: Any) -> None:
+        if self.by is By.ATTRIBUTE:
+            setattr(self.owner, self.key, value)
+        elif self.by is By.ITEM:
+            self.owner[self.key] = value
+        else:
+            raise ValueError(f"{self.path} cannot be replaced")
+
+    def clear(self) -> None:
+        """Lets go of the tensor there."""
+        self.write(None)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A tensor as a view of a storage; offset and strides in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool = False
+    negated: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """A placeholder of the graph, in order."""
+
+    name: str
+    """Of the placeholder."""
+    kind: Kind
+    place: Place
+    storage: int = -1
+    """Index in `StepProgram.storages`; inputs that share one must always do. -1: a SCALAR."""
+    geometry: Geometry | None = None
+    device: torch.device | None = None
+    requires_grad: bool = False
+    value: Any = None
+    """Of a SCALAR, when captured."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A Python value that the captured step branched on: another one needs another program."""
+
+    place: Place
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """What a step leaves in `.grad`. Gradients that it does not touch are not listed."""
+
+    place: Place
+    output: int | None
+    """Index of the graph's output; None: no gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rebound:
+    """A tensor that the step replaces by another one, in a module or in the optimizer's state."""
+
+    place: Place
+    output: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Of what the step returns: an output of the graph, or a Python object as it was."""
+
+    output: int | None
+    value: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class StorageFacts:
+    """A storage generation."""
+
+    bytes: int
+    device: torch.device
+    maker: fx.Node
+    """The op that allocates it, or the placeholder that brings it."""
+    name: str
+    """For people: the input's path, or the op's name."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node of the graph does, in storages (indices in `StepProgram.storages`)."""
+
+    reads: tuple[int, ...] = ()
+    """Storages whose content it needs, in the order of its arguments."""
+    writes: tuple[int, ...] = ()
+    """Storages that it changes; those that it makes are not among them."""
+    makes: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
+    """Storages that its arguments are views of: alive while it runs, read or not."""
+    chains: tuple[str, ...] = ()
+    """It keeps its place among the nodes that name the same chain: a generator, a process group."""
+    free: bool = False
+    """A view, an element of an op's result or arithmetic of Python numbers: no bytes, no kernel.
+    It may run anywhere after what it is made from: right before its first user."""
+    source: str = ""
+    """Module path or `file:line`; empty when unknown."""
+    backward: bool = False
+    """Run by the autograd engine."""
+    update: bool = False
+    """Run inside `optimizer.step()`."""
+    splits: bool = False
+    """One of several that a foreach or fused op was split into."""
+
+
+@dataclass(eq=False)
+class StepProgram:
+    """A captured step. `graph_module.graph` is in program order; every node but the output carries
+    `Facts` in `node.meta[FACTS]`. Nodes that write in place have no users: never eliminate them."""
+
+    graph_module: fx.GraphModule
+    inputs: list[Input]
+    storages: list[StorageFacts]
+    frees: list[Place] = field(default_factory=list)
+    """Places to clear before the graph runs: their tensors are freed at the last use, if any."""
+    gradients: list[Gradient] = field(default_factory=list)
+    rebound: list[Rebound] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
+    effects: list[Callable[[], object]] = field(default_factory=list)
+    result_spec: pytree.TreeSpec | None = None
+    result_leaves: list[Leaf] = field(default_factory=list)
+    result_name: str = ""
+    """What the step returned, for people; `None` where it returned nothing."""
+
+    def read(self, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments for the graph. `arguments`: leaves of `tree_flatten((args, kwargs))`."""
+        return [one.place.read(arguments) for one in self.inputs]
+
+    def store(self, outputs: Sequence[Any]) -> None:
+        """Puts gradients and replaced state in their places."""
+        for one in self.gradients:
+            one.place.write(None if one.output is None else outputs[one.output])
+        for other in self.rebound:
+            other.place.write(outputs[other.output])
+
+    def result_of(self, outputs: Sequence[Any]) -> Any:
+        """What the step returns; tensors in it are not attached to a graph of autograd."""
+        if self.result_spec is None:
+            return None
+        leaves = [
+            leaf.value if leaf.output is None else outputs[leaf.output]
+            for leaf in self.result_leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.result_spec)
+
+
+def facts_of(node: fx.Node) -> Facts:
+    """Of a node of a `StepProgram`."""
+    facts = node.meta[FACTS]
+    assert isinstance(facts, Facts)
+    return facts
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """One step that ran plainly, its effects all done, and the program made from it."""
+
+    result: Any
+    program: StepProgram | None
+    refusal: Exception | None
+    """A NotCapturable: why there is no program."""
