@@ -54,7 +54,7 @@ def _backward(model: nn.Module, device: str) -> None:
     (out.float() * out.float()).mean().backward()
 
 
-def _stepper(model: nn.Module, device: str, unsynced: Callable[[], Any] | None = None) -> Step:
+def stepper(model: nn.Module, device: str, unsynced: Callable[[], Any] | None = None) -> Step:
     """With `unsynced` the first of two micro-batches runs in the context that it gives."""
     # Without foreach: PyTorch has it for CUDA, and another implementation for the CPU.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -79,26 +79,26 @@ def _ddp(device: str, *, unused: bool = False, **options: Any) -> DistributedDat
 
 
 def bucket_views(device: str) -> Step:
-    return _stepper(_ddp(device, gradient_as_bucket_view=True), device)
+    return stepper(_ddp(device, gradient_as_bucket_view=True), device)
 
 
 def static_graph(device: str) -> Step:
-    return _stepper(_ddp(device, unused=True, static_graph=True), device)
+    return stepper(_ddp(device, unused=True, static_graph=True), device)
 
 
 def unused_parameters(device: str) -> Step:
-    return _stepper(_ddp(device, unused=True, find_unused_parameters=True), device)
+    return stepper(_ddp(device, unused=True, find_unused_parameters=True), device)
 
 
 def unsynced(device: str) -> Step:
     model = _ddp(device)
-    return _stepper(model, device, model.no_sync)
+    return stepper(model, device, model.no_sync)
 
 
 def half_hook(device: str) -> Step:
     model = _ddp(device)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 def power_sgd(device: str) -> Step:
@@ -111,13 +111,13 @@ def power_sgd(device: str) -> Step:
         orthogonalization_epsilon=1e-8,  # Gram-Schmidt: the two devices' QR take other scratch
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 def joined(device: str) -> Step:
     """Uneven inputs: here they are even, but nobody knows that beforehand."""
     model = _ddp(device)
-    step = _stepper(model, device)
+    step = stepper(model, device)
 
     def joint() -> None:
         with model.join():
@@ -142,7 +142,7 @@ def _fsdp1(device: str, strategy: ShardingStrategy, **options: Any) -> FullyShar
 
 def full_shard(device: str) -> Step:
     model = _fsdp1(device, ShardingStrategy.FULL_SHARD, limit_all_gathers=False)
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 def full_shard_original(device: str) -> Step:
@@ -155,27 +155,27 @@ def full_shard_original(device: str) -> Step:
         mixed_precision=half,
         backward_prefetch=BackwardPrefetch.BACKWARD_POST,
     )
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 def shard_gradients(device: str) -> Step:
     model = _fsdp1(device, ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True)
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 def shard_gradients_unsynced(device: str) -> Step:
     model = _fsdp1(device, ShardingStrategy.SHARD_GRAD_OP)
-    return _stepper(model, device, model.no_sync)
+    return stepper(model, device, model.no_sync)
 
 
 def no_shard(device: str) -> Step:
-    return _stepper(_fsdp1(device, ShardingStrategy.NO_SHARD, use_orig_params=True), device)
+    return stepper(_fsdp1(device, ShardingStrategy.NO_SHARD, use_orig_params=True), device)
 
 
 def hybrid_shard(device: str) -> Step:
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = _fsdp1(device, ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
-    return _stepper(model, device)
+    return stepper(model, device)
 
 
 # Its second version
@@ -205,12 +205,12 @@ class _Unsynced:
 
 def sharded_unsynced(device: str) -> Step:
     model = _fsdp2(device)
-    return _stepper(model, device, partial(_Unsynced, model))
+    return stepper(model, device, partial(_Unsynced, model))
 
 
 def sharded_half(device: str) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _stepper(_fsdp2(device, mp_policy=policy, reshard_after_forward=False), device)
+    return stepper(_fsdp2(device, mp_policy=policy, reshard_after_forward=False), device)
 
 
 JOBS: dict[str, Callable[[str], Step]] = {
