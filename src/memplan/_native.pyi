@@ -107,6 +107,47 @@ def pack(
     contradict each other and for a strategy that there is not.
     """
 
+class OrderCuts:
+    """Least bytes alive while an operator runs, whatever ran before it; columns of a `Graph`.
+    Calls from several threads are for the caller to keep apart. Raises ValueError for columns that
+    contradict each other."""
+
+    def __init__(
+        self,
+        scratch: npt.NDArray[np.int64],
+        before_start: npt.NDArray[np.int64],
+        before: npt.NDArray[np.int64],
+        bytes: npt.NDArray[np.int64],
+        maker: npt.NDArray[np.int64],
+        lasts: npt.NDArray[np.uint8],
+        users_start: npt.NDArray[np.int64],
+        users: npt.NDArray[np.int64],
+        base_bytes: int,
+    ) -> None: ...
+    def flow(
+        self,
+        op: int,
+        share: npt.NDArray[np.int64],
+        rest: npt.NDArray[np.int64],
+        back: npt.NDArray[np.int64],
+    ) -> int:
+        """Bytes held at least while `op` runs, everything counted, and the flow that proves it.
+        Releases the GIL."""
+    def best(
+        self,
+        ops: npt.NDArray[np.int64],
+        held: npt.NDArray[np.int64],
+        floor: int,
+        seconds: float,
+        cancel: npt.NDArray[np.uint8],
+    ) -> tuple[int, int, int]:
+        """The most bytes held at least while some operator of `ops` runs, that operator, and how
+        many were looked at; `floor` and -1 where no bound is higher.
+
+        `ops` come with the bytes `held` in a known order, most first: who holds no more there than
+        is proved need not be looked at. Stops soon after `cancel[0]` is no longer 0. Releases the
+        GIL."""
+
 def serve(
     numbers: dict[str, int],
     columns: dict[str, npt.NDArray[np.int64]],
