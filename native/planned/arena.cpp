@@ -20,76 +20,62 @@ Arena::Arena(std::shared_ptr<const Plan> plan, bool in_round)
       guests_(*plan_),
       handover_(*plan_),
       blocked_(plan_->cells()),
-      now_(plan_->moment(sequence_.next())) {}
+      now_at_(sequence_.next()) {}
 
-Place Arena::place(std::int64_t bytes, std::int32_t stream) {
-  Place place;
+Place Arena::place_outside(std::int64_t bytes, std::int32_t stream) {
+  return adopt(rounded(bytes), stream, now() + 1);
+}
+
+// Of a request that has not found its planned place free.
+Place Arena::place_otherwise(const Match& match, std::int64_t bytes, std::int32_t stream) {
   const std::int64_t size = rounded(bytes);
-  if (outside_) return adopt(size, stream, now_ + 1, place) ? place : none();
-  const Match match = sequence_.follow(bytes, stream);
-  if (match.row < 0) return adopt(size, stream, expected_end(bytes), place) ? place : none();
+  if (match.row < 0) return adopt(size, stream, expected_end(bytes));
   const Row& row = plan_->row(match.row);
-  now_ = plan_->moment(match.row);
+  now_at_ = match.row;
   if (row.first >= 0) {
-    if (take_row(row, size, stream, place)) return place;
-  } else if (row.space < 0 || take_space(row.space, size, stream, place)) {
-    return row.space < 0 ? none() : place;
+    // A smaller request takes the beginning.
+    const std::int64_t whole = rounded(row.bytes);
+    const std::int32_t last = size == whole ? row.last : plan_->cell_from(row.offset + size);
+    if (size <= whole && free(row.first, last)) return take_row(row, last);
+  } else if (row.space < 0) {
+    ++counters_.misses;
+    return {};
+  } else if (const Place place = take_space(row.space, size, stream); place.offset >= 0) {
+    return place;
   }
-  return adopt(size, stream, end_of(match.row), place) ? place : none();
+  return adopt(size, stream, end_of(match.row));
 }
 
-Place Arena::none() {
-  ++counters_.misses;
-  return {};
-}
-
-// The place of a row; a smaller request takes its beginning.
-bool Arena::take_row(const Row& row, std::int64_t size, std::int32_t stream, Place& place) {
-  const std::int64_t whole = rounded(row.bytes);
-  if (size > whole) return false;
-  const std::int32_t last = size == whole ? row.last : plan_->cell_from(row.offset + size);
-  if (!planned_.none(row.first, last) || !guests_.none(row.first, last)) return false;
-  planned_.add(row.first, last);
-  holders_[static_cast<std::size_t>(row.first)] = {last, stream, row.shared};
-  handover_.take(row.first, last, stream, place.after);
-  place.offset = row.offset;
-  place.cell = row.first;
-  place.kind = Kind::kPlanned;
-  ++counters_.hits;
-  return true;
+// Looks for a smaller gap in cells of the range that are not taken.
+void Arena::find_gaps(const Cells& taken, CellRange range, std::int64_t size,
+                      Guests::Gap& best) const {
+  for (std::int32_t first = taken.next_out(range.first); first < range.second;) {
+    const std::int32_t last = std::min(taken.next_in(first), range.second);
+    guests_.find_gap(first, last, size, best);
+    first = taken.next_out(last);
+  }
 }
 
 // The smallest gap of a dynamic reusable space.
-bool Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place) {
+Place Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t stream) {
   Guests::Gap best;
-  for (const auto& [lower, upper] : plan_->space(space)) {
-    for (std::int32_t first = planned_.next_out(lower); first < upper;) {
-      const std::int32_t last = std::min(planned_.next_in(first), upper);
-      guests_.find_gap(first, last, size, best);
-      first = planned_.next_out(last);
-    }
-  }
-  if (best.offset < 0) return false;
-  invite(best.offset, size, stream, place);
-  place.kind = Kind::kDynamic;
+  for (const CellRange& range : plan_->space(space)) find_gaps(planned_, range, size, best);
+  if (best.offset < 0) return {};
   ++counters_.dynamic;
-  return true;
+  return invite(best, size, stream, Kind::kDynamic);
 }
 
 // The smallest gap that the plan leaves free until then.
-bool Arena::adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place) {
+Place Arena::adopt(std::int64_t size, std::int32_t stream, std::int64_t until) {
   block_until(until);
   Guests::Gap best;
-  for (std::int32_t first = blocked_.next_out(0); first < plan_->cells();) {
-    const std::int32_t last = blocked_.next_in(first);
-    guests_.find_gap(first, last, size, best);
-    first = blocked_.next_out(last);
+  find_gaps(blocked_, {0, plan_->cells()}, size, best);
+  if (best.offset < 0) {
+    ++counters_.misses;
+    return {};
   }
-  if (best.offset < 0) return false;
-  invite(best.offset, size, stream, place);
-  place.kind = Kind::kAdopted;
   ++counters_.adopted;
-  return true;
+  return invite(best, size, stream, Kind::kAdopted);
 }
 
 // Rows that come alive before `until`, and what is in use now. Rows that are past and were left out
@@ -117,19 +103,19 @@ void Arena::block_until(std::int64_t until) {
   // Of other streams, some are alive before the moment of their request.
   for (const std::int32_t early : plan_->early()) {
     const std::int64_t lap = first_shift + (early < from ? plan_->clock() : 0);
-    if (plan_->row(early).lower + lap < until) block(plan_->row(early));
+    if (plan_->life(early).lower + lap < until) block(plan_->row(early));
   }
 }
 
-void Arena::invite(std::int64_t offset, std::int64_t size, std::int32_t stream, Place& place) {
-  guests_.add(offset, size, stream);
-  handover_.take(plan_->cell_of(offset), plan_->cell_from(offset + size), stream, place.after);
-  place.offset = offset;
+Place Arena::invite(const Guests::Gap& gap, std::int64_t size, std::int32_t stream, Kind kind) {
+  guests_.add(gap.offset, size, stream);
+  handover_.take(plan_->cell_of(gap.offset), plan_->cell_from(gap.offset + size), stream, after_);
+  return {gap.offset, -1, kind};
 }
 
-// When a row ends, on the clock of `now_`.
+// When a row ends, on the clock of `now`.
 std::int64_t Arena::end_of(std::int32_t row) const {
-  const std::int64_t upper = plan_->row(row).upper;
+  const std::int64_t upper = plan_->life(row).upper;
   return row < plan_->prologue() && upper >= plan_->end() ? kForEver : upper;
 }
 
@@ -138,23 +124,17 @@ std::int64_t Arena::end_of(std::int32_t row) const {
 std::int64_t Arena::expected_end(std::int64_t bytes) const {
   const std::int32_t next = sequence_.next();
   for (std::int32_t row = next - 1; row >= std::max(next - kLookBack, 0); --row) {
-    if (plan_->row(row).bytes == bytes) return std::max(end_of(row), now_ + 1);
+    if (plan_->row(row).bytes == bytes) return std::max(end_of(row), now() + 1);
   }
   return plan_->phase_end(next) + lap_of_next();
 }
 
 // The expected row may be the first of the next round.
 std::int64_t Arena::lap_of_next() const {
-  return plan_->moment(sequence_.next()) < now_ ? plan_->clock() : 0;
+  return plan_->moment(sequence_.next()) < now() ? plan_->clock() : 0;
 }
 
-bool Arena::release(std::int64_t offset, std::int32_t cell) {
-  if (cell >= 0 && holders_[static_cast<std::size_t>(cell)].last > 0) {
-    const Holder holder = std::exchange(holders_[static_cast<std::size_t>(cell)], {});
-    planned_.remove(cell, holder.last);
-    handover_.release(cell, holder.last, holder.stream, true);
-    return holder.shared && handover_.several_streams();
-  }
+bool Arena::release_guest(std::int64_t offset) {
   Guests::Guest gone;
   if (!guests_.remove(offset, gone)) return false;
   handover_.release(plan_->cell_of(offset), plan_->cell_from(gone.end), gone.stream, false);

@@ -24,9 +24,6 @@ struct Place {
   std::int64_t offset = -1;
   std::int32_t cell = -1;  // Of a planned place: its first cell, for `release`.
   Kind kind = Kind::kNone;
-  // What the request's stream must come after, where its bytes were another stream's: slots given
-  // to `released_in`, or -1 - s for all work of stream s so far. Distinct.
-  std::vector<std::int32_t> after;
 };
 
 struct Counters {
@@ -42,13 +39,31 @@ class Arena {
 
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
   // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
-  Place place(std::int64_t bytes, std::int32_t stream);
+  Place place(std::int64_t bytes, std::int32_t stream) {
+    after_.clear();
+    if (outside_) return place_outside(bytes, stream);
+    const Match match = sequence_.follow(bytes, stream);
+    if (match.equal) {
+      const Row& row = plan_->row(match.row);
+      if (row.first >= 0 && free(row.first, row.last)) {
+        now_at_ = match.row;
+        return take_row(row, row.last);
+      }
+    }
+    return place_otherwise(match, bytes, stream);
+  }
+  // What the stream of the last request must come after, where its bytes were another stream's:
+  // slots given to `released_in`, or -1 - s for all work of stream s so far. Distinct.
+  const std::vector<std::int32_t>& after() const { return after_; }
   // What `place` gave is free again, with the cell that it said if that is known. Whether its bytes
   // may pass to another stream: then the caller records an event and says in `released_in`, before
   // the next call of `place` or `release`, which slot (>= 0) holds it. Nothing, and false, for an
   // offset that is not in use.
   bool release(std::int64_t offset) { return release(offset, plan_->cell_at(offset)); }
-  bool release(std::int64_t offset, std::int32_t cell);
+  bool release(std::int64_t offset, std::int32_t cell) {
+    if (cell >= 0 && holders_[static_cast<std::size_t>(cell)].last > 0) return release_row(cell);
+    return release_guest(offset);
+  }
   void released_in(std::int64_t offset, std::int32_t slot);
   // The job enters a phase of the plan; -1 for one that is not in it.
   void enter_phase(std::int32_t phase);
@@ -61,15 +76,38 @@ class Arena {
   // A request at its planned place, by the first of its cells.
   struct Holder {
     std::int32_t last = 0;  // It has the cells up to here; 0: there is none.
-    std::int32_t stream = 0;
+    std::int16_t stream = 0;
     bool shared = false;
   };
 
-  bool take_row(const Row& row, std::int64_t size, std::int32_t stream, Place& place);
-  bool take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place);
-  bool adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place);
-  Place none();
-  void invite(std::int64_t offset, std::int64_t size, std::int32_t stream, Place& place);
+  bool free(std::int32_t first, std::int32_t last) const {
+    return planned_.none(first, last) && (guests_.empty() || guests_.none(first, last));
+  }
+  // Cells [row.first, last), which must be free.
+  Place take_row(const Row& row, std::int32_t last) {
+    planned_.add(row.first, last);
+    holders_[static_cast<std::size_t>(row.first)] = {last, row.stream, row.shared};
+    handover_.take(row.first, last, row.stream, after_);
+    ++counters_.hits;
+    return {row.offset, row.first, Kind::kPlanned};
+  }
+  bool release_row(std::int32_t cell) {
+    Holder& held = holders_[static_cast<std::size_t>(cell)];
+    const Holder holder = held;
+    held.last = 0;
+    planned_.remove(cell, holder.last);
+    handover_.release(cell, holder.last, holder.stream, true);
+    return holder.shared && handover_.several_streams();
+  }
+  bool release_guest(std::int64_t offset);
+
+  Place place_outside(std::int64_t bytes, std::int32_t stream);
+  Place place_otherwise(const Match& match, std::int64_t bytes, std::int32_t stream);
+  Place take_space(std::int32_t space, std::int64_t size, std::int32_t stream);
+  Place adopt(std::int64_t size, std::int32_t stream, std::int64_t until);
+  void find_gaps(const Cells& taken, CellRange range, std::int64_t size, Guests::Gap& best) const;
+  Place invite(const Guests::Gap& gap, std::int64_t size, std::int32_t stream, Kind kind);
+  std::int64_t now() const { return plan_->moment(now_at_); }
   std::int64_t end_of(std::int32_t row) const;
   std::int64_t expected_end(std::int64_t bytes) const;
   void block_until(std::int64_t until);
@@ -82,7 +120,8 @@ class Arena {
   Guests guests_;
   Handover handover_;
   Cells blocked_;  // Scratch of `adopt`.
-  std::int64_t now_ = 0;
+  std::vector<std::int32_t> after_;
+  std::int32_t now_at_;  // The row that the last request was, or the first one expected.
   bool outside_ = false;  // In a phase that the plan does not know.
   mutable Counters counters_;
 };

@@ -104,8 +104,8 @@ class Model {
   Model(std::int64_t arena, std::uint64_t seed)
       : seed_(seed), arena_(arena), clocks_(kStreams, std::vector<std::int64_t>(kStreams, 0)) {}
 
-  void place(const Place& place, std::int64_t bytes, std::int32_t stream) {
-    for (const std::int32_t slot : place.after) wait(stream, slot);
+  void place(const Arena& arena, const Place& place, std::int64_t bytes, std::int32_t stream) {
+    for (const std::int32_t slot : arena.after()) wait(stream, slot);
     if (place.offset < 0) return;
     const std::int64_t end = place.offset + rounded(bytes);
     if (place.offset % kBlock != 0 || end > arena_) fail("a place outside the arena", seed_);
@@ -189,7 +189,7 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
       if (draw(random, 0, 100) >= strange / 2) ++at;
       if (at == columns.requests) at = made.prologue;
       const Place place = arena.place(bytes, stream);
-      model.place(place, bytes, stream);
+      model.place(arena, place, bytes, stream);
       if ((place.offset < 0) != (place.kind == Kind::kNone)) fail("a kind without a place", seed);
       if (place.offset >= 0) live.push_back(place.offset);
     } else if (what < 90 || static_cast<std::int64_t>(live.size()) > held) {
@@ -237,7 +237,7 @@ void damage(std::uint64_t seed, std::int64_t& refused) {
     Model model(made.arena, seed);
     for (int at = 0; at < 200; ++at) {
       const std::int64_t bytes = draw(random, 1, 20'000);
-      model.place(arena.place(bytes, 0), bytes, 0);
+      model.place(arena, arena.place(bytes, 0), bytes, 0);
     }
   } catch (const std::invalid_argument&) {
     ++refused;

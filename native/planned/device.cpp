@@ -58,6 +58,29 @@ void Device::grant(int device) {
   }
 }
 
+Range::Range(std::shared_ptr<const Plan> the_plan, bool in_round)
+    : plan(std::move(the_plan)),
+      arena(plan, in_round),
+      holders(static_cast<std::size_t>(plan->cells())) {
+  for (std::size_t cell = 0; cell < holders.size(); ++cell) {
+    holders[cell].range = this;
+    holders[cell].cell = static_cast<std::int32_t>(cell);
+  }
+}
+
+bool Range::make_pages(Hardware& hardware) {
+  if (hardware.page == 0) return false;
+  pages = std::make_unique<Pages>(hardware.card, hardware.counted, Form::kArenaPage,
+                                  plan->arena_bytes(), hardware.page);
+  if (pages->base() == 0) {
+    pages.reset();
+    return false;
+  }
+  base = pages->base();
+  extent = static_cast<std::uint64_t>(pages->bytes());
+  return true;
+}
+
 // ---- Requests ----------------------------------------------------------------------------------
 
 void* Device::malloc(std::int64_t bytes, Stream handle, bool planned_only) {
@@ -96,7 +119,8 @@ void* Device::serve(std::int64_t bytes, std::int32_t stream) {
     return nullptr;
   }
   const std::int64_t upper = place.offset + rounded(bytes);
-  if (!order(range, place, upper, stream) || !map(range, place.offset, upper)) {
+  if (!order(range, place, upper, stream) ||
+      !(range.ready(place.offset, upper) || map(range, place.offset, upper))) {
     ++misses_;
     release(range, place.offset, place.cell, stream);
     // What is left of the device's memory is better used by one allocator than by two.
@@ -109,12 +133,40 @@ void* Device::serve(std::int64_t bytes, std::int32_t stream) {
                                                        : adopted_;
   ++count;
   ++range.live;
-  const std::uint64_t address = range.pages->base() + static_cast<std::uint64_t>(place.offset);
+  Owner& owner = new_owner(range, place);
+  admit(owner, bytes, stream);
+  return pointer_to(owner.address);
+}
+
+Owner& Device::new_owner(Range& range, const Place& place) {
+  const std::uint64_t address = range.base + static_cast<std::uint64_t>(place.offset);
+  if (place.cell >= 0) {
+    Owner& owner = range.holders[static_cast<std::size_t>(place.cell)];
+    owner.address = address;
+    return owner;
+  }
   Owner& owner = owners_.insert(address);
   owner.range = &range;
-  owner.cell = place.cell;
-  admit(owner, bytes, stream);
-  return pointer_to(address);
+  return owner;
+}
+
+Owner* Device::find_anywhere(std::uint64_t address) {
+  for (const std::unique_ptr<Range>& range : retired_) {
+    if (Owner* owner = range->holder(address)) return owner;
+  }
+  return owners_.find(address);
+}
+
+template <typename Visit>
+void Device::for_each_owner(Visit visit) {
+  owners_.for_each(visit);
+  const auto visit_holders = [&visit](Range& range) {
+    for (Owner& owner : range.holders) {
+      if (owner.address != 0) visit(owner);
+    }
+  };
+  if (current_ != nullptr) visit_holders(*current_);
+  for (const std::unique_ptr<Range>& range : retired_) visit_holders(*range);
 }
 
 void* Device::fall_back(std::int64_t bytes, std::int32_t stream) {
@@ -142,42 +194,54 @@ void Device::out_of_memory(std::int64_t bytes, std::int32_t stream) {
 
 bool Device::free(void* pointer) {
   const std::lock_guard guard(lock_);
-  Owner* owner = owners_.find(address_of(pointer));
+  Owner* owner = find(address_of(pointer));
   if (owner == nullptr) return false;
   ++frees_;
-  if (request_log::on()) {
-    request_log::write("free", number_, pointer, owner->requested,
-                       hardware_->streams.handle(owner->stream));
-  }
-  if (recorder_.on()) {
-    recorder_.add(MEMPLAN_EVENT_FREE, owner->requested, owner->storage, owner->stream);
-  }
+  if (request_log::on() || recorder_.on()) note_free(*owner);
   allocated_.add(-owner->size());
   requested_.add(-owner->requested);
-  if (owner->missed) fallback_.add(-owner->size());
-  if (owner->block != nullptr) {
-    hardware_->upstream.free(owner->block);
-  } else {
+  if (owner->block == nullptr) {
     take_back(*owner);
+    return true;
   }
+  if (owner->missed) fallback_.add(-owner->size());
+  hardware_->upstream.free(owner->block);
   owners_.erase(owner);
   return true;
 }
 
-// A place of an arena is free again.
-void Device::take_back(const Owner& owner) {
-  Range& range = *owner.range;
-  const auto offset = static_cast<std::int64_t>(owner.address - range.pages->base());
-  if (owner.shared) {
-    Range::Use use{offset, offset + owner.size(), {}};
-    for (const std::int32_t stream : shared_[owner.address]) {
-      use.marks.push_back(hardware_->marks.make(stream));
-    }
-    shared_.erase(owner.address);
-    range.uses.push_back(std::move(use));
+void Device::note_free(const Owner& owner) {
+  if (request_log::on()) {
+    request_log::write("free", number_, pointer_to(owner.address), owner.requested,
+                       hardware_->streams.handle(owner.stream));
   }
-  release(range, offset, owner.cell, owner.stream);
+  if (recorder_.on()) {
+    recorder_.add(MEMPLAN_EVENT_FREE, owner.requested, owner.storage, owner.stream);
+  }
+}
+
+// A place of an arena is free again, and nobody its owner.
+void Device::take_back(Owner& owner) {
+  Range& range = *owner.range;
+  if (owner.shared) leave_uses(range, owner);
+  release(range, static_cast<std::int64_t>(owner.address - range.base), owner.cell, owner.stream);
+  if (owner.cell >= 0) {
+    owner.address = 0;
+    owner.shared = false;
+  } else {
+    owners_.erase(&owner);
+  }
   if (--range.live == 0 && &range != current_.get()) drop_retired();
+}
+
+void Device::leave_uses(Range& range, const Owner& owner) {
+  const auto offset = static_cast<std::int64_t>(owner.address - range.base);
+  Range::Use use{offset, offset + owner.size(), {}};
+  for (const std::int32_t stream : shared_[owner.address]) {
+    use.marks.push_back(hardware_->marks.make(stream));
+  }
+  shared_.erase(owner.address);
+  range.uses.push_back(std::move(use));
 }
 
 void Device::release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream) {
@@ -188,7 +252,7 @@ void Device::release(Range& range, std::int64_t offset, std::int32_t cell, std::
 
 bool Device::record_stream(void* pointer, Stream handle) {
   const std::lock_guard guard(lock_);
-  Owner* owner = owners_.find(address_of(pointer));
+  Owner* owner = find(address_of(pointer));
   if (owner == nullptr) return false;
   const std::int32_t stream = hardware_->streams.number(handle);
   if (recorder_.on()) {
@@ -221,15 +285,6 @@ void Device::empty_cache() {
 
 // ---- The arena ---------------------------------------------------------------------------------
 
-bool Device::make_pages(Range& range) {
-  if (hardware_->page == 0) return false;
-  range.pages = std::make_unique<Pages>(hardware_->card, hardware_->counted, Form::kArenaPage,
-                                        range.plan->arena_bytes(), hardware_->page);
-  if (range.pages->base() != 0) return true;
-  range.pages.reset();
-  return false;
-}
-
 void Device::forget_passed(Range& range) {
   const Marks& marks = hardware_->marks;
   std::erase_if(range.uses, [&marks](const Range::Use& use) {
@@ -241,7 +296,8 @@ void Device::forget_passed(Range& range) {
 // Lets the stream come after all that used these bytes on others. False when that cannot be had:
 // then the next one that gets them has to.
 bool Device::order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream) {
-  if (place.after.empty() && range.uses.empty()) return true;
+  const std::vector<std::int32_t>& after = range.arena.after();
+  if (after.empty() && range.uses.empty()) return true;
   Range::Use left{place.offset, upper, {}};
   const auto wait = [this, stream, &left](const std::vector<std::int32_t>& marks) {
     for (std::int32_t mark : marks) {
@@ -250,7 +306,7 @@ bool Device::order(Range& range, const Place& place, std::int64_t upper, std::in
       if (!hardware_->marks.wait(stream, mark)) left.marks.push_back(mark);
     }
   };
-  wait(place.after);
+  wait(after);
   if (!range.uses.empty()) {
     hardware_->marks.poll();
     forget_passed(range);
@@ -264,8 +320,7 @@ bool Device::order(Range& range, const Place& place, std::int64_t upper, std::in
 }
 
 bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
-  if (range.pages == nullptr && !make_pages(range)) return false;
-  if (range.pages->ready(lower, upper)) return true;
+  if (range.pages == nullptr && !range.make_pages(*hardware_)) return false;
   make_room(range.pages->missing(lower, upper));
   if (range.pages->ensure(lower, upper)) return true;
   ++retries_;
@@ -338,7 +393,7 @@ std::string Device::load(std::shared_ptr<const Plan> plan, bool in_round) {
   if (hardware_ != nullptr && hardware_->page == 0) {
     return "this device cannot map memory in pages, which an arena needs";
   }
-  if (hardware_ != nullptr && !make_pages(*range)) return "no addresses are left for an arena";
+  if (hardware_ != nullptr && !range->make_pages(*hardware_)) return "no addresses are left for an arena";
   retire();
   current_ = std::move(range);
   if (hardware_ != nullptr) {
@@ -359,11 +414,12 @@ void Device::set_mark(const Plan& plan, bool in_round) {
   std::vector<std::pair<std::int64_t, std::int64_t>> unplaced[2];
   for (std::int32_t at = in_round ? plan.prologue() : 0; at < plan.size(); ++at) {
     const Row& row = plan.row(at);
+    const Life& life = plan.life(at);
     if (row.offset < 0 && row.space < 0) {
       const std::int64_t size = rounded(row.bytes);
       auto& changes = unplaced[size > caching::kSmallRequest ? 1 : 0];
-      changes.emplace_back(row.lower, size);
-      changes.emplace_back(row.upper, -size);
+      changes.emplace_back(life.lower, size);
+      changes.emplace_back(life.upper, -size);
     } else if (row.offset >= 0 && row.bytes > 0) {
       const auto last = static_cast<std::size_t>((row.offset + row.bytes - 1) / page);
       for (auto each = static_cast<std::size_t>(row.offset / page); each <= last; ++each) {
@@ -464,7 +520,7 @@ void Device::record(std::int64_t most) {
   const std::lock_guard guard(lock_);
   recorder_.start(most);
   std::vector<Owner*> alive;
-  owners_.for_each([&alive](Owner& owner) { alive.push_back(&owner); });
+  for_each_owner([&alive](Owner& owner) { alive.push_back(&owner); });
   std::sort(alive.begin(), alive.end(),
             [](const Owner* a, const Owner* b) { return a->serial < b->serial; });
   for (Owner* owner : alive) {

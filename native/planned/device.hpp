@@ -25,8 +25,12 @@ struct Range {
     std::vector<std::int32_t> marks;
   };
 
-  Range(std::shared_ptr<const Plan> the_plan, bool in_round)
-      : plan(std::move(the_plan)), arena(plan, in_round) {}
+  Range(std::shared_ptr<const Plan> the_plan, bool in_round);
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  // False where no addresses are left.
+  bool make_pages(Hardware& hardware);
 
   // Whether any of [lower, upper), which may end beyond the arena, is in use.
   Pages::InUse in_use() const {
@@ -35,14 +39,24 @@ struct Range {
       return lower < end && arena.in_use(lower, end);
     };
   }
-  bool holds(std::uint64_t address) const {
-    return pages != nullptr && address >= pages->base() &&
-           address < pages->base() + static_cast<std::uint64_t>(pages->bytes());
+  bool holds(std::uint64_t address) const { return address - base < extent; }
+  // Who has the planned place that begins there; null where nobody has.
+  Owner* holder(std::uint64_t address) {
+    if (!holds(address)) return nullptr;
+    const std::int32_t cell = plan->cell_at(static_cast<std::int64_t>(address - base));
+    if (cell < 0) return nullptr;
+    Owner& owner = holders[static_cast<std::size_t>(cell)];
+    return owner.address == address ? &owner : nullptr;
+  }
+  bool ready(std::int64_t lower, std::int64_t upper) const {
+    return pages != nullptr && pages->ready(lower, upper);
   }
 
   std::shared_ptr<const Plan> plan;
   Arena arena;
-  std::unique_ptr<Pages> pages;  // Null until the first place is taken.
+  std::unique_ptr<Pages> pages;          // Null until the first place is taken.
+  std::uint64_t base = 0, extent = 0;    // Its addresses; no extent without pages.
+  std::vector<Owner> holders;            // Of planned places, by their first cell.
   std::deque<Use> uses;
   std::int64_t live = 0;  // Places in use.
 };
@@ -98,14 +112,26 @@ class Device {
   void* serve(std::int64_t bytes, std::int32_t stream);
   void* fall_back(std::int64_t bytes, std::int32_t stream);
   void out_of_memory(std::int64_t bytes, std::int32_t stream);
+  // The owner of what begins at the address.
+  Owner* find(std::uint64_t address) {
+    if (current_ != nullptr) {
+      if (Owner* owner = current_->holder(address)) return owner;
+    }
+    return retired_.empty() ? owners_.find(address) : find_anywhere(address);
+  }
+  Owner* find_anywhere(std::uint64_t address);
+  template <typename Visit>
+  void for_each_owner(Visit visit);
+  Owner& new_owner(Range& range, const Place& place);
   void admit(Owner& owner, std::int64_t bytes, std::int32_t stream);
+  void note_free(const Owner& owner);
 
-  bool make_pages(Range& range);
   bool order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream);
   bool map(Range& range, std::int64_t lower, std::int64_t upper);
   void make_room(std::int64_t bytes);
   void set_mark(const Plan& plan, bool in_round);
-  void take_back(const Owner& owner);
+  void take_back(Owner& owner);
+  void leave_uses(Range& range, const Owner& owner);
   void release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream);
   void forget_passed(Range& range);
 
@@ -120,22 +146,21 @@ class Device {
   const int number_;
   Lock lock_;
   std::unique_ptr<Hardware> hardware_;  // Null until the first request.
-  std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there,
-  std::vector<int> peers_;                 // as these.
-  Owners owners_;
-  std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
-  std::unique_ptr<Range> current_;  // Of the plan; null without one.
+  std::unique_ptr<Range> current_;      // Of the plan; null without one.
   std::vector<std::unique_ptr<Range>> retired_;  // Of plans before; some places are in use.
+  std::int64_t serial_ = 0, frees_ = 0, hits_ = 0, dynamic_ = 0, adopted_ = 0, misses_ = 0;
+  Counted::Amount allocated_, requested_, fallback_;
+  Recorder recorder_;
+  Owners owners_;  // Of all but planned places.
+  std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
   // Reserved memory that the plan takes; more is taken only when nothing unused can be given back.
   std::int64_t mark_ = 0;
   // Given back for it since request `lap_begin_`.
   std::int64_t lap_begin_ = 0, lap_given_ = 0;
-  Recorder recorder_;
-
-  Counted::Amount allocated_, requested_, fallback_;
-  std::int64_t serial_ = 0, frees_ = 0, hits_ = 0, dynamic_ = 0, adopted_ = 0, misses_ = 0;
   std::int64_t resyncs_ = 0;  // Of plans before.
   std::int64_t retries_ = 0, ooms_ = 0;
+  std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there,
+  std::vector<int> peers_;                 // as these.
 };
 
 }  // namespace memplan::planned

@@ -12,8 +12,10 @@ namespace memplan::planned {
 namespace {
 
 constexpr std::int64_t kMaxRequests = 4'000'000;
+constexpr std::int64_t kMaxStreams = 1 << 14;
 constexpr std::int64_t kMaxSpaces = 1 << 16;
 constexpr std::int64_t kMaxBytes = std::int64_t{1} << 48;
+constexpr std::int64_t kMaxArena = kBlock << 32;  // `Plan::Start` counts blocks in 32 bits.
 constexpr std::int64_t kMaxClock = std::int64_t{1} << 40;
 
 [[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
@@ -42,8 +44,9 @@ std::uint64_t mixed(std::uint64_t value) {
 Plan::Plan(const memplan_plan& columns) {
   read(columns);
   read_spaces(columns);
-  number_streams();
+  number_streams(columns);
   cut();
+  find_starts();
   find_shared();
   find_moments();
   find_phases();
@@ -56,11 +59,12 @@ void Plan::read(const memplan_plan& c) {
   check("prologue", c.prologue, 0, c.requests);
   check("start", c.start, 0, kMaxClock);
   check("clock", c.clock, 1, kMaxClock);
-  check("arena", c.arena_bytes, kBlock, kMaxBytes);
+  check("arena", c.arena_bytes, kBlock, kMaxArena);
   check("number of phases", c.phases, 0, kMaxRequests);
   check("number of spaces", c.spaces, 0, kMaxSpaces + 1);
   const std::int64_t end = c.start + c.clock;
   rows_.reserve(static_cast<std::size_t>(c.requests));
+  lives_.reserve(static_cast<std::size_t>(c.requests));
   for (std::int64_t at = 0; at < c.requests; ++at) {
     check("bytes", at, c.bytes[at], 0, kMaxBytes);
     check("stream", at, c.stream[at], 0, std::int64_t{1} << 31);
@@ -77,12 +81,9 @@ void Plan::read(const memplan_plan& c) {
     Row row{};
     row.bytes = c.bytes[at];
     row.offset = placed ? c.offset[at] : -1;
-    row.lower = c.lower[at];
-    row.upper = c.upper[at];
-    row.stream = static_cast<std::int32_t>(c.stream[at]);
-    row.phase = static_cast<std::int32_t>(c.phase[at]);
     row.space = static_cast<std::int32_t>(c.space[at]);
     rows_.push_back(row);
+    lives_.push_back({c.lower[at], c.upper[at], 0, static_cast<std::int32_t>(c.phase[at])});
   }
   prologue_ = static_cast<std::int32_t>(c.prologue);
   start_ = c.start;
@@ -114,11 +115,12 @@ void Plan::read_spaces(const memplan_plan& c) {
 }
 
 // Streams of the trace by the order of their first use, as those of the job will be.
-void Plan::number_streams() {
-  std::unordered_map<std::int32_t, std::int32_t> number{{0, 0}};
-  for (Row& row : rows_) {
-    const auto next = static_cast<std::int32_t>(number.size());
-    row.stream = number.emplace(row.stream, next).first->second;
+void Plan::number_streams(const memplan_plan& c) {
+  std::unordered_map<std::int64_t, std::int16_t> number{{0, std::int16_t{0}}};
+  for (std::int64_t at = 0; at < c.requests; ++at) {
+    const auto next = static_cast<std::int16_t>(number.size());
+    rows_[static_cast<std::size_t>(at)].stream = number.emplace(c.stream[at], next).first->second;
+    check("number of streams", static_cast<std::int64_t>(number.size()), 0, kMaxStreams + 1);
   }
 }
 
@@ -146,11 +148,22 @@ void Plan::cut() {
   for (const auto& [lower, upper] : ranges_) {
     space_cells_.emplace_back(cell_from(lower), cell_from(upper));
   }
-  by_edge_.assign(std::bit_ceil(2 * edges_.size()), -1);
-  for (std::int32_t cell = 0; cell < cells(); ++cell) {
-    std::size_t slot = mixed(static_cast<std::uint64_t>(edge(cell))) & (by_edge_.size() - 1);
-    while (by_edge_[slot] >= 0) slot = (slot + 1) & (by_edge_.size() - 1);
-    by_edge_[slot] = cell;
+}
+
+void Plan::find_starts() {
+  std::vector<std::int32_t> firsts;
+  for (const Row& row : rows_) {
+    if (row.first >= 0) firsts.push_back(row.first);
+  }
+  std::sort(firsts.begin(), firsts.end());
+  firsts.erase(std::unique(firsts.begin(), firsts.end()), firsts.end());
+  by_offset_.resize(std::bit_ceil(2 * firsts.size() + 2));
+  shift_ = 64 - std::countr_zero(by_offset_.size());
+  for (const std::int32_t cell : firsts) {
+    const auto key = static_cast<std::uint32_t>(edge(cell) / kBlock);
+    std::size_t slot = home(key);
+    while (by_offset_[slot].cell >= 0) slot = (slot + 1) & (by_offset_.size() - 1);
+    by_offset_[slot] = {key, cell};
   }
 }
 
@@ -191,10 +204,10 @@ void Plan::find_shared() {
 void Plan::find_moments() {
   std::int64_t latest = 0;
   for (std::int32_t at = 0; at < size(); ++at) {
-    Row& one = rows_[static_cast<std::size_t>(at)];
+    Life& one = lives_[static_cast<std::size_t>(at)];
     one.moment = latest = std::max(latest, one.lower);
-    sizes_.push_back(one.bytes);
-    if (at >= prologue_ && one.first >= 0 && one.lower < latest) early_.push_back(at);
+    sizes_.push_back(row(at).bytes);
+    if (at >= prologue_ && row(at).first >= 0 && one.lower < latest) early_.push_back(at);
   }
   std::sort(sizes_.begin(), sizes_.end());
   sizes_.erase(std::unique(sizes_.begin(), sizes_.end()), sizes_.end());
@@ -202,8 +215,8 @@ void Plan::find_moments() {
 
 void Plan::find_phases() {
   for (std::int32_t at = 0; at < size(); ++at) {
-    const std::int32_t phase = row(at).phase;
-    if (at > 0 && row(at - 1).phase == phase) continue;
+    const std::int32_t phase = life(at).phase;
+    if (at > 0 && life(at - 1).phase == phase) continue;
     if (at > 0) boundaries_.push_back(at);
     if (phase >= 0) begins_[static_cast<std::size_t>(phase)].push_back(at);
   }
@@ -231,15 +244,6 @@ std::int64_t Plan::phase_end(std::int32_t at) const {
 std::int32_t Plan::cell_of(std::int64_t offset) const {
   const auto found = std::upper_bound(edges_.begin(), edges_.end(), offset);
   return static_cast<std::int32_t>(found - edges_.begin()) - 1;
-}
-
-std::int32_t Plan::cell_at(std::int64_t offset) const {
-  std::size_t slot = mixed(static_cast<std::uint64_t>(offset)) & (by_edge_.size() - 1);
-  while (by_edge_[slot] >= 0) {
-    if (edge(by_edge_[slot]) == offset) return by_edge_[slot];
-    slot = (slot + 1) & (by_edge_.size() - 1);
-  }
-  return -1;
 }
 
 std::int32_t Plan::cell_from(std::int64_t offset) const {

@@ -47,7 +47,7 @@ Match Sequence::align(std::int64_t bytes, std::int32_t stream) {
   const bool known = plan_.knows(bytes);
   for (const Hypothesis& one : live_) take(one, bytes, stream, known);
   recent_ <<= 1;
-  look_around();
+  look_around(bytes, stream);
   settle();
   if (best_.row < 0 || !best_.equal) {
     recent_ |= 1;
@@ -103,7 +103,7 @@ void Sequence::take(const Hypothesis& from, std::int64_t bytes, std::int32_t str
 }
 
 // Where the plan reads like the last requests: places ahead come first.
-void Sequence::look_around() {
+void Sequence::look_around(std::int64_t bytes, std::int32_t stream) {
   if (std::popcount(recent_) < kLost) return;
   std::uint64_t last[Plan::kGram];
   std::copy(marks_.begin(), marks_.end(), last);
@@ -116,6 +116,8 @@ void Sequence::look_around() {
     if (from == places.end()) from = places.begin();
     const std::int32_t next = from->second;
     const std::int32_t row = next == 0 ? plan_.size() - 1 : next - 1;
+    // Grams are hashed.
+    if (plan_.row(row).bytes != bytes || plan_.row(row).stream != stream) continue;
     keep({next, cheapest + kElsewhere, 1.0F, row, true});
   }
 }
@@ -156,8 +158,8 @@ void Sequence::enter_phase(std::int32_t phase) {
   if (begins.empty()) return;
   const bool before_round = best_.next < plan_.prologue();
   const std::int32_t last = best_.next == 0 ? 0 : best_.next - 1;
-  if (in_step_ && (before_round || plan_.row(best_.next).phase == phase ||
-                   plan_.row(last).phase == phase)) {
+  if (in_step_ && (before_round || plan_.life(best_.next).phase == phase ||
+                   plan_.life(last).phase == phase)) {
     return;
   }
   auto from = std::lower_bound(begins.begin(), begins.end(), best_.next);

@@ -8,7 +8,7 @@
 
 namespace memplan::planned {
 
-// The request of the plan that one of the job is.
+// The request of the plan that one of the job is, on the same stream.
 struct Match {
   std::int32_t row = -1;  // -1: the plan has none for it.
   bool equal = false;     // In bytes; else it is that row in another size.
@@ -55,7 +55,7 @@ class Sequence {
   void keep(const Hypothesis& one);
   void leave_out();
   void take(const Hypothesis& from, std::int64_t bytes, std::int32_t stream, bool known);
-  void look_around();
+  void look_around(std::int64_t bytes, std::int32_t stream);
   void settle();
   bool won() const;
 

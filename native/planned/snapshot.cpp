@@ -33,9 +33,12 @@ void Device::list_arena(Range& range, std::vector<memplan_block>& blocks) {
   owners_.for_each([&](const Owner& owner) {
     if (owner.range == &range) owners.push_back(&owner);
   });
+  for (const Owner& owner : range.holders) {
+    if (owner.address != 0) owners.push_back(&owner);
+  }
   std::sort(owners.begin(), owners.end(),
             [](const Owner* a, const Owner* b) { return a->address < b->address; });
-  const auto base = static_cast<std::int64_t>(range.pages->base());
+  const auto base = static_cast<std::int64_t>(range.base);
   auto next = owners.begin();
   range.pages->for_each_run([&](std::int64_t lower, std::int64_t upper) {
     const std::int64_t segment = blocks.empty() ? 0 : blocks.back().segment + 1;
