@@ -21,7 +21,7 @@ _INSTALLED = tuple(
 
 
 @functools.cache
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
     return file.startswith("<frozen") or str(Path(file).resolve()).startswith(_INSTALLED)
 
 
@@ -29,8 +29,8 @@ def is_of_user(thing: types.FunctionType | types.ModuleType) -> bool:
     """Whether it is code that the user wrote, not a library that is installed."""
     if isinstance(thing, types.ModuleType):
         file = getattr(thing, "__file__", None)
-        return (file is not None and not _is_installed(file)) or thing is sys.modules["__main__"]
-    return not _is_installed(thing.__code__.co_filename)
+        return (file is not None and not is_installed(file)) or thing is sys.modules["__main__"]
+    return not is_installed(thing.__code__.co_filename)
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

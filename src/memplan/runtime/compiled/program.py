@@ -50,6 +50,8 @@ class By(StrEnum):
 
     ATTRIBUTE = "attribute"
     ITEM = "item"
+    ITEM_OF_ITEM = "item of item"
+    """`owner[key[0]][key[1]]`: of a tuple in a dict; it cannot be replaced."""
     ARGUMENT = "argument"
     """`key` is the leaf's number in `tree_flatten((args, kwargs))`; `owner` is None."""
     HELD = "held"
@@ -72,6 +74,8 @@ class Place:
             return getattr(self.owner, self.key)
         if self.by is By.ITEM:
             return self.owner[self.key]
+        if self.by is By.ITEM_OF_ITEM:
+            return self.owner[self.key[0]][self.key[1]]
         return arguments[self.key] if self.by is By.ARGUMENT else self.owner
 
     def write(self, value: Any) -> None:
@@ -118,10 +122,21 @@ class Input:
 
 @dataclass(frozen=True)
 class Pin:
-    """A Python value that the captured step branched on: another one needs another program."""
+    """A Python number that the captured step branched on: the program serves while it holds."""
 
     place: Place
     value: Any
+    """When captured."""
+    test: tuple[Callable[[Any, Any], Any], Any] | None = None
+    """A comparison and what it compares with, where that alone was asked for."""
+
+    def holds(self) -> bool:
+        """Whether the step would take the same branch now."""
+        value = self.place.read()
+        if self.test is None:
+            return bool(value == self.value)
+        compare, other = self.test
+        return bool(compare(value, other)) == bool(compare(self.value, other))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,131 @@
+"""What a recorded step left behind, and the program made from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from memplan.runtime.compiled.lifting import Before
+from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.program import (
+    Gradient,
+    Kind,
+    Leaf,
+    Place,
+    Rebound,
+    StepProgram,
+    facts_of,
+)
+from memplan.runtime.compiled.recording import Recorder
+from memplan.runtime.compiled.scalars import Symbolic, scalar_of
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class _Outputs:
+    """The graph's outputs, each node once."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[fx.Node, int] = {}
+
+    def number(self, node: fx.Node) -> int:
+        return self.nodes.setdefault(node, len(self.nodes))
+
+
+def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
+    """The program of a step that was recorded to its end. Raises NotCapturable."""
+    outputs = _Outputs()
+    gradients, frees = _gradients(recorder, before, outputs)
+    rebound = _rebound(recorder, before, outputs)
+    leaves, spec = pytree.tree_flatten(result)
+    result_leaves = [_leaf(recorder, leaf, outputs) for leaf in leaves]
+    graph = recorder.graph
+    graph.output(tuple(outputs.nodes))
+    _drop_unused(recorder)
+    graph.lint()
+    module = fx.GraphModule(nn.Module(), graph, "Step")
+    return StepProgram(
+        graph_module=module,
+        inputs=recorder.inputs,
+        storages=recorder.storages,
+        frees=frees,
+        gradients=gradients,
+        rebound=rebound,
+        pins=list(recorder.pins.values()),
+        result_spec=spec,
+        result_leaves=result_leaves,
+        result_name=type(result).__name__,
+    )
+
+
+def _gradients(
+    recorder: Recorder, before: Before, outputs: _Outputs
+) -> tuple[list[Gradient], list[Place]]:
+    gradients, frees = [], []
+    for place, was in before.gradients:
+        now = place.read()
+        if was is not None and was.is_now(now):
+            continue
+        if was is not None:
+            frees.append(place)
+        if now is None:
+            if was is not None:
+                gradients.append(Gradient(place, None))
+            continue
+        gradients.append(Gradient(place, outputs.number(recorder.node_of(now))))
+    return gradients, frees
+
+
+def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebound]:
+    rebound = []
+    for kind, place, was in before.tensors:
+        try:
+            now = place.read()
+        except (KeyError, AttributeError, IndexError):
+            now = None
+        if was.is_now(now):
+            continue
+        if not isinstance(now, torch.Tensor) or kind in (Kind.PARAMETER, Kind.REACHED):
+            raise NotCapturable(
+                f"{place.path} is replaced in the step", "", "write it in place: copy_, add_"
+            )
+        rebound.append(Rebound(place, outputs.number(recorder.node_of(now))))
+    for name in before.new_state():
+        raise NotCapturable(
+            f"the optimizer made {name} in this step", "", "let one plain step come first"
+        )
+    return rebound
+
+
+def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad and not recorder.went_backward:
+            raise NotCapturable(
+                "it returns a tensor to call backward on", "", "call backward inside the step"
+            )
+        return Leaf(outputs.number(recorder.node_of(leaf)))
+    if isinstance(leaf, Symbolic):
+        scalar = scalar_of(leaf)
+        if scalar is not None:
+            if scalar.node is None:
+                return Leaf(None, scalar.value)
+            return Leaf(outputs.number(scalar.node))
+    if isinstance(leaf, _PLAIN):
+        return Leaf(None, leaf)
+    raise NotCapturable(
+        f"it returns a {type(leaf).__name__}", "", "return tensors, numbers, tuples or dicts"
+    )
+
+
+def _drop_unused(recorder: Recorder) -> None:
+    """Views and numbers that nothing needs, and inputs that only they needed."""
+    for node in reversed(recorder.graph.nodes):
+        if node.op == "output" or node.users:
+            continue
+        if node.op == "placeholder" or facts_of(node).free or recorder.is_item(node):
+            recorder.graph.erase_node(node)
+    kept = {node.name for node in recorder.graph.nodes if node.op == "placeholder"}
+    recorder.inputs[:] = [one for one in recorder.inputs if one.name in kept]

@@ -1,0 +1,87 @@
+"""Captures a training step: one plain step is recorded and becomes a `StepProgram`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from memplan.runtime.compiled.after import finish
+from memplan.runtime.compiled.constructs import Constructs, Hyperparameters
+from memplan.runtime.compiled.lifting import Places
+from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.program import RecordedStep, StepProgram
+from memplan.runtime.compiled.recording import Recorder
+from memplan.runtime.compiled.scalars import Symbolic, scalar_of
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def record_step(
+    train_step: Callable[..., Any],
+    *,
+    model: nn.Module,
+    optimizer: Optimizers,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> RecordedStep:
+    """Runs one step for real, with all its effects, and records it.
+
+    The optimizer's state must be there already: a step came before. What the step raises is raised
+    as it is. Where the step turns out not to be capturable it still runs to its end.
+    """
+    kwargs = kwargs or {}
+    optimizers = optimizers_of(optimizer)
+    arguments = pytree.tree_leaves((args, kwargs))
+    places = Places(train_step, model, optimizers, arguments)
+    recorder = Recorder(places)
+    before = places.look()
+    with Hyperparameters(recorder, optimizers), Constructs(recorder) as constructs, recorder:
+        result = train_step(*args, **kwargs)
+    program = None
+    if recorder.refusal is None:
+        try:
+            program = finish(recorder, before, result)
+            program.effects.extend(constructs.effects)
+        except NotCapturable as refusal:
+            recorder.refuse(refusal)
+    return RecordedStep(_numbers(result), program, recorder.refusal)
+
+
+def capture_step(
+    train_step: Callable[..., Any],
+    *,
+    model: nn.Module,
+    optimizer: Optimizers,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> StepProgram:
+    """Runs the step twice for real, and gives the second one as a program. The model may be fake.
+
+    Raises NotCapturable, with the construct and the line, where there is none.
+    """
+    train_step(*args, **(kwargs or {}))
+    recorded = record_step(train_step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
+    if recorded.program is None:
+        assert recorded.refusal is not None
+        raise recorded.refusal
+    return recorded.program
+
+
+def optimizers_of(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
+def _numbers(result: Any) -> Any:
+    """A result with plain numbers."""
+
+    def plain(leaf: Any) -> Any:
+        scalar = scalar_of(leaf) if isinstance(leaf, Symbolic) else None
+        return leaf if scalar is None else scalar.value
+
+    return pytree.tree_map(plain, result)

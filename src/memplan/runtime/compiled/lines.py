@@ -1,0 +1,26 @@
+"""Which line of the user's code is running."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from memplan.runtime.compiled.code_lines import is_installed
+
+_OURS = str(Path(__file__).parents[2])
+
+
+@functools.cache
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(_OURS) and not is_installed(file)
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame of the user's code; empty where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_of_user(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -1,0 +1,232 @@
+"""Python numbers that a step computes from tensors and hyperparameters, recorded as graph nodes.
+
+`tensor.item()` gives a `torch.SymFloat`, `SymInt` or `SymBool` whose node is a `Scalar`: it knows
+its value, and arithmetic on it becomes nodes that do the same arithmetic on Python numbers. So what
+Adam computes from its step count is computed anew at each step, in the same doubles. Where the
+value itself gets out (a branch, a conversion, a format), the recorder is told.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx.experimental.sym_node  # installs the arithmetic of torch.SymFloat
+from torch import fx
+
+Symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)
+Number = float | int | bool
+
+
+class Recorder(Protocol):
+    """Who is told, as seen from here."""
+
+    def arithmetic(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+        """A node that calls `function` on numbers and nodes of numbers."""
+
+    def escaped(self, scalar: Scalar, how: str) -> None:
+        """The value of `scalar` was asked for, by a branch or a conversion."""
+
+
+class Scalar:
+    """A number with its node; what `torch.SymFloat` calls a `SymNode`."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        value: Number,
+        node: fx.Node | None,
+        places: frozenset[int] = frozenset(),
+        measured: bool = False,
+        test: tuple[Callable[..., Any], Number] | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.value = value
+        self.node = node
+        """None: a constant."""
+        self.places = places
+        """Inputs (by number) that are Python numbers and that it depends on."""
+        self.measured = measured
+        """Whether it depends on the content of a tensor."""
+        self.test = test
+        """Of a bool: how an input itself was compared, and with what."""
+
+    # What PyTorch asks of a node
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> int | None:
+        return None
+
+    def maybe_as_float(self) -> float | None:
+        return None
+
+    def maybe_as_bool(self) -> bool | None:
+        return None
+
+    def nested_int(self) -> None:
+        return None
+
+    def constant_int(self) -> None:
+        return None
+
+    def constant_bool(self) -> None:
+        return None
+
+    def has_hint(self) -> bool:
+        return True
+
+    def wrap_int(self, value: int) -> Scalar:
+        return Scalar(self.recorder, int(value), None)
+
+    def wrap_float(self, value: float) -> Scalar:
+        return Scalar(self.recorder, float(value), None)
+
+    def wrap_bool(self, value: bool) -> Scalar:
+        return Scalar(self.recorder, bool(value), None)
+
+    def clone(self) -> Scalar:
+        return self
+
+    # Where the value gets out
+
+    def _escape(self, how: str) -> Number:
+        if self.node is not None:
+            self.recorder.escaped(self, how)
+        return self.value
+
+    def guard_int(self, file: str, line: int) -> int:
+        return int(self._escape("a number read from a tensor used as a Python int"))
+
+    def guard_float(self, file: str, line: int) -> float:
+        return float(self._escape("a number read from a tensor used as a Python float"))
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return bool(self._escape("a branch on the value of a tensor"))
+
+    guard_size_oblivious = guard_bool
+    guard_or_false = guard_bool
+    guard_or_true = guard_bool
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """`torch._check`: it raises where it fails and decides nothing else."""
+        return bool(self.value)
+
+    def expect_size(self, file: str, line: int) -> bool:
+        return self.guard_int(file, line) >= 0
+
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
+    def int_(self) -> int:
+        return self.guard_int("", 0)
+
+    def __str__(self) -> str:
+        return repr(self._escape("a number read from a tensor turned into text"))
+
+    str = _graph_repr = __str__
+
+    def __repr__(self) -> str:
+        return f"Scalar({self.value}, {self.node})"
+
+
+def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scalar:
+    value = function(*(operand.value for operand in operands))
+    if isinstance(value, complex):
+        raise TypeError("complex numbers are not recorded")
+    first = operands[0]
+    recorder = next((o.recorder for o in operands if o.node is not None), first.recorder)
+    if all(operand.node is None for operand in operands):
+        return Scalar(recorder, value, None)
+    arguments = tuple(o.value if o.node is None else o.node for o in operands)
+    test = None
+    if len(operands) == 2 and isinstance(value, bool):
+        one, two = operands
+        if one.node is not None and one.node.op == "placeholder" and two.node is None:
+            test = function, two.value
+    return Scalar(
+        recorder,
+        value,
+        recorder.arithmetic(function, arguments),
+        frozenset[int]().union(*(operand.places for operand in operands)),
+        any(operand.measured for operand in operands),
+        test,
+    )
+
+
+def _define(name: str, function: Callable[..., Any]) -> None:
+    def method(self: Scalar, *others: Scalar) -> Scalar:
+        return _result(function, (self, *others))
+
+    method.__name__ = name
+    setattr(Scalar, name, method)
+
+
+def sym_min(one: Number, two: Number) -> Number:
+    return min(one, two)
+
+
+def sym_max(one: Number, two: Number) -> Number:
+    return max(one, two)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "neg", "pos", "abs")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **dict.fromkeys(("truediv", "float_truediv", "int_truediv"), operator.truediv),
+    **dict.fromkeys(("floordiv", "int_floordiv"), operator.floordiv),
+    **dict.fromkeys(("pow", "float_pow", "pow_by_natural"), operator.pow),
+    "and_": operator.and_,
+    "or_": operator.or_,
+    "sym_and": operator.and_,
+    "sym_or": operator.or_,
+    "sym_not": operator.not_,
+    "sym_float": float,
+    "sym_min": sym_min,
+    "sym_max": sym_max,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "sym_sqrt": math.sqrt,
+    "sym_log2": math.log2,
+    **{f"sym_{n}": getattr(math, n) for n in ("cos", "sin", "tan", "cosh", "sinh", "tanh", "exp")},
+}
+for _name, _function in _FUNCTIONS.items():
+    if not hasattr(Scalar, _name):
+        _define(_name, _function)
+
+
+def symbolic(scalar: Scalar) -> Any:
+    """What the step's Python gets."""
+    if scalar.is_bool():
+        return torch.SymBool(scalar)
+    return torch.SymInt(scalar) if scalar.is_int() else torch.SymFloat(scalar)
+
+
+def scalar_of(value: Any) -> Scalar | None:
+    """The Scalar in a symbolic number, or in a tensor that stands for one."""
+    if isinstance(value, torch.Tensor):
+        value = getattr(value, "_wrapped_number", None)
+    if isinstance(value, Symbolic):
+        node = value.node
+        return node if isinstance(node, Scalar) else None
+    return None
