@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "caching/replay.hpp"
+#include "order/bindings.hpp"
 #include "order/min_cut_bindings.hpp"
 #include "packing/bindings.hpp"
 #include "planned/bindings.hpp"
@@ -153,6 +154,7 @@ NB_MODULE(_native, m) {
         "aux"_a, "segments"_a, "blocks"_a, "settings"_a, "storages"_a, "device_index"_a,
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
+  memplan::order::bind(m);
   memplan::order::bind_min_cut(m);
   memplan::packing::bind(m);
   memplan::planned::bind(m);

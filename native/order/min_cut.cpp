@@ -108,12 +108,21 @@ MinCut::MinCut(const Graph& graph)
   }
 }
 
-std::int64_t MinCut::solve(Op op) {
+std::int64_t MinCut::solve(Op op, std::span<const Op> also_before,
+                           std::span<const Op> also_after) {
   std::fill(side_.begin(), side_.end(), Side::kOpen);
   std::fill(node_.begin(), node_.end(), -1);
   network_.clear(2);
   entries_.clear();
   fixed_ = 0;
+  for (const Op other : also_before) {
+    side_[at(other)] = Side::kBefore;
+    mark(other, graph_->before, Side::kBefore);
+  }
+  for (const Op other : also_after) {
+    side_[at(other)] = Side::kAfter;
+    mark(other, graph_->after, Side::kAfter);
+  }
   mark(op, graph_->before, Side::kBefore);
   mark(op, graph_->after, Side::kAfter);
   side_[at(op)] = Side::kAfter;

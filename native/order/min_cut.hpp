@@ -20,6 +20,8 @@ class FlowNetwork {
   std::int32_t add_arc(std::int32_t from, std::int32_t to, std::int64_t capacity);
   // Augments what flows until it is most, or at least `enough`; returns by how much.
   std::int64_t run(std::int32_t source, std::int32_t sink, std::int64_t enough = kInfinite);
+  // After `run` let as much flow as can.
+  bool leads_to_sink(std::int32_t node) const { return level_[at(node)] >= 0; }
   std::int64_t flow(std::int32_t arc) const { return room_[at(arc) + 1]; }
 
  private:
@@ -55,8 +57,15 @@ class MinCut {
   // Throws std::invalid_argument where the values' bytes together are too many.
   explicit MinCut(const Graph& graph);
 
-  // Bytes alive beside the base and what `op` makes and takes for itself.
-  std::int64_t solve(Op op);
+  // Bytes alive beside the base and what `op` makes and takes for itself. Operators in
+  // `also_before` are to have run before it, those in `also_after` are not.
+  std::int64_t solve(Op op, std::span<const Op> also_before = {},
+                     std::span<const Op> also_after = {});
+  // After `solve`: whether the operator is in the set.
+  bool before(Op op) const {
+    if (side_[at(op)] != Side::kOpen) return side_[at(op)] == Side::kBefore;
+    return node_[at(op)] >= 0 && !network_.leads_to_sink(node_[at(op)]);
+  }
   // After `solve`: the flow that proves it, in zeroed columns.
   void flow(const FlowColumns& columns) const;
 
