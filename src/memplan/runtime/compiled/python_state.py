@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import eq
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _OPAQUE = (
     "unittest", "_pytest", "pytest", "pathlib", "re", "weakref", "ctypes", "memplan",
 )  # fmt: skip
 _TORCH_FOLLOWED = ("torch.nn", "torch.optim", "torch.amp", "torch.cuda.amp")
-_ITERATORS = (
+_ITERATORS: tuple[type, ...] = (
     types.GeneratorType, type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})),
     type(iter({}.values())), type(iter({}.items())), type(iter("")), enumerate, zip, map, filter,
 )  # fmt: skip
@@ -58,7 +59,7 @@ class Change:
 class _Node:
     """A container, and what it held."""
 
-    __slots__ = ("compare", "expected", "items", "quick", "read", "where")
+    __slots__ = ("compare", "expected", "items", "owner", "quick", "read", "where")
 
     def __init__(
         self,
@@ -66,10 +67,12 @@ class _Node:
         read: Callable[[], dict[Any, Any]],
         quick: Callable[[], Collection[Any]] | None = None,
         compare: Callable[[Any, Any], bool] = operator.is_,
+        owner: int = 0,
     ) -> None:
         """`read` gives its items now, as pairs of key and value; `quick` their values alone, in the
-        same order, where that takes less time."""
+        same order, where that takes less time. `owner`: the id of the dict itself, if it is one."""
         self.compare = compare
+        self.owner = owner
         self.where = where
         self.read = read
         self.quick = quick
@@ -107,11 +110,9 @@ class PythonState:
         self,
         step: Callable[..., Any],
         roots: dict[str, object],
-        without: frozenset[tuple[int, Any]] = frozenset(),
     ) -> None:
-        """`roots`: objects by the name that the user knows them by. `without`: items that may
-        change, by the id of their dict and their key."""
-        self._without = without
+        """`roots`: objects by the name that the user knows them by."""
+        self._may_change: set[tuple[int, Any]] = set()
         self._nodes: list[_Node] = []
         self._seen: set[int] = set()
         self._codes: list[types.CodeType] = []
@@ -124,6 +125,10 @@ class PythonState:
             self._visit(*self._queue.popleft())
         self._watch_modules()
 
+    def let_change(self, owner: object, key: object) -> None:
+        """The item of a dict is allowed to differ."""
+        self._may_change.add((id(owner), key))
+
     def changed(self, most: int = 1) -> list[Change]:
         """The first `most` differences between now and when this was made."""
         return list(islice(self._changes(), most))
@@ -133,6 +138,8 @@ class PythonState:
             if node.is_same():
                 continue
             for key, before, after in node.changes():
+                if (node.owner, key) in self._may_change:
+                    continue
                 name = key if isinstance(key, str) else node.where
                 yield Change(
                     _join(node.where, key),
@@ -170,7 +177,7 @@ class PythonState:
         elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
             self._add(where, partial(_iterator, value))
         elif not isinstance(value, (torch.Tensor, type, types.ModuleType)) and _is_followed(value):
-            self._add(where, partial(vars, value), vars(value).values)
+            self._add(where, lambda: vars(value), vars(value).values)
             self._class(where, type(value))
 
     def _add(
@@ -178,23 +185,19 @@ class PythonState:
         where: str,
         read: Callable[[], dict[Any, Any]],
         quick: Callable[[], Collection[Any]] | None = None,
+        owner: int = 0,
     ) -> None:
-        node = _Node(where, read, quick)
+        node = _Node(where, read, quick, owner=owner)
         self._nodes.append(node)
         self._queue.extend((_join(where, key), value) for key, value in node.items.items())
 
     def _dict(self, where: str, value: dict[Any, Any]) -> None:
-        skipped = {key for owner, key in self._without if owner == id(value)}
-        if skipped:
-            names = [key for key in value if key not in skipped]
-            self._add(where, partial(_some, value, names), partial(_some_values, value, names))
-        else:
-            self._add(where, partial(_by_key, value), value.values)
+        self._add(where, partial(_by_key, value), value.values, id(value))
 
     def _module(self, where: str, module: torch.nn.Module) -> None:
         own = vars(module)
         self._seen.update(id(own[key]) for key in _APART)
-        self._add(where, partial(vars, module), own.values)
+        self._add(where, lambda: own, own.values)
         self._add(where, partial(_by_key, own["_modules"]), own["_modules"].values)
         self._modules[where] = own
         self._class(where, type(module))
@@ -210,13 +213,25 @@ class PythonState:
             ("hooks", _hooks, lambda: [hook for held in hooks if held for hook in held.values()]),
         ):
             read_all = partial(_of_all, self._modules, read)
-            self._nodes.append(_Node(what, read_all, quick, operator.eq))
+            self._nodes.append(_Node(what, read_all, quick, eq))
 
     def _optimizer(self, where: str, optimizer: torch.optim.Optimizer) -> None:
+        own = vars(optimizer)
         self._seen.update((id(optimizer.state), id(optimizer.param_groups)))
-        self._add(where, partial(vars, optimizer), vars(optimizer).values)
+        self._add(where, lambda: own, own.values)
         self._add(f"{where}.param_groups", partial(_sequence, optimizer.param_groups))
         self._add(f"{where}.state", partial(_optimizer_state, optimizer))
+        for group in optimizer.param_groups:
+            held = group["params"]
+            self._seen.add(id(held))
+            self._nodes.append(
+                _Node(
+                    f"{where} (parameters)",
+                    partial(_ids_by_place, held),
+                    partial(_ids_in, held),
+                    eq,
+                )
+            )
 
     def _class(self, where: str, cls: type) -> None:
         """Methods of the user's own classes read globals and closures too."""
@@ -281,7 +296,7 @@ def _same(before: Any, after: Any) -> bool:
             _same(_held(value), after[key]) for key, value in before.items()
         )
     if isinstance(before, types.MethodType):
-        return before == after
+        return bool(before == after)
     if isinstance(before, float):
         return before == after or (before != before and after != after)
     if isinstance(before, (*_PLAIN, torch.Size, torch.dtype, torch.device, range, slice)):
@@ -322,7 +337,7 @@ def _iterator(value: Any) -> dict[Any, Any]:
 
 
 _HOOKS = tuple(key for key in vars(torch.nn.Module()) if "hooks" in key)
-_APART = (*_HOOKS, "_parameters", "_buffers", "_modules")
+_APART = (*_HOOKS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _of_all(
@@ -338,6 +353,14 @@ def _of_all(
 
 def _ids(own: dict[str, Any]) -> dict[str, Any]:
     return {name: id(item) for name, item in own["_parameters"].items()}
+
+
+def _ids_in(parameters: list[Any]) -> list[int]:
+    return [id(parameter) for parameter in parameters]
+
+
+def _ids_by_place(parameters: list[Any]) -> dict[Any, Any]:
+    return dict(enumerate(_ids_in(parameters)))
 
 
 def _names(own: dict[str, Any]) -> dict[str, Any]:

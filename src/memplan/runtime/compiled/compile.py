@@ -1,0 +1,280 @@
+"""`memplan.compile`: a training step, run as one graph in the order that needs the least memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from memplan.runtime.compiled.applied import AppliedProgram, OutOfMemoryUnharmed
+from memplan.runtime.compiled.capture import record_step
+from memplan.runtime.compiled.dependencies import operators
+from memplan.runtime.compiled.guards import Arguments, Gradients, Guards, current_settings
+from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.ordering import choose_order
+from memplan.runtime.compiled.program import Kind, StepProgram
+from memplan.runtime.compiled.python_state import Change, PythonState
+from memplan.runtime.compiled.refusals import check_model, check_optimizer, check_parameters
+from memplan.runtime.compiled.report import CompileReport, ProgramReport
+from memplan.runtime.compiled.side_effects import SideEffects
+from memplan.types.device import parse_size
+from memplan.types.errors import UsageError
+
+log = logging.getLogger("memplan")
+
+MOST_PROGRAMS = 8
+"""Sets of shapes and settings that are captured; steps unlike all of them run plainly."""
+_MOST_UNSETTLED = 3
+"""Steps in a row that change Python values, before the step is taken for one that always does."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def compile(
+    train_step: Callable[P, R],
+    *,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    budget: int | str | None = None,
+    order: bool = True,
+    deadline_seconds: float = 20.0,
+    seed: int = 0,
+) -> CompiledStep[P, R]:
+    """A function that does what `train_step` does, with less memory.
+
+    `train_step` runs one whole step: forward, backward and update. Its first call runs as it is,
+    the second one is recorded while it runs, and from the third on the recorded operators run in
+    the order that needs the least memory, each storage freed at its last use. Losses, gradients,
+    weights and optimizer state are the same bits as in the plain step. `order=False` leaves the
+    operators in their order. `budget`: bytes, or a size such as "8GiB", that the step's storages
+    (weights, gradients, optimizer state, inputs, activations) must not exceed; activations are
+    recomputed where that is needed. `deadline_seconds` is the longest that the search for an order
+    takes, once for each set of shapes, `seed` that of its random choices.
+
+    Steps with other shapes, settings or Python values are recorded anew, at most `MOST_PROGRAMS`
+    times. A step that cannot be a graph (it branches on a tensor's value, changes Python values,
+    ...) runs as it is, with one warning that names why and where.
+
+    Raises UsageError for what is no step, model, optimizer or budget; a call raises InfeasibleError
+    for a budget that cannot be met.
+    """
+    if not callable(train_step):
+        raise UsageError(f"{type(train_step).__name__} is no training step", "a function")
+    models = _all_of("model", model, torch.nn.Module)
+    optimizers = _all_of("optimizer", optimizer, torch.optim.Optimizer)
+    limit = parse_size(budget) if isinstance(budget, str) else budget
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
+    if not deadline_seconds >= 0:
+        raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
+    step = CompiledStep(train_step, models, optimizers, limit, order, deadline_seconds, seed)
+    step.model, step.optimizer = model, optimizer
+    return step
+
+
+def _all_of(what: str, given: Any, kind: type) -> tuple[Any, ...]:
+    items = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for item in items:
+        if not isinstance(item, kind):
+            raise UsageError(
+                f"{what}={type(item).__name__} is no {kind.__module__.split('.')[0]} "
+                f"{kind.__name__}",
+                f"the {what} that the step trains",
+            )
+    if not items:
+        raise UsageError(f"no {what}", f"the {what} that the step trains")
+    return items
+
+
+class CompiledStep(Generic[P, R]):
+    """A step as `compile` makes it. Call it as the step itself; `report()` says what it does."""
+
+    def __init__(
+        self,
+        step: Callable[P, R],
+        models: tuple[torch.nn.Module, ...],
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        budget: int | None,
+        order: bool,
+        deadline_seconds: float,
+        seed: int,
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._step = step
+        self._models, self._optimizers = models, optimizers
+        self._budget, self._order = budget, order
+        self._deadline, self._seed = deadline_seconds, seed
+        self._programs: list[AppliedProgram] = []
+        self._recomputed: dict[int, int] = {}
+        self._plain_calls = 0
+        self._unsettled = 0
+        self._fallback = ""
+        self.model: Any = models
+        self.optimizer: Any = optimizers
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._fallback:
+            return self._plainly(args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        different = ""
+        for place, applied in enumerate(self._programs):
+            why = applied.guards.before_reading(leaves, spec)
+            if not why:
+                values = applied.program.read(leaves)
+                why = applied.guards.of_inputs(values)
+            if not why:
+                if place:
+                    self._programs.insert(0, self._programs.pop(place))
+                return self._run(applied, values, args, kwargs)
+            different = different or why
+        return self._first_time(different, leaves, spec, args, kwargs)
+
+    def report(self) -> CompileReport:
+        """What has become of the step so far."""
+        return CompileReport(
+            [self._report_of(applied) for applied in self._programs],
+            self._plain_calls,
+            self._fallback,
+        )
+
+    def _report_of(self, applied: AppliedProgram) -> ProgramReport:
+        found = applied.ordering
+        return ProgramReport(
+            operators=found.operators,
+            plain_peak_bytes=found.program_peak_bytes,
+            ordered_peak_bytes=found.ordered_peak_bytes,
+            lower_bound_bytes=found.lower_bound_bytes,
+            order_seconds=found.seconds,
+            budget_bytes=self._budget,
+            calls=applied.calls,
+        )
+
+    # One call
+
+    def _run(
+        self, applied: AppliedProgram, values: list[Any], args: Any, kwargs: dict[str, Any]
+    ) -> R:
+        try:
+            result: R = applied.run(values)
+        except OutOfMemoryUnharmed as error:
+            self._give_up(f"out of memory in the compiled step ({error}); nothing was changed")
+            return self._plainly(args, kwargs)
+        return result
+
+    def _plainly(self, args: Any, kwargs: dict[str, Any]) -> R:
+        self._plain_calls += 1
+        return self._step(*args, **kwargs)
+
+    def _first_time(
+        self, different: str, leaves: list[Any], spec: TreeSpec, args: Any, kwargs: dict[str, Any]
+    ) -> R:
+        """A call unlike those that were captured."""
+        if len(self._programs) >= MOST_PROGRAMS:
+            self._give_up(
+                f"{MOST_PROGRAMS} kinds of steps have been captured and this is another one "
+                f"({different})",
+                "the same shapes in each call: pad, or drop the last batch",
+            )
+            return self._plainly(args, kwargs)
+        if not self._plain_calls:
+            try:
+                check_optimizer(self._optimizers)
+                check_model(self._models)
+            except NotCapturable as refusal:
+                self._refuse(refusal)
+            return self._plainly(args, kwargs)
+        if different:
+            log.warning("memplan: %s is captured again: %s", self._name, different)
+        return self._recorded(leaves, spec, args, kwargs)
+
+    def _recorded(self, leaves: list[Any], spec: TreeSpec, args: Any, kwargs: dict[str, Any]) -> R:
+        """A plain call, recorded."""
+        try:
+            for model in self._models:
+                check_parameters(model.named_parameters())
+        except NotCapturable as refusal:
+            self._refuse(refusal)
+            return self._plainly(args, kwargs)
+        state = self._python_state(leaves)
+        gradients = Gradients(p for model in self._models for p in model.named_parameters())
+        arguments, settings = Arguments(leaves, spec), current_settings()
+        self._plain_calls += 1
+        with SideEffects() as seen:
+            recorded = record_step(
+                self._step, model=self.model, optimizer=self.optimizer, args=args, kwargs=kwargs
+            )
+        refusal = recorded.refusal or seen.refusal
+        if recorded.program is None or refusal is not None:
+            assert isinstance(refusal, NotCapturable)
+            self._refuse(refusal)
+        elif changes := self._changes(state, recorded.program):
+            self._not_settled(changes[0])
+        else:
+            program = recorded.program
+            values = program.read(leaves)
+            guards = Guards(
+                program,
+                arguments=arguments,
+                state=state,
+                gradients=gradients,
+                settings=settings,
+                values=values,
+            )
+            del values
+            self._apply(program, guards)
+        result: R = recorded.result
+        return result
+
+    def _python_state(self, leaves: list[Any]) -> PythonState:
+        roots: dict[str, object] = {}
+        for kind, items in (("model", self._models), ("optimizer", self._optimizers)):
+            for place, item in enumerate(items):
+                roots[kind if len(items) == 1 else f"{kind}[{place}]"] = item
+        roots |= {f"argument {place}": leaf for place, leaf in enumerate(leaves)}
+        return PythonState(self._step, roots)
+
+    def _changes(self, state: PythonState, program: StepProgram) -> list[Change]:
+        for one in program.inputs:
+            if one.kind is Kind.SCALAR:
+                state.let_change(one.place.owner, one.place.key)
+        return state.changed()
+
+    def _apply(self, program: StepProgram, guards: Guards) -> None:
+        self._unsettled = 0
+        found = choose_order(
+            operators(program),
+            search=self._order,
+            deadline_seconds=self._deadline,
+            seed=self._seed,
+        )
+        self._programs.insert(0, AppliedProgram(program, guards, found))
+        log.info("memplan: %s: %s", self._name, self._report_of(self._programs[0]))
+
+    # Falling back
+
+    def _not_settled(self, change: Change) -> None:
+        self._unsettled += 1
+        if self._unsettled >= _MOST_UNSETTLED:
+            self._refuse(
+                NotCapturable(
+                    f"it changes {change.where} (from {change.before} to {change.after})",
+                    change.line,
+                    "keep such values in tensors, or change them outside the step",
+                )
+            )
+
+    def _refuse(self, refusal: NotCapturable) -> None:
+        self._give_up(refusal.message, refusal.hint)
+
+    def _give_up(self, why: str, hint: str = "") -> None:
+        self._programs.clear()
+        self._fallback = why
+        tail = f" (try: {hint})" if hint else ""
+        warnings.warn(f"memplan: {self._name} runs plainly: {why}{tail}", stacklevel=4)

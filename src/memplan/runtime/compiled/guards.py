@@ -1,0 +1,274 @@
+"""Whether a captured step is still the step that would run now.
+
+Each check names what differs, for the log line of a recompilation.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import TreeSpec
+
+from memplan.runtime.compiled.program import Geometry, Input, Kind, Place, StepProgram
+from memplan.runtime.compiled.python_state import PythonState
+from memplan.runtime.tape.functions import top_hooks
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLACED_BY_NUMBER = frozenset({"as_strided", "as_strided_", "as_strided_copy", "set_"})
+"""Ops that place a view by its offset in the storage."""
+
+
+def _kind_of_mode(mode: object) -> str:
+    return type(mode).__qualname__
+
+
+_SETTINGS: list[tuple[str, Callable[[], Any]]] = [
+    ("grad mode", torch.is_grad_enabled),
+    ("inference mode", torch.is_inference_mode_enabled),
+    ("autocast on the CPU", lambda: torch.is_autocast_enabled("cpu")),
+    ("autocast on CUDA", lambda: torch.is_autocast_enabled("cuda")),
+    ("autocast's type on the CPU", lambda: torch.get_autocast_dtype("cpu")),
+    ("autocast's type on CUDA", lambda: torch.get_autocast_dtype("cuda")),
+    ("deterministic algorithms", torch.get_deterministic_debug_mode),
+    ("the default dtype", torch.get_default_dtype),
+    ("mkldnn", torch._C._get_mkldnn_enabled),
+    ("cudnn", torch._C._get_cudnn_enabled),
+    ("cudnn.deterministic", torch._C._get_cudnn_deterministic),
+    ("flash attention", torch._C._get_flash_sdp_enabled),
+    ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled),
+    ("attention by plain math", torch._C._get_math_sdp_enabled),
+    ("attention by cuDNN", torch._C._get_cudnn_sdp_enabled),
+    ("anomaly detection", torch.is_anomaly_enabled),
+    ("hooks on saved tensors", lambda: top_hooks() is not None),
+    ("dispatch modes", lambda: tuple(map(_kind_of_mode, _get_current_dispatch_mode_stack()))),
+    ("function modes", lambda: tuple(map(_kind_of_mode, _get_current_function_mode_stack()))),
+]
+
+
+def current_settings() -> tuple[Any, ...]:
+    """Settings of PyTorch by which a step chooses what it computes, and how."""
+    return tuple([read() for _, read in _SETTINGS])
+
+
+class Arguments:
+    """The arguments that a step was captured with: tensors by their geometry, plain values by type
+    and value, other objects by identity."""
+
+    def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self._spec = spec
+        self._leaves = [_token(leaf) for leaf in leaves]
+
+    def difference(self, leaves: Sequence[Any], spec: TreeSpec) -> str:
+        """What is different, in words; empty where nothing is."""
+        if len(leaves) != len(self._leaves) or spec != self._spec:
+            return "the arguments are nested in another way"
+        for place, (leaf, before) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if (now := _token(leaf)) != before:
+                return f"argument {place} is {_words(now)} instead of {_words(before)}"
+        return ""
+
+
+def _token(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (
+            type(leaf), tuple(leaf.shape), _strides(leaf), leaf.dtype, leaf.device,
+            leaf.requires_grad,
+        )  # fmt: skip
+    if isinstance(leaf, float):
+        return float, leaf.hex()
+    if isinstance(leaf, _PLAIN):
+        return type(leaf), leaf
+    return _Same(leaf)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+class _Same:
+    """An object, by identity."""
+
+    __slots__ = ("_id", "_kept", "name")
+
+    def __init__(self, value: Any) -> None:
+        self.name = type(value).__name__
+        self._id = id(value)
+        try:
+            self._kept: Any = weakref.ref(value)
+        except TypeError:
+            self._kept = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._id == other._id and self._kept() is not None
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def _words(token: Any) -> str:
+    if isinstance(token, _Same):
+        return f"another {token.name}"
+    if len(token) == 2:
+        return repr(float.fromhex(token[1]) if token[0] is float else token[1])
+    _, shape, stride, dtype, device, requires_grad = token
+    text = f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}, strides {list(stride)}"
+    return text + (", requires grad" if requires_grad else "")
+
+
+class Inputs:
+    """The tensors that a program takes from where they lie between steps."""
+
+    def __init__(self, program: StepProgram, values: Sequence[Any]) -> None:
+        self._inputs = [
+            (place, one) for place, one in enumerate(program.inputs) if one.geometry is not None
+        ]
+        places_by_number = any(
+            getattr(node.target, "_opname", "") in _PLACED_BY_NUMBER
+            for node in program.graph_module.graph.nodes
+        )
+        self._offsets = places_by_number
+        self._seen: list[tuple[int, int, int] | None] = [None] * len(program.inputs)
+        """Of each input that stays: its tensor's id, address and storage when last looked at."""
+        self._storage_of: dict[int, int] = {}
+        """`Input.storage` by storage, of those."""
+        self.difference(values)
+
+    def difference(self, values: Sequence[Any]) -> str:
+        """What is different, in words; empty where nothing is. `values`: of all inputs."""
+        moved = []
+        seen = self._seen
+        for place, one in self._inputs:
+            tensor = values[place]
+            if not isinstance(tensor, torch.Tensor):
+                return f"{one.place.path} is not a tensor"
+            known = seen[place]
+            if known is None or known[0] != id(tensor) or known[1] != tensor.data_ptr():
+                moved.append((place, one))
+            elif tensor.shape != one.geometry.shape or tensor.requires_grad != one.requires_grad:  # type: ignore[union-attr]
+                return self._geometry(one, tensor)
+        return self._look_at(moved, values)
+
+    def _look_at(self, moved: list[tuple[int, Input]], values: Sequence[Any]) -> str:
+        """Geometry and storage of tensors that do not stay where they were."""
+        for place, one in moved:
+            if different := self._geometry(one, values[place]):
+                return different
+        if any(self._seen[place] for place, _ in moved):
+            for place, _ in moved:
+                self._seen[place] = None
+            self._storage_of = {
+                known[2]: one.storage
+                for place, one in self._inputs
+                if (known := self._seen[place]) is not None
+            }
+        storage_of = dict(self._storage_of) if moved else {}
+        keys = {storage: key for key, storage in storage_of.items()}
+        for place, one in moved:
+            tensor = values[place]
+            key = tensor.untyped_storage()._cdata
+            if storage_of.setdefault(key, one.storage) != one.storage:
+                return f"{one.place.path} shares its memory with another tensor"
+            if keys.setdefault(one.storage, key) != key:
+                return f"{one.place.path} shares its memory no more"
+            if one.kind not in (Kind.ARGUMENT, Kind.GRADIENT):
+                self._seen[place] = id(tensor), tensor.data_ptr(), key
+                self._storage_of[key] = one.storage
+        return ""
+
+    def _geometry(self, one: Input, tensor: torch.Tensor) -> str:
+        wanted = one.geometry
+        assert wanted is not None
+        if tensor.layout is not torch.strided:
+            return f"{one.place.path} is {tensor.layout}"
+        offset = int(tensor.storage_offset()) if self._offsets else wanted.offset
+        now = Geometry(
+            tensor.dtype, tuple(tensor.shape), tensor.stride(), offset,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
+        if now != wanted:
+            return (
+                f"{one.place.path} is {_geometry_words(now)} instead of {_geometry_words(wanted)}"
+            )
+        if tensor.device != one.device:
+            return f"{one.place.path} is on {tensor.device} instead of {one.device}"
+        if tensor.requires_grad != one.requires_grad:
+            return f"{one.place.path} requires {'a' if tensor.requires_grad else 'no'} gradient now"
+        return ""
+
+
+def _geometry_words(geometry: Geometry) -> str:
+    kind = str(geometry.dtype).removeprefix("torch.")
+    return f"{list(geometry.shape)} {kind}, strides {list(geometry.stride)}"
+
+
+class Gradients:
+    """Which parameters had a gradient before the step, where the step does not free it first."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._parameters = list(parameters)
+        self._there = [parameter.grad is not None for _, parameter in self._parameters]
+
+    def without(self, freed: Iterable[Place]) -> Gradients:
+        """Those that are not freed before the graph runs."""
+        owners = {id(place.owner) for place in freed if place.key == "grad"}
+        rest = Gradients(())
+        for pair, there in zip(self._parameters, self._there, strict=True):
+            if id(pair[1]) not in owners:
+                rest._parameters.append(pair)
+                rest._there.append(there)
+        return rest
+
+    def difference(self) -> str:
+        if [parameter.grad is not None for _, parameter in self._parameters] == self._there:
+            return ""
+        for (name, parameter), there in zip(self._parameters, self._there, strict=True):
+            if (parameter.grad is not None) != there:
+                return f"{name} has {'no' if there else 'a'} gradient before the step"
+        return ""
+
+
+class Guards:
+    """All of it, for one program."""
+
+    def __init__(
+        self,
+        program: StepProgram,
+        *,
+        arguments: Arguments,
+        state: PythonState,
+        gradients: Gradients,
+        settings: tuple[Any, ...],
+        values: Sequence[Any],
+    ) -> None:
+        """`values`: of the program's inputs, now. The rest is from before the captured step."""
+        self._arguments = arguments
+        self._state = state
+        self._gradients = gradients.without(program.frees)
+        self._settings = settings
+        self._pins = program.pins
+        self._inputs = Inputs(program, values)
+
+    def before_reading(self, leaves: Sequence[Any], spec: TreeSpec) -> str:
+        """What is different of all but the inputs' values; empty where nothing is."""
+        if different := self._arguments.difference(leaves, spec):
+            return different
+        now = current_settings()
+        if now != self._settings:
+            for (name, _), after, before in zip(_SETTINGS, now, self._settings, strict=True):
+                if after != before:
+                    return f"{name} is {after} instead of {before}"
+        for change in self._state.changed():
+            return str(change)
+        for pin in self._pins:
+            if (value := pin.place.read(leaves)) != pin.value or type(value) is not type(pin.value):
+                return f"{pin.place.path} is {value!r} instead of {pin.value!r}"
+        return self._gradients.difference()
+
+    def of_inputs(self, values: Sequence[Any]) -> str:
+        """What is different of the inputs' values."""
+        return self._inputs.difference(values)
