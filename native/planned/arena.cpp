@@ -22,28 +22,36 @@ Arena::Arena(std::shared_ptr<const Plan> plan, bool in_round)
       blocked_(plan_->cells()),
       now_at_(sequence_.next()) {}
 
-Place Arena::place_outside(std::int64_t bytes, std::int32_t stream) {
-  return adopt(rounded(bytes), stream, now() + 1);
-}
-
-// Of a request that has not found its planned place free.
-Place Arena::place_otherwise(const Match& match, std::int64_t bytes, std::int32_t stream) {
+Place Arena::place(std::int64_t bytes, std::int32_t stream) {
+  after_.clear();
   const std::int64_t size = rounded(bytes);
+  if (outside_) return adopt(size, stream, now() + 1);
+  const Match match = sequence_.follow(bytes, stream);
   if (match.row < 0) return adopt(size, stream, expected_end(bytes));
   const Row& row = plan_->row(match.row);
   now_at_ = match.row;
+  Place place;
   if (row.first >= 0) {
-    // A smaller request takes the beginning.
-    const std::int64_t whole = rounded(row.bytes);
-    const std::int32_t last = size == whole ? row.last : plan_->cell_from(row.offset + size);
-    if (size <= whole && free(row.first, last)) return take_row(row, last);
+    if (take_row(row, size, place)) return place;
   } else if (row.space < 0) {
     ++counters_.misses;
-    return {};
-  } else if (const Place place = take_space(row.space, size, stream); place.offset >= 0) {
+    return place;
+  } else if (take_space(row.space, size, stream, place)) {
     return place;
   }
   return adopt(size, stream, end_of(match.row));
+}
+
+// The place of a row; a smaller request takes its beginning.
+bool Arena::take_row(const Row& row, std::int64_t size, Place& place) {
+  const std::int64_t whole = rounded(row.bytes);
+  if (size > whole) return false;
+  const std::int32_t last = size == whole ? row.last : plan_->cell_from(row.offset + size);
+  if (!free(row.first, last)) return false;
+  hold(row, last);
+  handover_.take(row.first, last, row.stream, after_);
+  place = {row.offset, row.first, Kind::kPlanned};
+  return true;
 }
 
 // Looks for a smaller gap in cells of the range that are not taken.
@@ -57,12 +65,13 @@ void Arena::find_gaps(const Cells& taken, CellRange range, std::int64_t size,
 }
 
 // The smallest gap of a dynamic reusable space.
-Place Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t stream) {
+bool Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place) {
   Guests::Gap best;
   for (const CellRange& range : plan_->space(space)) find_gaps(planned_, range, size, best);
-  if (best.offset < 0) return {};
+  if (best.offset < 0) return false;
   ++counters_.dynamic;
-  return invite(best, size, stream, Kind::kDynamic);
+  place = invite(best, size, stream, Kind::kDynamic);
+  return true;
 }
 
 // The smallest gap that the plan leaves free until then.

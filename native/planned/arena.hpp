@@ -39,18 +39,19 @@ class Arena {
 
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
   // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
-  Place place(std::int64_t bytes, std::int32_t stream) {
-    after_.clear();
-    if (outside_) return place_outside(bytes, stream);
-    const Match match = sequence_.follow(bytes, stream);
-    if (match.equal) {
-      const Row& row = plan_->row(match.row);
-      if (row.first >= 0 && free(row.first, row.last)) {
-        now_at_ = match.row;
-        return take_row(row, row.last);
-      }
-    }
-    return place_otherwise(match, bytes, stream);
+  Place place(std::int64_t bytes, std::int32_t stream);
+  // The same in the simplest case: the row that is expected, at its place, while there is one
+  // stream. Null in any other; then nothing has been done.
+  const Row* expected(std::int64_t bytes, std::int32_t stream) const {
+    const Row* row = sequence_.expected(bytes, stream);
+    if (row == nullptr || outside_ || row->first < 0 || !handover_.only(stream)) return nullptr;
+    return free(row->first, row->last) ? row : nullptr;
+  }
+  // The job gets what `expected` said.
+  void take_expected(const Row& row) {
+    now_at_ = sequence_.next();
+    sequence_.advance();
+    hold(row, row.last);
   }
   // What the stream of the last request must come after, where its bytes were another stream's:
   // slots given to `released_in`, or -1 - s for all work of stream s so far. Distinct.
@@ -63,6 +64,15 @@ class Arena {
   bool release(std::int64_t offset, std::int32_t cell) {
     if (cell >= 0 && holders_[static_cast<std::size_t>(cell)].last > 0) return release_row(cell);
     return release_guest(offset);
+  }
+  // The same of a planned place that is in use.
+  bool release_row(std::int32_t cell) {
+    Holder& held = holders_[static_cast<std::size_t>(cell)];
+    const Holder holder = held;
+    held.last = 0;
+    planned_.remove(cell, holder.last);
+    handover_.release(cell, holder.last, holder.stream, true);
+    return holder.shared && handover_.several_streams();
   }
   void released_in(std::int64_t offset, std::int32_t slot);
   // The job enters a phase of the plan; -1 for one that is not in it.
@@ -83,27 +93,16 @@ class Arena {
   bool free(std::int32_t first, std::int32_t last) const {
     return planned_.none(first, last) && (guests_.empty() || guests_.none(first, last));
   }
-  // Cells [row.first, last), which must be free.
-  Place take_row(const Row& row, std::int32_t last) {
+  // Cells [row.first, last) are free, and now in use.
+  void hold(const Row& row, std::int32_t last) {
     planned_.add(row.first, last);
     holders_[static_cast<std::size_t>(row.first)] = {last, row.stream, row.shared};
-    handover_.take(row.first, last, row.stream, after_);
     ++counters_.hits;
-    return {row.offset, row.first, Kind::kPlanned};
-  }
-  bool release_row(std::int32_t cell) {
-    Holder& held = holders_[static_cast<std::size_t>(cell)];
-    const Holder holder = held;
-    held.last = 0;
-    planned_.remove(cell, holder.last);
-    handover_.release(cell, holder.last, holder.stream, true);
-    return holder.shared && handover_.several_streams();
   }
   bool release_guest(std::int64_t offset);
 
-  Place place_outside(std::int64_t bytes, std::int32_t stream);
-  Place place_otherwise(const Match& match, std::int64_t bytes, std::int32_t stream);
-  Place take_space(std::int32_t space, std::int64_t size, std::int32_t stream);
+  bool take_row(const Row& row, std::int64_t size, Place& place);
+  bool take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place);
   Place adopt(std::int64_t size, std::int32_t stream, std::int64_t until);
   void find_gaps(const Cells& taken, CellRange range, std::int64_t size, Guests::Gap& best) const;
   Place invite(const Guests::Gap& gap, std::int64_t size, std::int32_t stream, Kind kind);

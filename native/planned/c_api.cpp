@@ -27,8 +27,7 @@ Device* existing(int number) {
   return row < kMostDevices ? devices[row].load(std::memory_order_acquire) : nullptr;
 }
 
-Device* device(int number) {
-  if (Device* one = existing(number)) return one;
+[[gnu::noinline]] Device* new_device(int number) {
   if (number < 0 || static_cast<std::size_t>(number) >= kMostDevices) return nullptr;
   static std::mutex mutex;
   const std::lock_guard guard(mutex);
@@ -44,6 +43,11 @@ Device* device(int number) {
     slot.store(fresh.release(), std::memory_order_release);
   }
   return slot.load(std::memory_order_relaxed);
+}
+
+Device* device(int number) {
+  Device* one = existing(number);
+  return one != nullptr ? one : new_device(number);
 }
 
 // Calls `action` on the device and then on all others until one returns true.

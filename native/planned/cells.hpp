@@ -42,13 +42,14 @@ class Cells {
   template <typename Visit>
   static bool each(std::int32_t first, std::int32_t last, Visit visit) {
     if (first >= last) return true;
-    auto word = static_cast<std::size_t>(first) / 64;
-    const auto final = static_cast<std::size_t>(last - 1) / 64;
-    std::uint64_t mask = ~std::uint64_t{0} << (first % 64);
+    const auto begin = static_cast<std::uint32_t>(first), end = static_cast<std::uint32_t>(last) - 1;
+    std::size_t word = begin / 64;
+    const std::size_t final = end / 64;
+    std::uint64_t mask = ~std::uint64_t{0} << (begin % 64);
     for (; word < final; ++word, mask = ~std::uint64_t{0}) {
       if (!visit(word, mask)) return false;
     }
-    return visit(final, mask & (~std::uint64_t{0} >> (63 - (last - 1) % 64)));
+    return visit(final, mask & (~std::uint64_t{0} >> (63 - end % 64)));
   }
 
   std::int32_t next(std::int32_t from, std::uint64_t flip) const {

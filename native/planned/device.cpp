@@ -84,8 +84,55 @@ bool Range::make_pages(Hardware& hardware) {
 // ---- Requests ----------------------------------------------------------------------------------
 
 void* Device::malloc(std::int64_t bytes, Stream handle, bool planned_only) {
-  if (bytes <= 0) return nullptr;
   const std::lock_guard guard(lock_);
+  if (void* pointer = malloc_as_planned(bytes, handle)) return pointer;
+  return malloc_otherwise(bytes, handle, planned_only);
+}
+
+bool Device::free(void* pointer) {
+  const std::lock_guard guard(lock_);
+  return free_as_planned(address_of(pointer)) || free_otherwise(address_of(pointer));
+}
+
+inline void* Device::malloc_as_planned(std::int64_t bytes, Stream handle) {
+  if (current_ == nullptr || recorder_.on() || request_log::on()) return nullptr;
+  Range& range = *current_;
+  if (range.pages == nullptr || !range.uses.empty()) return nullptr;
+  const std::int32_t stream = hardware_->streams.number(handle);
+  const Row* row = range.arena.expected(bytes, stream);
+  const std::int64_t size = rounded(bytes);
+  if (row == nullptr || !range.pages->ready(row->offset, row->offset + size)) return nullptr;
+  range.arena.take_expected(*row);
+  ++hits_;
+  ++range.live;
+  allocated_.add(size);
+  requested_.add(bytes);
+  Owner& owner = range.holders[static_cast<std::size_t>(row->first)];
+  owner.address = range.base + static_cast<std::uint64_t>(row->offset);
+  owner.requested = bytes;
+  owner.serial = ++serial_;
+  owner.stream = stream;
+  return pointer_to(owner.address);
+}
+
+inline bool Device::free_as_planned(std::uint64_t address) {
+  if (current_ == nullptr || recorder_.on() || request_log::on()) return false;
+  Range& range = *current_;
+  Owner* owner = range.holder(address);
+  if (owner == nullptr || owner->shared) return false;
+  ++frees_;
+  --range.live;
+  allocated_.remove(rounded(owner->requested));
+  requested_.remove(owner->requested);
+  owner->address = 0;
+  if (range.arena.release_row(owner->cell)) {
+    pass_on(range, static_cast<std::int64_t>(address - range.base), owner->stream);
+  }
+  return true;
+}
+
+void* Device::malloc_otherwise(std::int64_t bytes, Stream handle, bool planned_only) {
+  if (bytes <= 0) return nullptr;
   if (hardware_ == nullptr && !start()) return nullptr;
   const std::int32_t stream = hardware_->streams.number(handle);
   ++serial_;
@@ -119,8 +166,7 @@ void* Device::serve(std::int64_t bytes, std::int32_t stream) {
     return nullptr;
   }
   const std::int64_t upper = place.offset + rounded(bytes);
-  if (!order(range, place, upper, stream) ||
-      !(range.ready(place.offset, upper) || map(range, place.offset, upper))) {
+  if (!order(range, place, upper, stream) || !map(range, place.offset, upper)) {
     ++misses_;
     release(range, place.offset, place.cell, stream);
     // What is left of the device's memory is better used by one allocator than by two.
@@ -150,7 +196,10 @@ Owner& Device::new_owner(Range& range, const Place& place) {
   return owner;
 }
 
-Owner* Device::find_anywhere(std::uint64_t address) {
+Owner* Device::find(std::uint64_t address) {
+  if (current_ != nullptr) {
+    if (Owner* owner = current_->holder(address)) return owner;
+  }
   for (const std::unique_ptr<Range>& range : retired_) {
     if (Owner* owner = range->holder(address)) return owner;
   }
@@ -192,19 +241,18 @@ void Device::out_of_memory(std::int64_t bytes, std::int32_t stream) {
   if (recorder_.on()) recorder_.add(MEMPLAN_EVENT_OUT_OF_MEMORY, bytes, -1, stream);
 }
 
-bool Device::free(void* pointer) {
-  const std::lock_guard guard(lock_);
-  Owner* owner = find(address_of(pointer));
+bool Device::free_otherwise(std::uint64_t address) {
+  Owner* owner = find(address);
   if (owner == nullptr) return false;
   ++frees_;
   if (request_log::on() || recorder_.on()) note_free(*owner);
-  allocated_.add(-owner->size());
-  requested_.add(-owner->requested);
+  allocated_.remove(owner->size());
+  requested_.remove(owner->requested);
   if (owner->block == nullptr) {
     take_back(*owner);
     return true;
   }
-  if (owner->missed) fallback_.add(-owner->size());
+  if (owner->missed) fallback_.remove(owner->size());
   hardware_->upstream.free(owner->block);
   owners_.erase(owner);
   return true;
@@ -245,9 +293,12 @@ void Device::leave_uses(Range& range, const Owner& owner) {
 }
 
 void Device::release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream) {
-  if (range.arena.release(offset, cell)) {
-    range.arena.released_in(offset, hardware_->marks.make(stream));
-  }
+  if (range.arena.release(offset, cell)) pass_on(range, offset, stream);
+}
+
+// What was released there may pass to another stream.
+void Device::pass_on(Range& range, std::int64_t offset, std::int32_t stream) {
+  range.arena.released_in(offset, hardware_->marks.make(stream));
 }
 
 bool Device::record_stream(void* pointer, Stream handle) {
@@ -321,6 +372,7 @@ bool Device::order(Range& range, const Place& place, std::int64_t upper, std::in
 
 bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
   if (range.pages == nullptr && !range.make_pages(*hardware_)) return false;
+  if (range.pages->ready(lower, upper)) return true;
   make_room(range.pages->missing(lower, upper));
   if (range.pages->ensure(lower, upper)) return true;
   ++retries_;

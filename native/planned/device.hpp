@@ -48,9 +48,6 @@ struct Range {
     Owner& owner = holders[static_cast<std::size_t>(cell)];
     return owner.address == address ? &owner : nullptr;
   }
-  bool ready(std::int64_t lower, std::int64_t upper) const {
-    return pages != nullptr && pages->ready(lower, upper);
-  }
 
   std::shared_ptr<const Plan> plan;
   Arena arena;
@@ -107,19 +104,19 @@ class Device {
   std::string reason();
 
  private:
+  // What nothing but the plan has a say in: null, or false, in any other case.
+  void* malloc_as_planned(std::int64_t bytes, Stream stream);
+  bool free_as_planned(std::uint64_t address);
+  void* malloc_otherwise(std::int64_t bytes, Stream stream, bool planned_only);
+  bool free_otherwise(std::uint64_t address);
+
   bool start();
   void grant(int device);
   void* serve(std::int64_t bytes, std::int32_t stream);
   void* fall_back(std::int64_t bytes, std::int32_t stream);
   void out_of_memory(std::int64_t bytes, std::int32_t stream);
   // The owner of what begins at the address.
-  Owner* find(std::uint64_t address) {
-    if (current_ != nullptr) {
-      if (Owner* owner = current_->holder(address)) return owner;
-    }
-    return retired_.empty() ? owners_.find(address) : find_anywhere(address);
-  }
-  Owner* find_anywhere(std::uint64_t address);
+  Owner* find(std::uint64_t address);
   template <typename Visit>
   void for_each_owner(Visit visit);
   Owner& new_owner(Range& range, const Place& place);
@@ -133,6 +130,7 @@ class Device {
   void take_back(Owner& owner);
   void leave_uses(Range& range, const Owner& owner);
   void release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream);
+  void pass_on(Range& range, std::int64_t offset, std::int32_t stream);
   void forget_passed(Range& range);
 
   // Unused pages of all arenas, at least so many bytes if there are; how many.

@@ -14,7 +14,7 @@ namespace memplan::planned {
 
 inline constexpr std::int64_t kBlock = 512;  // Requests take a multiple of this.
 
-constexpr std::int64_t rounded(std::int64_t bytes) { return (bytes + kBlock - 1) / kBlock * kBlock; }
+constexpr std::int64_t rounded(std::int64_t bytes) { return (bytes + kBlock - 1) & -kBlock; }
 
 // A request of the plan: what is needed to serve it, two in a line of the processor's cache.
 struct alignas(32) Row {
@@ -74,9 +74,9 @@ class Plan {
   std::int32_t cell_of(std::int64_t offset) const;
   // The first cell of the places that begin at `offset`; -1 where none does.
   std::int32_t cell_at(std::int64_t offset) const {
-    const auto blocks = static_cast<std::uint64_t>(offset) / kBlock;
-    if (offset % kBlock != 0 || blocks >> 32 != 0) return -1;
-    const auto key = static_cast<std::uint32_t>(blocks);
+    const auto at = static_cast<std::uint64_t>(offset);
+    if (at % kBlock != 0 || at / kBlock >> 32 != 0) return -1;
+    const auto key = static_cast<std::uint32_t>(at / kBlock);
     std::size_t slot = home(key);
     while (by_offset_[slot].cell >= 0 && by_offset_[slot].key != key) {
       slot = (slot + 1) & (by_offset_.size() - 1);

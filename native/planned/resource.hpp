@@ -109,6 +109,7 @@ class Counted final : public Resource {
     std::int64_t peak = 0;
 
     void add(std::int64_t bytes) { peak = std::max(peak, now += bytes); }
+    void remove(std::int64_t bytes) { now -= bytes; }
   };
 
   explicit Counted(Resource& upstream) : upstream_(upstream) {}

@@ -25,13 +25,20 @@ class Sequence {
  public:
   Sequence(const Plan& plan, bool in_round);
 
+  // The next row where the job is in step and requests just that; else null.
+  const Row* expected(std::int64_t bytes, std::int32_t stream) const {
+    const Row& row = plan_.row(best_.next);
+    return in_step_ && row.bytes == bytes && row.stream == stream ? &row : nullptr;
+  }
+  // It was requested.
+  void advance() { best_.next = plan_.next(best_.next); }
   Match follow(std::int64_t bytes, std::int32_t stream) {
     const std::int32_t at = best_.next;
     const Row& row = plan_.row(at);
     if (!in_step_ || row.stream != stream || (row.bytes != bytes && row.space < 0)) {
       return align(bytes, stream);
     }
-    best_.next = plan_.next(at);
+    advance();
     return {at, row.bytes == bytes};
   }
   // The row that is expected next.
