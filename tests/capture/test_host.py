@@ -6,12 +6,15 @@ import copy
 import os
 import subprocess
 import sys
+import time
+import types
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from memplan.capture.host_process import peak_resident_bytes
 from memplan.estimate.host import PROCESS_BYTES, HostAnswer, host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.trace import HostEventKind, Trace
@@ -111,6 +114,44 @@ def test_page_locked_memory() -> None:
     assert live_peak(trace, pinned=True) == 3 * odd
     assert live_peak(trace, pinned=False) == 0  # what is read back is here
     assert answer(trace).pinned == 3 * (1 << 19)
+
+
+def test_page_locked_data_count_once() -> None:
+    """Real data that are pinned are here too: resident, and in a row of their own."""
+    size = 96 * MIB
+
+    def job() -> None:
+        buffer = torch.ones(size, dtype=torch.uint8).pin_memory()
+        time.sleep(0.1)  # until the next sample
+        buffer.cuda()
+
+    found = answer(record(job))
+    assert found.pinned == 128 * MIB
+    assert found.breakdown.tensors == size
+    assert found.breakdown.data < 32 * MIB
+
+
+def test_buffers_of_zero_offload_are_no_data() -> None:
+    """A package's host buffers for the model's states take no RAM here, and have their roles."""
+    numbers = 64 * MIB
+    source = "\n".join(
+        (
+            "import torch",
+            "def offloaded(numbers):",
+            "    weight = torch.empty(numbers, dtype=torch.bfloat16).pin_memory()",
+            "    master = torch.nn.Parameter(weight.clone().float())",
+            "    master.grad = torch.zeros(numbers).pin_memory()",
+            "    torch.optim.Adam([master], foreach=False).step()",
+        )
+    )
+    module = types.ModuleType("deepspeed.runtime.zero.made_up")
+    exec(source, vars(module))
+    before = peak_resident_bytes()
+    trace = record(lambda: module.offloaded(numbers))
+    assert peak_resident_bytes() - before < 2 * numbers
+    found = answer(trace).breakdown
+    assert found.parameters == found.gradients == 4 * numbers
+    assert found.optimizer_state == 8 * numbers
 
 
 def test_activations_saved_on_the_host() -> None:

@@ -51,6 +51,8 @@ class _Live:
     pinned: bool
     role: Role
     references: list[object]
+    address: int = 0
+    """Of page-locked data that are real, and so resident here as well; 0 for others."""
 
 
 class HostMemory:
@@ -83,7 +85,7 @@ class HostMemory:
             return None
         with self._lock:
             self.flush()
-            self._process.sample()
+            self._process.sample(self._locked_here())
         return HostCapture(self._process.growth_peak(), local_processes)
 
     def tick(self) -> None:
@@ -91,7 +93,7 @@ class HostMemory:
         if self.enabled and self._process.due():
             with self._lock:
                 self.flush()
-                self._process.sample()
+                self._process.sample(self._locked_here())
 
     @contextmanager
     def not_the_jobs(self) -> Iterator[None]:
@@ -140,10 +142,19 @@ class HostMemory:
         storage = tensor.untyped_storage()
         with self._lock:
             found = self._begin(storage, storage.nbytes(), pinned=True)
-            if found is not None and not found.pinned:
+            if found is None:
+                return
+            if not found.pinned:
                 found.pinned = True
                 if found.row >= 0:
                     self._builder.set_host_pinned(found.row)
+            if not isinstance(tensor, FakeTensor) and found.nbytes >= _SMALLEST:
+                found.address = storage.data_ptr()
+
+    def _locked_here(self) -> int:
+        """Resident bytes of real page-locked storages, which count by their rows."""
+        locked = [live for live in self._live.values() if live.address]
+        return sum(live.nbytes - absent_bytes(live.address, live.nbytes) for live in locked)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         self.flush()

@@ -45,6 +45,7 @@ class HostProcess:
         self._baseline = self._statm.resident_bytes()
         self._peak_before = peak_resident_bytes()
         self._last.clear()
+        self._counted_peak = 0
         self._next = self._next_workers = 0.0
 
     @contextmanager
@@ -60,12 +61,14 @@ class HostProcess:
         """Whether it is time for another sample."""
         return monotonic() >= self._next
 
-    def sample(self) -> None:
-        """Append what has changed since the last sample."""
+    def sample(self, counted: int = 0) -> None:
+        """Append what has changed since the last sample, less the resident bytes that are
+        `counted` elsewhere."""
         now = monotonic()
         self._next = now + _INTERVAL_SECONDS
         grown = self._statm.resident_bytes() - self._baseline - self._builder.nbytes()
-        self._append(HostEventKind.RESIDENT, max(grown, 0))
+        self._counted_peak = max(self._counted_peak, counted)
+        self._append(HostEventKind.RESIDENT, max(grown - counted, 0))
         if now >= self._next_workers:
             began = thread_time()
             self._append(HostEventKind.WORKERS, _workers_bytes())
@@ -73,12 +76,12 @@ class HostProcess:
             self._next_workers = now + max(_WORKERS_INTERVAL_SECONDS, pause)
 
     def growth_peak(self) -> int:
-        """The largest growth since the job began, also between samples; 0 where the process held
-        more before."""
+        """The largest growth since the job began, also between samples, less the most that is
+        counted elsewhere; 0 where the process held more before."""
         peak = peak_resident_bytes()
         if peak <= self._peak_before or not self._baseline:
             return 0
-        return max(peak - self._baseline - self._builder.nbytes(), 0)
+        return max(peak - self._baseline - self._builder.nbytes() - self._counted_peak, 0)
 
     def _append(self, kind: HostEventKind, nbytes: int) -> None:
         if abs(nbytes - self._last.get(kind, 0)) >= _NOTEWORTHY:
@@ -134,10 +137,11 @@ def absent_bytes(address: int, nbytes: int) -> int:
     vector = ctypes.create_string_buffer(pages)
     if _LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), vector) != 0:
         return 0
-    return sum(1 - (flags & 1) for flags in vector.raw) * page
+    return vector.raw.translate(_RESIDENT_BIT).count(0) * page
 
 
 _LIBC = ctypes.CDLL(None)
+_RESIDENT_BIT = bytes(flags & 1 for flags in range(256))
 
 
 def _workers_bytes() -> int:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.capture.arguments import flat, tensors_among, written_among
 from memplan.capture.fan_in import FanIn
+from memplan.capture.host_buffers import FACTORIES, holds_no_data
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.job_tensors import JobTensors
 from memplan.capture.values import small_enough
@@ -153,6 +154,7 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             (kwargs and self._on_device(kwargs))
             or fakes
             or (self.everything and self._counts(args, kwargs))
+            or (func in FACTORIES and holds_no_data(args, kwargs, sys._getframe().f_back))
         )
         if not ours:
             if self.on_real_op is not None:
