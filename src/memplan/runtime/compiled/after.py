@@ -45,6 +45,7 @@ def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     graph = recorder.graph
     graph.output(tuple(outputs.nodes))
     _drop_unused(recorder)
+    recorder.note_results()
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph, "Step")
     return StepProgram(

@@ -18,12 +18,13 @@ from memplan.runtime.compiled.recording import Recorder
 from memplan.runtime.compiled.scalars import Symbolic, scalar_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+Models = nn.Module | Sequence[nn.Module]
 
 
 def record_step(
     train_step: Callable[..., Any],
     *,
-    model: nn.Module,
+    model: Models,
     optimizer: Optimizers,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
@@ -34,9 +35,10 @@ def record_step(
     as it is. Where the step turns out not to be capturable it still runs to its end.
     """
     kwargs = kwargs or {}
+    models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = optimizers_of(optimizer)
     arguments = pytree.tree_leaves((args, kwargs))
-    places = Places(train_step, model, optimizers, arguments)
+    places = Places(train_step, models, optimizers, arguments)
     recorder = Recorder(places)
     before = places.look()
     with Hyperparameters(recorder, optimizers), Constructs(recorder) as constructs, recorder:
@@ -54,7 +56,7 @@ def record_step(
 def capture_step(
     train_step: Callable[..., Any],
     *,
-    model: nn.Module,
+    model: Models,
     optimizer: Optimizers,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,

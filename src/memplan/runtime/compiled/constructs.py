@@ -77,7 +77,7 @@ class Constructs(TorchFunctionMode):
         return plain
 
     def __enter__(self) -> Constructs:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         stack = self._stack
         before = register_optimizer_step_pre_hook(self._update_begins)
         after = register_optimizer_step_post_hook(self._update_ends)
@@ -87,7 +87,7 @@ class Constructs(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.recorder.updating += 1

@@ -34,7 +34,7 @@ class Places:
     def __init__(
         self,
         step: Callable[..., Any],
-        model: nn.Module,
+        models: list[nn.Module],
         optimizers: list[Optimizer],
         arguments: list[Any],
     ) -> None:
@@ -46,7 +46,8 @@ class Places:
         self._reached = False
         self.gradients: list[tuple[Place, torch.Tensor]] = []
         """Places of `.grad`, and the parameters that they belong to."""
-        self._model(model)
+        for number, model in enumerate(models):
+            self._model("model" if len(models) == 1 else f"model[{number}]", model)
         for number, optimizer in enumerate(optimizers):
             name = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
             self._optimizer(name, optimizer)
@@ -82,17 +83,17 @@ class Places:
             key = value.untyped_storage()._cdata
             self._by_storage.setdefault(key, []).append((kind, place, weakref.ref(value)))
 
-    def _model(self, model: nn.Module) -> None:
+    def _model(self, name: str, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
-            start = f"model.{prefix}." if prefix else "model."
+            start = f"{name}.{prefix}." if prefix else f"{name}."
             for kind, held in (
                 (Kind.PARAMETER, module._parameters),
                 (Kind.BUFFER, module._buffers),
             ):
-                for name, tensor in held.items():
+                for key, tensor in held.items():
                     if tensor is not None:
-                        self._add(kind, Place(start + name, By.ITEM, held, name), tensor)
-                        self._parameter(start + name, tensor)
+                        self._add(kind, Place(start + key, By.ITEM, held, key), tensor)
+                        self._parameter(start + key, tensor)
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> None:
         if id(tensor) not in self._names:
@@ -182,8 +183,9 @@ def _in_function(function: types.FunctionType) -> Iterator[tuple[Place, Any]]:
         )
     for key, item in (function.__kwdefaults__ or {}).items():
         yield Place(f"{key} of {function.__name__}", By.ITEM, function.__kwdefaults__, key), item
-    if getattr(function, "__wrapped__", None) is not None:
-        yield Place(function.__name__, By.ATTRIBUTE, function, "__wrapped__"), function.__wrapped__
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None:
+        yield Place(function.__name__, By.ATTRIBUTE, function, "__wrapped__"), wrapped
     if is_of_user(function):
         space = function.__globals__
         for name in sorted(names_in(function.__code__) & space.keys()):

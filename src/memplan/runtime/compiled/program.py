@@ -187,6 +187,8 @@ class Facts:
     makes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
     """Storages that its arguments are views of: alive while it runs, read or not."""
+    shows: int | None = None
+    """The storage that its result is a view of, where that is one tensor."""
     chains: tuple[str, ...] = ()
     """It keeps its place among the nodes that name the same chain: a generator, a process group."""
     free: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Recorder(TorchDispatchMode):
     """Give it as a mode to one step; `refusal` tells why no graph came out, if none did."""
 
     def __init__(self, places: Places) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self.graph = fx.Graph()
         self.inputs: list[Input] = []
@@ -409,6 +410,12 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self.pins[number, scalar.test] = Pin(one.place, one.value, scalar.test)
 
+    def note_results(self) -> None:
+        """Writes into each node's facts which storage it shows."""
+        for node in self.graph.nodes:
+            if node in self._storage_of:
+                node.meta[FACTS] = replace(node.meta[FACTS], shows=self._storage_of[node])
+
     def is_item(self, node: fx.Node) -> bool:
         return node.target is ITEM
 
@@ -485,7 +492,7 @@ def _key(tensor: torch.Tensor) -> _Key:
         tensor.dtype,
         tensor.size(),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.is_conj(),
         tensor.is_neg(),
     )

@@ -140,10 +140,8 @@ class Scalar:
     def int_(self) -> int:
         return self.guard_int("", 0)
 
-    def __str__(self) -> str:
+    def _graph_repr(self) -> str:
         return repr(self._escape("a number read from a tensor turned into text"))
-
-    str = _graph_repr = __str__
 
     def __repr__(self) -> str:
         return f"Scalar({self.value}, {self.node})"
@@ -171,6 +169,10 @@ def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scala
         any(operand.measured for operand in operands),
         test,
     )
+
+
+for _name in ("__str__", "str"):
+    setattr(Scalar, _name, Scalar._graph_repr)
 
 
 def _define(name: str, function: Callable[..., Any]) -> None:
