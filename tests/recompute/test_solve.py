@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from memplan.recompute.bounds import Bounds
 from memplan.recompute.evaluate import Evaluator, SearchSettings, evaluate, to_arrays
 from memplan.recompute.exact import exact_peak, exact_seconds
 from memplan.recompute.frontier import frontier
+from memplan.recompute.keep_set import KeepSetProblem
 from memplan.recompute.options import judge
 from memplan.recompute.segments import Chain, every_unsaved_input
 from memplan.recompute.selection import Selection
@@ -100,6 +102,28 @@ def test_no_selection_beats_the_bounds(seed: int, forward: int, backward: int) -
         judged = evaluate(graph, arbitrary_selection(rng, graph))
         assert bounds.least_peak <= judged.peak_bytes
         assert bounds.least_seconds(judged.peak_bytes) <= judged.added_seconds + 1e-9
+        rows = rng.sample(range(len(graph)), min(3, len(graph)))
+        answer = KeepSetProblem(graph).choose(
+            judged.peak_bytes,
+            rows,
+            effort=1.0,
+            deadline_seconds=10.0,
+            hint=Selection(),
+            stopping=lambda _stop: nullcontext(),
+        )
+        assert answer.bound <= judged.added_seconds + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+def test_what_is_kept_between_forward_and_backward_is_proved_optimal(share: float) -> None:
+    """Annealing alone is a few kernels off here, and the bound by rows a half."""
+    graph = llama(3)
+    bounds, plain = Bounds(graph), evaluate(graph, Selection()).peak_bytes
+    budget = int(bounds.least_peak + share * (plain - bounds.least_peak))
+    found = solve(graph, budget, deadline_seconds=30)
+    assert isinstance(found, Solved)
+    assert found.bound <= found.cost <= found.bound * 1.001
+    assert bounds.least_seconds(budget) < 0.9 * found.bound
 
 
 def test_never_worse_than_the_simple_ways_and_monotone() -> None:

@@ -2,7 +2,7 @@
 
 Every candidate is judged by `evaluate`. First come the baselines and the plans of the chain of
 blocks at every memory level, which serve all budgets; then, for one budget, annealing over single
-values from the best of them.
+values from the best of them and, on graphs that are not too large, from what CP-SAT would keep.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from memplan.recompute.blocks import Block, blocks_of, used_in_backward
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.cut import least_peak_chain
 from memplan.recompute.evaluate import Evaluation, Evaluator, SearchSettings
+from memplan.recompute.keep_set import KeepSetProblem
 from memplan.recompute.options import BlockOptions, judge, options_of
 from memplan.recompute.segments import Chain, SegmentTable, every_unsaved_input
 from memplan.recompute.selection import Selection
@@ -46,6 +47,13 @@ LEAST_PRICE = 1000.0
 """How many times as much when the least peak is searched for."""
 HEAT, SMALL_HEAT = 0.3, (0.1, 0.5, 2.0)
 """Temperature at the start in forwards: per droppable value, and of small graphs by restart."""
+KEEP_SET_MOST = 1000
+"""Droppable values up to which CP-SAT is asked what to keep."""
+KEEP_SET_EFFORT, SMALL_KEEP_SET_EFFORT = 1.0, 3.0
+KEEP_SET_ROWS = 4
+"""CP-SAT's deterministic time for one question, and questions about one budget."""
+PROVED = 1e-4
+"""Fraction above the bound that is as good as the optimum."""
 POLL_SECONDS = 0.05
 """Between two looks at whether a search was cancelled."""
 PATIENCE = 4.0
@@ -121,6 +129,9 @@ class Planner:
         self.holds: list[int] = []
         self.candidates: list[Candidate] = []
         self.ladders: list[_Ladder] = []
+        self.keep_sets = KeepSetProblem(graph) if len(self.drops) <= KEEP_SET_MOST else None
+        self.proved: list[tuple[int, float]] = []
+        """Budgets, and seconds that every selection within each adds to a step."""
         [self.plain] = self.add([Selection()])
         if self.drops and clock.left:
             self._prepare(clock)
@@ -168,6 +179,11 @@ class Planner:
     def lowest(self) -> Candidate:
         return min(self.candidates, key=lambda c: (c.peak, c.seconds))
 
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Proved: what any selection within a budget adds to a step."""
+        known = [seconds for budget, seconds in self.proved if budget >= budget_bytes]
+        return max([self.bounds.least_seconds(budget_bytes), *known])
+
     def improve(
         self, budget_bytes: int, clock: Clock, effort: int, restarts: int = 1, rounds: int = 1
     ) -> None:
@@ -182,11 +198,13 @@ class Planner:
             return
         for ladder in self.ladders:
             ladder.look(budget_bytes, clock)
+        if self.small or rounds > 1:
+            self._propose(budget_bytes, clock)
         stale, start_number, longer = 0, -1, 1 if self.small else LONGER
         for number in range(rounds):
             before = self._best_or_lowest(budget_bytes)
             for start in self._starts(budget_bytes, restarts):
-                if not clock.left:
+                if not clock.left or self._is_proved(budget_bytes):
                     return
                 start_number += 1
                 self._anneal(start, budget_bytes, clock, effort * longer**number, start_number)
@@ -197,6 +215,37 @@ class Planner:
             stale = 0 if worth else stale + 1
             if stale == (SMALL_STALE if self.small else STALE):
                 return
+
+    def _propose(self, budget_bytes: int, clock: Clock) -> None:
+        """Add what CP-SAT would keep, and its bound. Rows of the peak are asked about one by one,
+        until the proposal keeps within the budget or only its replays do not."""
+        if self.keep_sets is None or budget_bytes < self.bounds.least_peak:
+            return
+        rows = [int(self.bounds.plain.argmax())]
+        for _ in range(KEEP_SET_ROWS):
+            share = clock.part(3)
+            if not share.left or self._is_proved(budget_bytes):
+                return
+            answer = self.keep_sets.choose(
+                budget_bytes,
+                rows,
+                effort=SMALL_KEEP_SET_EFFORT if self.small else KEEP_SET_EFFORT,
+                deadline_seconds=share.left,
+                hint=self._best_or_lowest(budget_bytes).selection,
+                stopping=share.stopping,
+            )
+            self.proved.append((budget_bytes, answer.bound * self.graph.passes))
+            judged = self.add(answer.proposals)
+            lowest = min(judged, key=lambda candidate: candidate.peak, default=None)
+            if lowest is None or lowest.peak <= budget_bytes:
+                return
+            if lowest.evaluation.peak_row in rows:
+                return
+            rows.append(lowest.evaluation.peak_row)
+
+    def _is_proved(self, budget_bytes: int) -> bool:
+        best = self.best(budget_bytes)
+        return best is not None and best.seconds * (1 - PROVED) <= self.least_seconds(budget_bytes)
 
     def _best_or_lowest(self, budget_bytes: int) -> Candidate:
         return self.best(budget_bytes) or self.lowest()

@@ -5,6 +5,7 @@ docs/recompute.md, "Budgets": what is proved and what is search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from memplan.recompute.planner import Clock, Planner
@@ -53,8 +54,12 @@ def solve_with(planner: Planner, budget_bytes: int, clock: Clock) -> Solution[Se
     planner.improve(budget_bytes, clock, effort_for(planner), RESTARTS, ROUNDS)
     if planner.best(budget_bytes) is None and clock.left:
         planner.improve(0, clock, effort_for(planner), RESTARTS, ROUNDS)
-    bound = planner.bounds.least_seconds(budget_bytes)
+    bound = planner.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
+    if bound == math.inf:
+        return Infeasible(
+            f"no selection keeps the peak within {budget_bytes} bytes", float(planner.lowest().peak)
+        )
     if best is None:
         return TimedOut(None, bound)
     return Solved(best.selection, best.seconds, min(bound, best.seconds))

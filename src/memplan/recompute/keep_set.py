@@ -1,0 +1,245 @@
+"""What to keep between forward and backward, by CP-SAT on a relaxation of the budget problem.
+
+A value that backward reads is kept, or every op that makes it runs again; an op that runs again
+finds each of its inputs kept, or that input's makers run again too. At the rows asked about, the
+same is said of what is still to be run again, from what is alive there, and the bytes of that stay
+within the budget. The memory of the replays themselves is left out, and an op that runs again runs
+once: so no selection within the budget adds less time than the optimum, and the optimum is only a
+proposal, which `evaluate` judges.
+
+Keep sets as variables: Checkmate (Jain et al., 2020), which also schedules; here rows stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ortools.sat.python import cp_model
+
+from memplan.recompute.selection import Selection, replayable_ops
+from memplan.types.step_graph import StepGraph
+
+COST_STEPS = 10**7
+"""Seconds are rounded down to this fraction of all forward ops' time."""
+TIE = 1 << 12
+"""So many values held or recomputed early weigh as much as one such fraction: of equals the plain
+one."""
+
+
+@dataclass(frozen=True)
+class KeepSet:
+    """One answer."""
+
+    proposals: tuple[Selection, ...]
+    """The same values dropped, grouped in several ways. Empty where none was found in time."""
+    bound: float
+    """Seconds that any selection within the budget adds to a pass."""
+
+
+@dataclass
+class KeepSetProblem:
+    """The relaxation of one graph, for every budget. Values and rows are numbers of the graph."""
+
+    graph: StepGraph
+    makers: list[list[int]] = field(init=False)
+    """Of each value: forward rows that write it."""
+    again: list[bool] = field(init=False)
+    """Of each value: whether replays can make it."""
+    last_forward: list[int] = field(init=False)
+    first_use: list[int] = field(init=False)
+    """Backward row that reads or writes a value first; the number of rows where none does."""
+    last_use: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph, count, forward = self.graph, len(self.graph.values), self.graph.forward_ops
+        self.makers = [[] for _ in range(count)]
+        self.last_forward, self.last_use = [-1] * count, [-1] * count
+        self.first_use = [len(graph)] * count
+        for row in range(len(graph)):
+            for value in self.touched(row):
+                if row < forward:
+                    self.last_forward[value] = row
+                else:
+                    self.first_use[value] = min(self.first_use[value], row)
+                    self.last_use[value] = row
+            if row < forward:
+                for value in graph.ops.writes_of(row):
+                    self.makers[value].append(row)
+        self.can = replayable_ops(graph).tolist()
+        alloc = graph.values.alloc.tolist()
+        self.again = [
+            0 <= alloc[value] < forward and all(self.can[row] for row in self.makers[value])
+            for value in range(count)
+        ]
+        self.droppable = graph.values.droppable.tolist()
+
+    def touched(self, row: int) -> set[int]:
+        """Values that an op reads or writes."""
+        return {*self.graph.ops.reads_of(row), *self.graph.ops.writes_of(row)}
+
+    def choose(
+        self,
+        budget_bytes: int,
+        rows: Iterable[int],
+        *,
+        effort: float,
+        deadline_seconds: float,
+        hint: Selection,
+        stopping: Callable[[Callable[[], None]], AbstractContextManager[None]],
+    ) -> KeepSet:
+        """The quickest keep set whose bytes stay within the budget at `rows`.
+
+        `effort` is CP-SAT's deterministic time (about seconds), so that the same call gives the
+        same answer unless the deadline comes first. `hint`: where to begin. `stopping(stop)` is
+        entered while the search runs, and may call `stop`.
+        """
+        program = _Program(self)
+        for row in rows:
+            program.limit(row, budget_bytes)
+        program.hint(hint)
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.max_time_in_seconds = deadline_seconds
+        with stopping(solver.stop_search):
+            status = solver.solve(program.whole())
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            bound = float("inf") if status == cp_model.INFEASIBLE else 0.0
+            return KeepSet((), bound)
+        return KeepSet(program.proposals(solver), program.seconds(solver.best_objective_bound))
+
+
+class _Program:
+    def __init__(self, problem: KeepSetProblem) -> None:
+        self.problem = problem
+        graph, model = problem.graph, cp_model.CpModel()
+        self.model = model
+        unread = len(graph)
+        self.keep = {
+            value: model.new_bool_var("")
+            for value, again in enumerate(problem.again)
+            if again and (problem.droppable[value] or problem.first_use[value] == unread)
+        }
+        self.run = {
+            row: model.new_bool_var("") for row in range(graph.forward_ops) if problem.can[row]
+        }
+        for value, keep in self.keep.items():
+            if problem.first_use[value] < unread:
+                for row in problem.makers[value]:
+                    model.add_bool_or(keep, self.run[row])
+        for row, run in self.run.items():
+            for value, makers in self._inputs(row):
+                for maker in makers:
+                    model.add_bool_or(run.negated(), self.run[maker], self.keep[value])
+        self.unwanted = [k for v, k in self.keep.items() if not problem.droppable[v]]
+        seconds = graph.ops.seconds[: graph.forward_ops]
+        self.unit = max(float(seconds.sum()) / COST_STEPS, 1e-300)
+        self.cost = sum(int(seconds[row] / self.unit) * run for row, run in self.run.items())
+
+    def _inputs(self, row: int) -> Iterator[tuple[int, list[int]]]:
+        """What an op that runs again has to find, with the makers before it; values that are there
+        in any case are left out."""
+        problem = self.problem
+        for value in sorted(problem.touched(row)):
+            if value in self.keep and problem.graph.values.alloc[value] != row:
+                yield value, [maker for maker in problem.makers[value] if maker < row]
+
+    def limit(self, row: int, budget_bytes: int) -> None:
+        """What is alive at a row, the replays before it apart, within the budget."""
+        problem, values, model = self.problem, self.problem.graph.values, self.model
+        plain = ((values.alloc <= row) & (row < values.free)).tolist()
+        fixed, terms = self.problem.graph.base_bytes, []
+        alive: dict[int, cp_model.IntVar] = {}
+        """Values that are alive here or not, as the keep set has it."""
+        for value, size in enumerate(values.bytes.tolist()):
+            used = problem.first_use[value] <= row <= problem.last_use[value]
+            if value not in self.keep or row <= problem.last_forward[value] or used:
+                fixed += size * plain[value]
+                continue
+            alive[value] = model.new_bool_var("")
+            kept_only = not problem.droppable[value] or row < problem.graph.forward_ops
+            if kept_only:
+                model.add_implication(alive[value], self.keep[value])
+            if plain[value] and not problem.droppable[value]:
+                fixed += size
+            elif size:
+                terms.append(size * alive[value])
+            if plain[value] and problem.droppable[value]:
+                model.add_implication(self.keep[value], alive[value])
+            if not kept_only:
+                early = model.new_bool_var("")
+                model.add_bool_or(alive[value].negated(), self.keep[value], early)
+                self.unwanted.append(early)
+        self._later(row, alive)
+        model.add(sum(terms) <= budget_bytes - fixed)
+
+    def _later(self, row: int, alive: dict[int, cp_model.IntVar]) -> None:
+        """What is run again after a row begins with what is alive there."""
+        problem, model = self.problem, self.model
+        runs = {op: model.new_bool_var("") for op in self.run}
+        for op, run in runs.items():
+            model.add_implication(run, self.run[op])
+            for value, makers in self._inputs(op):
+                used = problem.first_use[value] <= row <= problem.last_use[value]
+                if not used:
+                    found = alive.get(value, self.keep[value])
+                    for maker in makers:
+                        model.add_bool_or(run.negated(), runs[maker], found)
+        for value, keep in self.keep.items():
+            if row < problem.first_use[value] < len(problem.graph):
+                for maker in problem.makers[value]:
+                    model.add_bool_or(alive.get(value, keep), runs[maker])
+
+    def whole(self) -> cp_model.CpModel:
+        """With the objective; after all limits."""
+        self.model.minimize(TIE * self.cost + sum(self.unwanted))
+        return self.model
+
+    def seconds(self, objective: float) -> float:
+        """What a bound of the objective proves."""
+        return max(0.0, (objective - len(self.unwanted)) / TIE) * self.unit
+
+    def hint(self, selection: Selection) -> None:
+        dropped = selection.dropped
+        for value, keep in self.keep.items():
+            droppable = self.problem.droppable[value]
+            kept = value not in dropped if droppable else value in selection.held
+            self.model.add_hint(keep, kept)
+
+    def proposals(self, solver: cp_model.CpSolver) -> tuple[Selection, ...]:
+        """Every value recomputed by itself; and together what the replays have to pass through
+        together."""
+        kept = {value for value, keep in self.keep.items() if solver.boolean_value(keep)}
+        drops = [v for v in self.keep if self.problem.droppable[v] and v not in kept]
+        held = frozenset(v for v in kept if not self.problem.droppable[v])
+        rows = [row for row, run in self.run.items() if solver.boolean_value(run)]
+        single = tuple(frozenset({value}) for value in drops)
+        joined = tuple(self._joined(drops, rows, kept))
+        return tuple(dict.fromkeys((Selection(joined, held), Selection(single, held))))
+
+    def _joined(self, drops: list[int], rows: list[int], kept: set[int]) -> list[frozenset[int]]:
+        """Dropped values by connected component of the ops that run again and the values that
+        these hand to one another."""
+        above: dict[int, int] = {}
+
+        def root(value: int) -> int:
+            while (parent := above.setdefault(value, value)) != value:
+                above[value] = value = above.setdefault(parent, parent)
+            return value
+
+        runs = set(rows)
+        for row in rows:
+            passed = [
+                value
+                for value in self.problem.touched(row)
+                if value not in kept and not runs.isdisjoint(self.problem.makers[value])
+            ]
+            for first, second in pairwise(passed):
+                above[root(first)] = root(second)
+        groups: dict[int, set[int]] = {}
+        for value in drops:
+            groups.setdefault(root(value), set()).add(value)
+        return [frozenset(group) for group in groups.values()]
