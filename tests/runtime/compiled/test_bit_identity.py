@@ -57,7 +57,9 @@ class Recurrent(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)
+    )
 
 
 def cross_entropy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

@@ -103,4 +103,3 @@ def batches(shape: tuple[int, ...], classes: int = 4, count: int = 6) -> list[tu
         )
         for _ in range(count)
     ]
-

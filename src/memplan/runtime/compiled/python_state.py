@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import re
 import sys
 import types
 from collections import deque
@@ -27,6 +28,7 @@ MOST_NODES = 50_000
 _LONGEST = 4096
 """Items of a sequence that are looked at one by one; of a longer one, its length and ends."""
 _MISSING = object()
+_POSITION = object()
 _TENSOR = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _OPAQUE = (
@@ -140,14 +142,11 @@ class PythonState:
             for key, before, after in node.changes():
                 if (node.owner, key) in self._may_change:
                     continue
-                name = key if isinstance(key, str) else node.where
-                yield Change(
-                    _join(node.where, key),
-                    name,
-                    _words(before),
-                    _words(after),
-                    stores(self._codes, name.rsplit(".", 1)[-1].split("[")[0]),
-                )
+                where = _join(node.where, key)
+                named = node.where if key is _POSITION or not isinstance(key, str) else where
+                name = re.split(r"[ .]", named.rstrip("."))[-1].split("[")[0]
+                line = stores(self._codes, name)
+                yield Change(where, name, _words(before), _words(after), line)
 
     # Following
 
@@ -251,7 +250,7 @@ class PythonState:
         if function.__closure__:
             cells = function.__closure__
             self._add(
-                f"in {function.__name__}",
+                f"{function.__name__}'s",
                 partial(_cells, function),
                 lambda: [cell.cell_contents for cell in cells],
             )
@@ -329,11 +328,12 @@ def _set(value: Any) -> dict[Any, Any]:
 def _iterator(value: Any) -> dict[Any, Any]:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
-        return {"place": frame.f_lasti if frame else None, "line": frame.f_lineno if frame else 0}
+        return {_POSITION: frame.f_lasti if frame else -1}
     try:
-        return {"place": repr(value.__reduce__()[1:]), "left": operator.length_hint(value, -1)}
-    except (TypeError, AttributeError):
-        return {"left": operator.length_hint(value, -1)}
+        _, arguments, *state = value.__reduce__()
+    except (TypeError, AttributeError, ValueError):
+        return {_POSITION: operator.length_hint(value, -1)}
+    return {_POSITION: state[0] if state else repr(arguments)}
 
 
 _HOOKS = tuple(key for key in vars(torch.nn.Module()) if "hooks" in key)
@@ -407,8 +407,10 @@ def _join(where: str, key: Any) -> str:
         return where
     if where == "global " or (where.startswith("global ") and where.endswith(".")):
         return f"{where}{key}"
-    if where.startswith("in "):
-        return f"{key} {where}"
+    if key is _POSITION:
+        return f"the position of {where}, an iterator"
+    if where.endswith("'s"):
+        return f"{where} {key}"
     if isinstance(key, str) and key.isidentifier():
         return f"{where}.{key}"
     return f"{where}[{key!r}]"

@@ -1,0 +1,261 @@
+"""Steps that cannot be a graph run as they are: one warning names the construct and the line, and
+nothing is different from the plain loop."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memplan.api as memplan
+from memplan.runtime.compiled.compile import MOST_PROGRAMS
+from memplan.types.errors import UsageError
+from tests.runtime.compiled.test_bit_identity import adam, cross_entropy, perceptron
+from tests.runtime.compiled.training import Job, batches, run_both
+
+counter = 0
+
+
+def job_of(step_of: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Job:
+    model = perceptron()
+    optimizer = adam(model.parameters())
+    return Job(model, optimizer, step_of(model, optimizer), batches((5, 6)))
+
+
+def line_of(text: str) -> int:
+    """The line of this file that ends with a mark."""
+    source = inspect.getsource(inspect.getmodule(line_of)).splitlines()  # type: ignore[arg-type]
+    return next(n for n, line in enumerate(source, 1) if line.endswith(f"# {text}"))
+
+
+def branching(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if loss > 1.0:  # mark: branch
+            loss = loss * 0.5
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def counting(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        global counter
+        counter += 1  # mark: global
+        return plain(x, y)
+
+    return step
+
+
+def counting_on_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    model.seen = 0  # type: ignore[assignment]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        model.seen += 1  # type: ignore[operator, assignment]  # mark: attribute
+        return plain(x, y)
+
+    return step
+
+
+def counting_in_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    count = 0
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        nonlocal count
+        count += 1  # mark: closure
+        return plain(x, y)
+
+    return step
+
+
+def remembering(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    history: list[float] = []
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = plain(x, y)
+        history.append(len(history))  # mark: list
+        return loss
+
+    return step
+
+
+def drawing_from_an_iterator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    scales = iter([1.0, 0.5, 0.25, 0.125, 0.1, 0.05])
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * next(scales), y)  # mark: iterator
+
+    return step
+
+
+def printing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        print("a step")  # mark: print
+        return plain(x, y)
+
+    return step
+
+
+def logging_lines(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        logging.getLogger("training").warning("a step")  # mark: log
+        return plain(x, y)
+
+    return step
+
+
+def python_random(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * random.random(), y)
+
+    return step
+
+
+def hooked(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    return cross_entropy(model, optimizer)
+
+
+def data_dependent_shape(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        kept = x[x[:, 0] > 0]  # mark: shape
+        loss = model(kept).square().sum() + model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+CASES: dict[str, tuple[Any, str, str]] = {
+    "branch": (branching, "branch", "mark: branch"),
+    "global": (counting, "global counter", "mark: global"),
+    "attribute": (counting_on_the_model, "model.seen", "mark: attribute"),
+    "closure": (counting_in_a_closure, "step's count", "mark: closure"),
+    "list": (remembering, "history", "mark: list"),
+    "iterator": (drawing_from_an_iterator, "scales", "mark: iterator"),
+    "print": (printing, "print()", "mark: print"),
+    "logging": (logging_lines, "logging", "mark: log"),
+    "random": (python_random, "random", ""),
+    "hook": (hooked, "hook on the gradient of 0.weight", ""),
+    "shape": (data_dependent_shape, "", "mark: shape"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_be_a_graph_runs_plainly(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step_of, construct, mark = CASES[case]
+    monkeypatch.setitem(globals(), "counter", 0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        random.seed(4)
+
+        def make() -> Job:
+            random.seed(4)
+            return job_of(step_of)
+
+        compiled, _ = run_both(make)
+    report = compiled.report()
+    assert report.compiled_calls == 0
+    assert report.plain_calls == 6
+    ours = [str(one.message) for one in told if "memplan" in str(one.message)]
+    assert len(ours) == 1, ours
+    assert construct in ours[0]
+    assert construct in report.fallback
+    if mark:
+        assert f"test_fallback.py:{line_of(mark)}" in ours[0]
+    if case == "print":
+        assert capsys.readouterr().out.count("a step") == 12
+    if case == "global":
+        assert counter == 12
+
+
+def test_shapes_that_change_each_call_end_in_the_plain_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        calls = [batches((size, 6), count=1)[0] for size in range(2, 4 + MOST_PROGRAMS)]
+        return Job(model, optimizer, cross_entropy(model, optimizer), calls)
+
+    with pytest.warns(UserWarning, match="the same shapes in each call") as told:
+        compiled, _ = run_both(make, order=False)
+    assert len(told) == 1
+    again = [line.getMessage() for line in caplog.records if "captured again" in line.getMessage()]
+    assert len(again) == MOST_PROGRAMS - 1
+    assert "argument 0 is [4, 6] float32" in again[0]
+    assert compiled.report().compiled_calls == 0
+
+
+def test_a_step_that_returns_nothing_is_compiled() -> None:
+    def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        plain = cross_entropy(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            plain(x, y)
+
+        return step
+
+    compiled, course = run_both(lambda: job_of(step_of))
+    assert compiled.report().compiled_calls == 4
+    assert course.results[0] == ([("NoneType", "None")], "*")
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "OptimizedModule"])
+def test_wrapped_models_are_refused_by_name(wrapper: str) -> None:
+    model = perceptron()
+    optimizer = adam(model.parameters())
+    home = "torch.nn.parallel.distributed" if wrapper[0] == "D" else "torch._dynamo.eval_frame"
+    kind = type(wrapper, (nn.Sequential,), {"__module__": home})
+    wrapped = kind(model)
+    step = cross_entropy(wrapped, optimizer)
+    compiled = memplan.compile(step, model=wrapped, optimizer=optimizer)
+    with pytest.warns(UserWarning, match=wrapper if wrapper[0] == "D" else "torch.compile"):
+        compiled(*batches((5, 6))[0])
+    assert compiled.report().plain_calls == 1
+
+
+def test_what_is_no_step_model_or_budget_is_said() -> None:
+    model = perceptron()
+    optimizer = adam(model.parameters())
+    step = cross_entropy(model, optimizer)
+    for arguments, said in (
+        ({"train_step": 3}, "int is no training step"),
+        ({"model": step}, "model=function is no torch Module"),
+        ({"optimizer": model}, "optimizer=Sequential is no torch Optimizer"),
+        ({"budget": "much"}, "much"),
+        ({"budget": -1}, "a budget of -1"),
+        ({"deadline_seconds": -1.0}, "deadline_seconds"),
+        ({"model": []}, "no model"),
+    ):
+        whole = {"train_step": step, "model": model, "optimizer": optimizer, **arguments}
+        with pytest.raises(UsageError, match=said):
+            memplan.compile(**whole)
