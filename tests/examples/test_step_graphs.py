@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memplan.phases import find_steps, plain_peak, step_graph
+from memplan.order.evaluate import peak, program_order
+from memplan.phases import find_steps, op_graph, plain_peak, step_graph
 from memplan.types.trace import EventKind, Trace
 from memplan.types.trace_file import load_trace
 
@@ -39,12 +40,7 @@ def test_peak_and_droppable_share(example: Trace) -> None:
     graph = step_graph(example)
     table = find_steps(example)
     start, stop = table[table.steady if table.steady is not None else len(table) - 1]
-    kind, nbytes = example.events.kind, example.events.bytes
-    change = np.where(kind == EventKind.ALLOC, nbytes, 0) - np.where(
-        kind == EventKind.FREE, nbytes, 0
-    )
-    alive = np.concatenate(([0], np.cumsum(change)))
-    assert plain_peak(graph) == alive[start : stop + 1].max()
+    assert plain_peak(graph) == _true_peak(example, start, stop)
 
     values, forward = graph.values, graph.forward_ops
     made = (values.alloc >= 0) & (values.alloc < forward) & (values.free > forward)
@@ -63,3 +59,19 @@ def test_peak_and_droppable_share(example: Trace) -> None:
 
 def _script(trace: Trace) -> str:
     return " ".join(trace.meta.command)
+
+
+def test_the_whole_step_as_a_graph_of_operators(example: Trace) -> None:
+    graph = op_graph(example)
+    table = find_steps(example)
+    step = table.steady if table.steady is not None else len(table) - 1
+    assert peak(graph, program_order(graph)) == _true_peak(example, *table[step])
+
+
+def _true_peak(trace: Trace, start: int, stop: int) -> int:
+    kind, nbytes = trace.events.kind, trace.events.bytes
+    change = np.where(kind == EventKind.ALLOC, nbytes, 0) - np.where(
+        kind == EventKind.FREE, nbytes, 0
+    )
+    alive = np.concatenate(([0], np.cumsum(change)))
+    return int(alive[start : stop + 1].max())

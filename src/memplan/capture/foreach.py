@@ -48,11 +48,12 @@ def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     known = mode.values.of
     if not all(isinstance(item, FakeTensor) and known(item) is None for item in tensors):
         return NotImplemented
+    factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
     written = [mode.number_of(tensor) for tensor in args[0]]
     builder = mode.recorder.builder
     builder.begin_op(
         str(func),
-        reads=[number for number in map(mode.number_of, tensors) if number >= 0],
+        reads=[n for n in map(mode.number_of, [*tensors, *factors]) if n >= 0],
         stream=mode.recorder.stream,
     )
     builder.op_writes(number for number in written if number >= 0)
