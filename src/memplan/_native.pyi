@@ -248,3 +248,27 @@ class SegmentTable:
     def best(self, start: int, stop: int, level: int) -> tuple[float, int, int]:
         """Added seconds of blocks [start, stop), and the option of the first, or -1 and where the
         segment that forward skips ends. Infinite where nothing fits."""
+
+def improve_order(
+    scratch: npt.NDArray[np.int64],
+    before_start: npt.NDArray[np.int64],
+    before: npt.NDArray[np.int64],
+    bytes: npt.NDArray[np.int64],
+    maker: npt.NDArray[np.int64],
+    lasts: npt.NDArray[np.uint8],
+    users_start: npt.NDArray[np.int64],
+    users: npt.NDArray[np.int64],
+    base_bytes: int,
+    order: npt.NDArray[np.int64],
+    floor: int,
+    nodes: int,
+    seconds: float,
+    cancel: npt.NDArray[np.uint8],
+) -> tuple[int, int]:
+    """Change `order`, an order of the operators of a `Graph`'s columns, into one of a lower peak;
+    returns its peak and the largest lower bound on any order's, both in bytes.
+
+    `nodes`: sets of operators looked at before one that holds more is taken. Stops soon after
+    `cancel[0]` is no longer 0. Releases the GIL. Raises ValueError for columns that contradict each
+    other and for what is no order.
+    """
