@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
+from memplan.capture.standins.rules import running
 from memplan.estimate.host import host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import CaptureError
-from memplan.types.trace import Trace
+from memplan.types.trace import EventKind, Trace
 from tests.capture.distributed.ranks import join, options
 from tests.capture.distributed.test_host import only_tensors
 
@@ -115,6 +118,36 @@ def test_rank_0_holds_the_whole_on_the_host(version: int) -> None:
     first, second = (captured(lambda: whole_states(version), rank) for rank in (0, 1))
     assert 0 <= host_tensors(first) - 3 * WHOLE < SLACK  # parameters and two states
     assert host_tensors(second) < WHOLE
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_summoned_parameters_go_to_the_host_one_by_one(rank: int) -> None:
+    """FSDP's `summon_full_params`, as a script saves with it: rank 0 copies each gathered layer to
+    the host and frees it before the next; so it does when they come back."""
+    flat = FullyShardedDataParallel
+    rows: list[int] = []
+
+    def job() -> None:
+        layers = [nn.Linear(SIDE, SIDE, bias=False, device="cuda") for _ in range(LAYERS)]
+        model = flat(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        train(model, torch.optim.SGD(model.parameters()))
+        mode = running()
+        assert mode is not None
+        builder = mode.recorder.builder
+        rows.append(len(builder))
+        with flat.summon_full_params(model, writeback=False, offload_to_cpu=True, rank0_only=True):
+            held = [parameter.device.type for parameter in model.parameters()]
+        assert held == ["cpu" if rank == 0 else "cuda"] * LAYERS
+        rows.append(len(builder))
+
+    trace = captured(job, rank)
+    summoned = list(trace)[slice(*rows)]
+    layer, sizes = WHOLE // LAYERS, {EventKind.ALLOC: 1, EventKind.FREE: -1}
+    levels = list(accumulate(event.bytes * sizes.get(event.kind, 0) for event in summoned))
+    assert max(levels) - min(levels) == layer
+    gathered = [event.bytes for event in summoned if event.kind == EventKind.ALLOC]
+    assert gathered == [layer] * (2 * LAYERS if rank == 0 else LAYERS)
+    assert host_tensors(trace) == (WHOLE if rank == 0 else 0)
 
 
 def test_states_of_flat_parameters_from_another_rank() -> None:
