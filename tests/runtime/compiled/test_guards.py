@@ -1,0 +1,245 @@
+"""A compiled step is run only where it is the step that would run: everything that it was captured
+with is looked at, and what differs is captured again, with a line that says what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memplan.api as memplan
+from memplan.runtime.compiled import guards
+from tests.runtime.compiled.test_bit_identity import Norm, adam, cross_entropy, perceptron
+from tests.runtime.compiled.training import Job, batches, course_of, run_both
+
+scale = 1.0
+
+
+class Scaled(nn.Module):
+    """Reads a plain attribute, a nested config and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+        self.factor = 2.0
+        self.config = Config(power=1.0, names=["a"])
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor * self.config.power * len(self.config.names) + self.shift  # type: ignore[no-any-return]
+
+
+@dataclass
+class Config:
+    power: float
+    names: list[str]
+
+
+def changed(
+    build: Callable[[], nn.Module],
+    change: Callable[[Job], object],
+    shape: tuple[int, ...] = (5, 6),
+    step_of: Callable[..., Any] = cross_entropy,
+    calls: int = 8,
+    at: int = 4,
+) -> Callable[[], Job]:
+    """A job in which something changes after its fourth call."""
+
+    def make() -> Job:
+        model = build()
+        optimizer = adam(model.parameters())
+        job = Job(model, optimizer, step_of(model, optimizer), batches(shape, count=calls))
+        done = 0
+
+        def after() -> None:
+            nonlocal done
+            done += 1
+            if done == at:
+                change(job)
+
+        job.after = after
+        return job
+
+    return make
+
+
+def again(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "captured again" in r.getMessage()]
+
+
+def freeze(job: Job) -> None:
+    next(job.model.parameters()).requires_grad_(False)
+
+
+def replace_weight(job: Job) -> None:
+    layer = job.model.get_submodule("0")
+    with torch.no_grad():
+        layer.weight.data = layer.weight.detach().clone().t().contiguous().t()
+
+
+def share(job: Job) -> None:
+    """Another parameter's memory."""
+    job.model.get_submodule("2").bias.data = job.model.get_submodule("0").bias.data
+
+
+def set_global(job: Job) -> None:
+    globals()["scale"] = 0.5
+
+
+def reading_a_global(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * scale, y)
+
+    return step
+
+
+def without_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+CHANGES: dict[str, tuple[Callable[[], Job], str]] = {
+    "training flag": (changed(Norm, lambda j: j.model.eval(), (4, 3, 6, 6)), "training"),
+    "one layer's flag": (
+        changed(Norm, lambda j: j.model.drop.eval(), (4, 3, 6, 6)),
+        "drop.training",
+    ),
+    "attribute": (changed(Scaled, lambda j: setattr(j.model, "factor", 3.0)), "factor"),
+    "dropout": (changed(Norm, lambda j: setattr(j.model.drop, "p", 0.6), (4, 3, 6, 6)), "drop.p"),
+    "config": (changed(Scaled, lambda j: setattr(j.model.config, "power", 3.0)), "config.power"),
+    "list": (changed(Scaled, lambda j: j.model.config.names.append("b")), "config.names[1]"),
+    "global": (changed(perceptron, set_global, step_of=reading_a_global), "global scale"),
+    "weight decay": (
+        changed(perceptron, lambda j: j.optimizer.param_groups[0].update(weight_decay=0.1)),
+        "weight_decay",
+    ),
+    "frozen": (changed(perceptron, freeze), "gradient"),
+    "layout": (changed(perceptron, replace_weight), "strides"),
+    "sharing": (changed(perceptron, share), "shares its memory"),
+    "hook": (
+        changed(perceptron, lambda j: j.model.register_forward_hook(lambda m, i, o: o * 2)),
+        "_forward_hooks",
+    ),
+    "gradients freed": (
+        changed(perceptron, lambda j: j.optimizer.zero_grad(), step_of=without_zeroing),
+        "has no gradient before the step",
+    ),
+    "deterministic": (
+        changed(perceptron, lambda j: torch.use_deterministic_algorithms(True)),
+        "deterministic",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_calls_is_captured_again(
+    what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, said = CHANGES[what]
+    before = torch.are_deterministic_algorithms_enabled()
+
+    def fresh() -> Job:
+        monkeypatch.setitem(globals(), "scale", 1.0)
+        torch.use_deterministic_algorithms(before)
+        return make()
+
+    try:
+        compiled, _ = run_both(fresh, order=False)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    lines = again(caplog)
+    assert len(lines) >= 1, compiled.report()
+    assert said in lines[0]
+    assert not compiled.report().fallback
+    assert compiled.report().compiled_calls >= 4
+
+
+@pytest.mark.parametrize(
+    "what", ["attribute", "config", "list", "weight decay", "hook", "training flag", "dropout"]
+)
+def test_the_bits_differ_where_a_guard_is_missing(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: without the guards the old program runs on."""
+    monkeypatch.setattr(guards.Guards, "before_reading", lambda *_: "")
+    monkeypatch.setattr(guards.Guards, "of_inputs", lambda *_: "")
+    with pytest.raises(AssertionError, match="after step 4"):
+        run_both(CHANGES[what][0], order=False)
+
+
+def test_an_old_shape_comes_back_to_its_program(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        sizes = (5, 5, 5, 3, 3, 5, 3, 5)
+        calls = [batches((size, 6), count=1)[0] for size in sizes]
+        return Job(model, optimizer, cross_entropy(model, optimizer), calls)
+
+    compiled, _ = run_both(make)
+    assert again(caplog) == [
+        "memplan: step is captured again: argument 0 is [3, 6] float32 on cpu, strides [6, 1] "
+        "instead of [5, 6] float32 on cpu, strides [6, 1]"
+    ]
+    report = compiled.report()
+    assert sorted(program.calls for program in report.programs) == [2, 3]
+    assert report.plain_calls == 3
+
+
+def test_plain_arguments_count_by_value(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        plain = cross_entropy(model, optimizer)
+
+        def step(x: Tensor, y: Tensor, factor: float) -> Any:
+            return plain(x * factor, y)
+
+        factors = (1.0, 1.0, 1.0, 0.5, 0.5, 1.0)
+        calls = [(*one, factor) for one, factor in zip(batches((5, 6)), factors, strict=True)]
+        return Job(model, optimizer, step, calls)
+
+    compiled, _ = run_both(make)
+    assert again(caplog) == ["memplan: step is captured again: argument 2 is 0.5 instead of 1.0"]
+    assert compiled.report().compiled_calls == 3
+
+
+def test_under_autocast_and_out_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        job = Job(model, optimizer, None, batches((5, 6), count=7))  # type: ignore[arg-type]
+        job.step = cross_entropy(model, optimizer)
+        return job
+
+    def within(step: Any) -> Any:
+        calls = 0
+
+        def call(x: Tensor, y: Tensor) -> Any:
+            nonlocal calls
+            calls += 1
+            with torch.autocast("cpu", torch.bfloat16, enabled=calls > 3):
+                return step(x, y)
+
+        return call
+
+    torch.manual_seed(1)
+    plain_job = make()
+    plain = course_of(plain_job, within(plain_job.step))
+    torch.manual_seed(1)
+    job = make()
+    compiled = memplan.compile(job.step, model=job.model, optimizer=job.optimizer, order=False)
+    assert course_of(job, within(compiled)) == plain
+    assert "autocast on the CPU is True" in again(caplog)[0]
+    assert compiled.report().compiled_calls == 4
