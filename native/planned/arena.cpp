@@ -25,9 +25,9 @@ Arena::Arena(std::shared_ptr<const Plan> plan, bool in_round)
 Place Arena::place(std::int64_t bytes, std::int32_t stream) {
   after_.clear();
   const std::int64_t size = rounded(bytes);
-  if (outside_) return adopt(size, stream, now() + 1);
+  if (outside_) return adopt_or_refuse(size, stream, now() + 1);
   const Match match = sequence_.follow(bytes, stream);
-  if (match.row < 0) return adopt(size, stream, expected_end(bytes));
+  if (match.row < 0) return adopt_or_refuse(size, stream, expected_end(bytes));
   const Row& row = plan_->row(match.row);
   now_at_ = match.row;
   Place place;
@@ -35,11 +35,12 @@ Place Arena::place(std::int64_t bytes, std::int32_t stream) {
     if (take_row(row, size, place)) return place;
   } else if (row.space < 0) {
     ++counters_.misses;
+    refused_until_ = end_of(match.row);
     return place;
   } else if (take_space(row.space, size, stream, place)) {
     return place;
   }
-  return adopt(size, stream, end_of(match.row));
+  return adopt_or_refuse(size, stream, end_of(match.row));
 }
 
 // The place of a row; a smaller request takes its beginning.
@@ -75,16 +76,34 @@ bool Arena::take_space(std::int32_t space, std::int64_t size, std::int32_t strea
 }
 
 // The smallest gap that the plan leaves free until then.
-Place Arena::adopt(std::int64_t size, std::int32_t stream, std::int64_t until) {
+bool Arena::adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place) {
   block_until(until);
   Guests::Gap best;
   find_gaps(blocked_, {0, plan_->cells()}, size, best);
-  if (best.offset < 0) {
-    ++counters_.misses;
-    return {};
-  }
+  if (best.offset < 0) return false;
   ++counters_.adopted;
-  return invite(best, size, stream, Kind::kAdopted);
+  place = invite(best, size, stream, Kind::kAdopted);
+  return true;
+}
+
+Place Arena::adopt_or_refuse(std::int64_t size, std::int32_t stream, std::int64_t until) {
+  Place place;
+  if (adopt(size, stream, until, place)) return place;
+  ++counters_.misses;
+  refused_until_ = until;
+  return place;
+}
+
+Place Arena::squeeze_in(std::int64_t bytes, std::int32_t stream) {
+  std::int64_t span = std::min(refused_until_ - now(), plan_->clock());
+  Place place;
+  while (span > 1) {
+    span /= 4;
+    if (!adopt(rounded(bytes), stream, now() + std::max<std::int64_t>(span, 1), place)) continue;
+    --counters_.misses;
+    break;
+  }
+  return place;
 }
 
 // Rows that come alive before `until`, and what is in use now. Rows that are past and were left out

@@ -40,7 +40,10 @@ class Arena {
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first
   // use, 0 the default one. Places begin at multiples of 512 and take as many bytes.
   Place place(std::int64_t bytes, std::int32_t stream);
-  // The same in the simplest case: the row that is expected, at its place, while there is one
+  // For the request that `place` has just refused: what is free now, for as long as possible. It
+  // may be in the way of planned requests.
+  Place squeeze_in(std::int64_t bytes, std::int32_t stream);
+  // As `place` in the simplest case: the row that is expected, at its place, while there is one
   // stream. Null in any other; then nothing has been done.
   const Row* expected(std::int64_t bytes, std::int32_t stream) const {
     const Row* row = sequence_.expected(bytes, stream);
@@ -103,7 +106,8 @@ class Arena {
 
   bool take_row(const Row& row, std::int64_t size, Place& place);
   bool take_space(std::int32_t space, std::int64_t size, std::int32_t stream, Place& place);
-  Place adopt(std::int64_t size, std::int32_t stream, std::int64_t until);
+  bool adopt(std::int64_t size, std::int32_t stream, std::int64_t until, Place& place);
+  Place adopt_or_refuse(std::int64_t size, std::int32_t stream, std::int64_t until);
   void find_gaps(const Cells& taken, CellRange range, std::int64_t size, Guests::Gap& best) const;
   Place invite(const Guests::Gap& gap, std::int64_t size, std::int32_t stream, Kind kind);
   std::int64_t now() const { return plan_->moment(now_at_); }
@@ -121,6 +125,7 @@ class Arena {
   Cells blocked_;  // Scratch of `adopt`.
   std::vector<std::int32_t> after_;
   std::int32_t now_at_;  // The row that the last request was, or the first one expected.
+  std::int64_t refused_until_ = 0;  // How long the request that was refused may live.
   bool outside_ = false;  // In a phase that the plan does not know.
   mutable Counters counters_;
 };

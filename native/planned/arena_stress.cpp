@@ -188,7 +188,8 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
       const auto stream = static_cast<std::int32_t>(own ? 0 : draw(random, 0, streams));
       if (draw(random, 0, 100) >= strange / 2) ++at;
       if (at == columns.requests) at = made.prologue;
-      const Place place = arena.place(bytes, stream);
+      Place place = arena.place(bytes, stream);
+      if (place.offset < 0 && draw(random, 0, 2) == 0) place = arena.squeeze_in(bytes, stream);
       model.place(arena, place, bytes, stream);
       if ((place.offset < 0) != (place.kind == Kind::kNone)) fail("a kind without a place", seed);
       if (place.offset >= 0) live.push_back(place.offset);

@@ -138,7 +138,7 @@ void* Device::malloc_otherwise(std::int64_t bytes, Stream handle, bool planned_o
   ++serial_;
   void* pointer = nullptr;
   if (bytes <= caching::kMaxRequest) {
-    if (current_ != nullptr) pointer = serve(bytes, stream);
+    if (current_ != nullptr) pointer = serve(bytes, stream, planned_only);
     if (pointer == nullptr && !planned_only) pointer = fall_back(bytes, stream);
   }
   if (pointer == nullptr && !planned_only) out_of_memory(bytes, stream);
@@ -158,9 +158,12 @@ void Device::admit(Owner& owner, std::int64_t bytes, std::int32_t stream) {
   recorder_.add(MEMPLAN_EVENT_ALLOC, bytes, owner.storage, stream);
 }
 
-void* Device::serve(std::int64_t bytes, std::int32_t stream) {
+void* Device::serve(std::int64_t bytes, std::int32_t stream, bool planned_only) {
   Range& range = *current_;
-  const Place place = range.arena.place(bytes, stream);
+  Place place = range.arena.place(bytes, stream);
+  if (place.kind == Kind::kNone && !planned_only && grows_beyond_mark(bytes, stream)) {
+    place = range.arena.squeeze_in(bytes, stream);
+  }
   if (place.kind == Kind::kNone) {
     ++misses_;
     return nullptr;
@@ -379,6 +382,11 @@ bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
   hardware_->upstream.release_cached();
   if (range.pages->ensure(lower, upper)) return true;
   return give_back_pages(kAll) > 0 && range.pages->ensure(lower, upper);
+}
+
+bool Device::grows_beyond_mark(std::int64_t bytes, std::int32_t stream) {
+  const std::int64_t growth = hardware_->upstream.growth(bytes, stream);
+  return growth > 0 && hardware_->counted.own() + growth > mark_;
 }
 
 // So many bytes are about to be taken from the device: beyond the mark only when nothing unused is

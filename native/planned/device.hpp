@@ -112,7 +112,8 @@ class Device {
 
   bool start();
   void grant(int device);
-  void* serve(std::int64_t bytes, std::int32_t stream);
+  void* serve(std::int64_t bytes, std::int32_t stream, bool planned_only);
+  bool grows_beyond_mark(std::int64_t bytes, std::int32_t stream);
   void* fall_back(std::int64_t bytes, std::int32_t stream);
   void out_of_memory(std::int64_t bytes, std::int32_t stream);
   // The owner of what begins at the address.

@@ -11,20 +11,29 @@ namespace memplan::planned {
 class Lock {
  public:
   void lock() {
-    while (taken_.exchange(true, std::memory_order_acquire)) wait();
+    if (taken_.exchange(true, std::memory_order_acquire)) wait();
   }
   void unlock() { taken_.store(false, std::memory_order_release); }
 
  private:
-  static constexpr int kSpins = 24;
+  static constexpr int kShortest = 4, kLongest = 64;  // Pauses between attempts.
 
-  // Spins for about a microsecond, then sleeps: the owner calls the driver, or has lost its core.
-  void wait() const {
-    for (int spins = 0; spins < kSpins; ++spins) {
-      if (!taken_.load(std::memory_order_relaxed)) return;
-      pause();
+  // Attempts come at growing distances, so that the owner's next requests are not in each other's
+  // way; after about ten microseconds the owner calls the driver, or has lost its core.
+  [[gnu::noinline]] void wait() {
+    for (int pauses = kShortest;;) {
+      for (int each = 0; each < pauses; ++each) pause();
+      if (!taken_.load(std::memory_order_relaxed) &&
+          !taken_.exchange(true, std::memory_order_acquire)) {
+        return;
+      }
+      if (pauses < kLongest) {
+        pauses *= 2;
+      } else {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        pauses = kShortest;
+      }
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 
   static void pause() {
