@@ -7,10 +7,18 @@ from dataclasses import dataclass
 
 from memplan.order.baselines import baseline_orders, best
 from memplan.order.bound import Certificate, lower_bound
-from memplan.order.search import Clock, improve
+from memplan.order.compose import composed, part_of
+from memplan.order.evaluate import peak, program_order
+from memplan.order.refine import refine
+from memplan.order.search import Clock
+from memplan.order.segments import segments
+from memplan.order.updates import early_updates
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
+
+_BOUND_SECONDS = 1.0
+"""For the bound where the search took all the time."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,38 @@ def solve(
     """
     graph.check()
     clock = Clock(deadline_seconds, cancel)
-    start = best(baseline_orders(graph, clock.over))
-    found = improve(graph, start.order, graph.base_bytes, clock)
-    proved = lower_bound(graph, found.order, seconds=max(clock.left, 1.0), cancel=clock.stop)
-    order = Order(found.order, found.peak_bytes, proved.certificate)
-    if clock.over() and found.peak_bytes > proved.bytes:
+    found = _by_segments(graph, _best_start(graph, clock), clock, seed)
+    proved = lower_bound(graph, found, seconds=max(clock.left, _BOUND_SECONDS), cancel=clock.stop)
+    order = Order(found, peak(graph, found), proved.certificate)
+    if clock.over() and order.peak_bytes > proved.bytes:
         return TimedOut(order, proved.bytes, order.peak_bytes)
     return Solved(order, order.peak_bytes, proved.bytes)
+
+
+def _best_start(graph: Graph, clock: Clock) -> I64:
+    """Of the baselines and the updates placed early."""
+    early = early_updates(graph, program_order(graph))
+    if peak(graph, early) <= lower_bound(graph, early, seconds=clock.left, cancel=clock.stop).bytes:
+        return early  # none is better
+    start = best(baseline_orders(graph, clock.over))
+    return early if peak(graph, early) <= start.peak_bytes else start.order
+
+
+def _by_segments(graph: Graph, order: I64, clock: Clock, seed: int) -> I64:
+    """Each segment between operators of fixed place for itself, that of the highest peak first: the
+    others only as far as they are above what is proved for it."""
+    pieces = segments(graph)
+    parts = [(piece, part_of(graph, order, piece.start, _singly(order, piece))) for piece in pieces]
+    parts.sort(key=lambda entry: -peak(entry[1], program_order(entry[1])))
+    floor = graph.base_bytes
+    for piece, part in parts:
+        if peak(part, program_order(part)) <= floor:
+            break
+        found = refine(part, program_order(part), floor, clock, seed)
+        order = composed(order, piece.start, _singly(order, piece), found.order.tolist())
+        floor = max(floor, found.bound_bytes)
+    return order
+
+
+def _singly(order: I64, places: range) -> list[list[int]]:
+    return [[op] for op in order[places.start : places.stop].tolist()]

@@ -1,0 +1,126 @@
+"""The exact order of a small graph, by CP-SAT.
+
+Each operator has a place of its own within its window (what must run before it and after it), each
+value an interval from its maker to its last user, and the bytes of the intervals that meet at a
+place are at most the peak, which is minimised: all-different places and a cumulative constraint.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from memplan.order.evaluate import peak, positions
+from memplan.order.search import Clock
+from memplan.order.segments import windows
+from memplan.types.graph import Graph
+from memplan.types.trace import I64
+
+DETERMINISTIC_SECONDS = 4.0
+"""CP-SAT's own measure of work for one leaf: the answer does not depend on the machine's speed."""
+_LOOK_SECONDS = 0.05
+
+
+class _Leaf:
+    """The model of one graph with at least one operator."""
+
+    def __init__(self, graph: Graph, hint: I64) -> None:
+        """`hint`: an order to start from; only lower peaks are looked for."""
+        self._graph = graph
+        self._hint = hint
+        self._most = peak(graph, hint)
+        self._model = cp_model.CpModel()
+        self._places = self._operators()
+        self._peak = self._memory()
+        self._model.minimize(self._peak)
+        self._solver = cp_model.CpSolver()
+
+    def solve(self, seed: int, seconds: float) -> I64:
+        parameters = self._solver.parameters
+        parameters.num_workers = 1
+        parameters.random_seed = seed
+        parameters.max_time_in_seconds = seconds
+        parameters.max_deterministic_time = DETERMINISTIC_SECONDS
+        status = self._solver.solve(self._model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return self._hint
+        return np.argsort([self._solver.value(place) for place in self._places])
+
+    def stop(self) -> None:
+        """End a running `solve` soon, from another thread."""
+        self._solver.stop_search()
+
+    def _operators(self) -> list[cp_model.IntVar]:
+        graph, model = self._graph, self._model
+        first, last = windows(graph)
+        places = [
+            model.new_int_var(int(first[op]), int(last[op]), f"p{op}") for op in range(len(graph))
+        ]
+        model.add_all_different(places)
+        for op, place in enumerate(places):
+            for needed in graph.before_of(op).tolist():
+                model.add(places[needed] < place)
+        for place, at in zip(places, positions(self._hint, len(graph)).tolist(), strict=True):
+            model.add_hint(place, at)
+        return places
+
+    def _memory(self) -> cp_model.IntVar:
+        graph, model = self._graph, self._model
+        intervals, bytes_each = [], []
+        for value in range(graph.values):
+            if not graph.bytes[value]:
+                continue
+            interval = self._lifetime(value)
+            if interval is not None:
+                intervals.append(interval)
+                bytes_each.append(int(graph.bytes[value]))
+        for op in np.flatnonzero(graph.scratch).tolist():
+            intervals.append(model.new_fixed_size_interval_var(self._places[op], 1, f"s{op}"))
+            bytes_each.append(int(graph.scratch[op]))
+        lower = max(bytes_each, default=0)
+        most = self._most - 1 - graph.base_bytes
+        bound = model.new_int_var(min(lower, most), most, "peak")
+        model.add_cumulative(intervals, bytes_each, bound)
+        return bound
+
+    def _lifetime(self, value: int) -> cp_model.IntervalVar | None:
+        graph, model, count = self._graph, self._model, len(self._graph)
+        maker = int(graph.maker[value])
+        users = [self._places[op] for op in graph.users_of(value).tolist()]
+        start = self._places[maker] if maker >= 0 else 0
+        if graph.lasts[value]:
+            end: cp_model.LinearExprT = count
+        elif not users:
+            return model.new_fixed_size_interval_var(start, 1, f"v{value}") if maker >= 0 else None
+        elif len(users) == 1:
+            end = users[0] + 1
+        else:
+            last = model.new_int_var(0, count - 1, f"e{value}")
+            model.add_max_equality(last, users)
+            end = last + 1
+        size = model.new_int_var(1, count, f"l{value}")
+        return model.new_interval_var(start, size, end, f"v{value}")
+
+
+def exact_order(graph: Graph, hint: I64, *, seed: int, seconds: float, clock: Clock) -> I64:
+    """The order of the least peak, or the best found within `seconds` and CP-SAT's measure of work;
+    `hint`, an order, where that has no higher peak. Asks the clock whether to go on."""
+    if seconds <= 0:
+        return hint
+    leaf = _Leaf(graph, hint)
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_SECONDS):
+            if clock.over():
+                leaf.stop()
+
+    watcher = threading.Thread(target=watch, name="memplan-order-leaf")
+    watcher.start()
+    try:
+        return leaf.solve(seed, seconds)
+    finally:
+        done.set()
+        watcher.join()

@@ -1,0 +1,146 @@
+"""Weight updates placed by their effect on the peak: an order to start from, without a search.
+
+A weight update hangs off the step like a branch: it can run anywhere after its gradient, frees the
+gradient, and takes temporaries of the gradient's size. Early frees soonest, but the temporaries
+come on top of the activations while these are many. So (ROAM, Shu et al. 2023) an update runs as
+soon as its gradient is there, unless what it takes would go beyond the running peak; then it waits
+until there is room.
+
+Branches are found by their form: operators that few others come after, connected with each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from memplan.types.graph import Graph
+from memplan.types.trace import I64
+
+MOST_AFTER = 32
+"""Operators that may come after one of a branch."""
+
+
+def early_updates(graph: Graph, order: I64) -> I64:
+    """`order` with its branches moved to where the running peak has room for them, and those for
+    which it never has to the end."""
+    branch_of = _branches(graph)
+    members: dict[int, list[int]] = {}
+    for op in order[branch_of[order] >= 0].tolist():
+        members.setdefault(int(branch_of[op]), []).append(op)
+    waits, waiting = _needs(graph, branch_of, members)
+    step = _Step(graph)
+    pending: list[tuple[int, int]] = []
+
+    def ready(branch: int) -> None:
+        heapq.heappush(pending, (step.takes(members[branch]), branch))
+
+    for branch, count in waits.items():
+        if not count:
+            ready(branch)
+    for op in order[branch_of[order] < 0].tolist():
+        while pending and step.now + pending[0][0] <= step.most:
+            step.run(members[heapq.heappop(pending)[1]])
+        step.run([op])
+        for branch in waiting.get(op, ()):
+            waits[branch] -= 1
+            if not waits[branch]:
+                ready(branch)
+    while pending:
+        step.run(members[heapq.heappop(pending)[1]])
+    return np.array(step.order, np.int64)
+
+
+def _branches(graph: Graph) -> I64:
+    """Of each operator the number of its branch, -1 where many come after it."""
+    count = len(graph)
+    after: list[set[int] | None] = [set() for _ in range(count)]
+    for op in reversed(range(count)):
+        mine = after[op]
+        for needed in graph.before_of(op).tolist():
+            known = after[needed]
+            if known is not None and mine is not None:
+                known |= mine | {op}
+            if known is None or mine is None or len(known) > MOST_AFTER:
+                after[needed] = None
+    root = list(range(count))
+
+    def find(op: int) -> int:
+        while root[op] != op:
+            root[op] = root[root[op]]
+            op = root[op]
+        return op
+
+    for op in range(count):
+        for needed in graph.before_of(op).tolist():
+            if after[op] is not None and after[needed] is not None:
+                root[find(op)] = find(needed)
+    return np.array([find(op) if after[op] is not None else -1 for op in range(count)], np.int64)
+
+
+def _needs(
+    graph: Graph, branch_of: I64, members: dict[int, list[int]]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Of each branch, how many operators of the trunk it waits for; of those, the branches."""
+    waits: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}
+    for branch, ops in members.items():
+        needed = {n for op in ops for n in graph.before_of(op).tolist() if branch_of[n] < 0}
+        waits[branch] = len(needed)
+        for op in needed:
+            waiting.setdefault(op, []).append(branch)
+    return waits, waiting
+
+
+class _Step:
+    """The step as far as it has run, and the bytes alive."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._uses: list[list[int]] = [[] for _ in range(len(graph))]
+        self._left = np.diff(graph.users_start).tolist()
+        for value in range(graph.values):
+            for op in graph.users_of(value).tolist():
+                self._uses[op].append(value)
+        self._makes: list[list[int]] = [[] for _ in range(len(graph))]
+        for value in np.flatnonzero(graph.maker >= 0).tolist():
+            self._makes[graph.maker[value]].append(value)
+        self._bytes = graph.bytes.tolist()
+        self._lasts = graph.lasts.tolist()
+        self._scratch = graph.scratch.tolist()
+        there = (graph.maker < 0) & (graph.lasts | (np.diff(graph.users_start) > 0))
+        self.now = graph.base_bytes + int(graph.bytes[there].sum())
+        self.most = self.now
+        self.order: list[int] = []
+
+    def run(self, ops: list[int]) -> None:
+        for op in ops:
+            self.most = max(self.most, self._begin(op))
+            self._end(op)
+            self.order.append(op)
+
+    def takes(self, ops: list[int]) -> int:
+        """Bytes that running `ops` would need at most beyond those alive now."""
+        before, most = self.now, self.now
+        for op in ops:
+            most = max(most, self._begin(op))
+            self._end(op)
+        for op in ops:
+            for value in self._uses[op]:
+                self._left[value] += 1
+        self.now = before
+        return most - before
+
+    def _begin(self, op: int) -> int:
+        """Makes what the operator makes; the bytes held while it runs."""
+        self.now += sum(self._bytes[value] for value in self._makes[op])
+        return int(self.now + self._scratch[op])
+
+    def _end(self, op: int) -> None:
+        for value in self._makes[op]:
+            if not self._left[value] and not self._lasts[value]:
+                self.now -= self._bytes[value]
+        for value in self._uses[op]:
+            self._left[value] -= 1
+            if not self._left[value] and not self._lasts[value]:
+                self.now -= self._bytes[value]
