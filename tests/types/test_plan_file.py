@@ -8,7 +8,14 @@ import pytest
 
 from memplan.types import plan_file
 from memplan.types.errors import FormatError, UsageError
-from memplan.types.plan import Fingerprint, OpOutput, Plan, RecomputeGroup, RecomputePart
+from memplan.types.plan import (
+    Fingerprint,
+    OpOutput,
+    OrderPart,
+    Plan,
+    RecomputeGroup,
+    RecomputePart,
+)
 from memplan.types.plan_file import load_plan, save_plan
 
 PLAN = Plan(
@@ -21,6 +28,7 @@ PLAN = Plan(
         peak_bytes=1 << 29,
         added_seconds=0.25,
     ),
+    order=OrderPart(parameters=2, gradient_bytes=1 << 20, peak_bytes=1 << 29),
 )
 
 
@@ -63,6 +71,17 @@ GOOD_PART = '{"groups": [{"name": "g", "drop": [["aten.mm.default", 0]]}]}'
             "not a plan",
         ),
         ('{"memplan_version": "1", "recompute": ' + GOOD_PART[:-4], "not a plan"),
+        (
+            '{"memplan_version": "1", "order": {"version": 2, "parameters": 1, '
+            '"gradient_bytes": 1}}',
+            "order part has version 2",
+        ),
+        ('{"memplan_version": "1", "order": {"parameters": -1, "gradient_bytes": 1}}', "negative"),
+        ('{"memplan_version": "1", "order": {"parameters": 1}}', "gradient_bytes"),
+        (
+            '{"memplan_version": "1", "order": {"parameters": 1, "gradient_bytes": 1, "up": 1}}',
+            "unknown field",
+        ),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path: Path, text: str, says: str) -> None:

@@ -147,12 +147,13 @@ def _capture(
             progress=progress,
             only_writes=_results(path) if args.own_process else None,
         )
-        if plan is None or plan.recompute is None or not plan.recompute.groups:
+        if plan is None:
             return capture_script(job.target, options)
-        from memplan.runtime.apply import AppliedEverywhere
+        from memplan.runtime.in_effect import plan_in_effect
 
         said: list[str] = []
-        trace = capture_script(job.target, options, AppliedEverywhere(plan.recompute, said.append))
+        words = [job.target.name, *job.target.argv]
+        trace = capture_script(job.target, options, plan_in_effect(plan, words, said.append))
         meta = msgspec.structs.replace(trace.meta, notes=[*trace.meta.notes, *said])
         return replace(trace, meta=meta)
 

@@ -123,5 +123,6 @@ def plan_of(trace: Trace, found: StaticPlan, before: Plan | None = None) -> Plan
         made_from=made_from,
         alloc_conf=before.alloc_conf if before else "",
         recompute=before.recompute if before else None,
+        order=before.order if before else None,
         allocation=found.part,
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
+from memplan.runtime.in_effect import plan_in_effect
 from memplan.types.plan import Plan
 
 
@@ -20,11 +20,7 @@ def run_program(
     on_note: Callable[[str], None],
 ) -> None:
     """Run it to its end; whatever it raises passes through."""
-    with ExitStack() as stack:
-        if plan.recompute is not None and plan.recompute.groups:
-            from memplan.runtime.apply import AppliedEverywhere
-
-            stack.enter_context(AppliedEverywhere(plan.recompute, on_note))
+    with plan_in_effect(plan, [name, *argv], on_note):
         sys.argv = [name, *argv]
         if kind == "module":
             sys.path.insert(0, str(Path.cwd()))

@@ -59,3 +59,9 @@ class RecomputeError(MemplanError):
     """What was dropped for backward could not be recomputed as it was."""
 
     exit_code = 1
+
+
+class EarlyUpdateError(MemplanError):
+    """The job used what an early weight update had already released or changed."""
+
+    exit_code = 1

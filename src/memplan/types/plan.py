@@ -48,6 +48,19 @@ class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Expected per step."""
 
 
+class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weight updates early: each parameter is updated in the backward pass, as soon as its gradient
+    is complete, and the gradient is released. The run does it only where that changes no number."""
+
+    version: int = 1
+    parameters: int
+    """Of a step, those with a gradient."""
+    gradient_bytes: int
+    """Of their gradients, which are no longer alive together."""
+    peak_bytes: int = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+
+
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Dynamic reusable space: what no planned request uses while those of a module span live."""
 
@@ -112,5 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Allocator settings that it counts on, in the syntax of `PYTORCH_ALLOC_CONF`; in force unless
     the environment or the script sets its own."""
     recompute: RecomputePart | None = None
+    order: OrderPart | None = None
     allocation: AllocationPart | None = None
-    """Made from a capture with the rest of the plan in effect: recomputation changes requests."""
+    """Made from a capture with the rest of the plan in effect: recomputation and order change
+    requests."""

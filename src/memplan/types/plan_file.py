@@ -12,11 +12,12 @@ import msgspec
 
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import write_file
-from memplan.types.plan import Plan, RecomputePart
+from memplan.types.plan import OrderPart, Plan, RecomputePart
 
 MAX_BYTES = 64 << 20
 _SCHEMA_VERSION = 1
 _RECOMPUTE_VERSION = 1
+_ORDER_VERSION = 1
 _MAX_GROUPS = 100_000
 
 
@@ -69,6 +70,8 @@ def _check(plan: Plan, path: Path) -> None:
         )
     if plan.recompute is not None:
         _check_recompute(plan.recompute, path)
+    if plan.order is not None:
+        _check_order(plan.order, path)
     if plan.allocation is not None:
         from memplan.types.allocation import check_allocation  # NumPy is slow to import
 
@@ -81,13 +84,22 @@ def _check(plan: Plan, path: Path) -> None:
             ) from error
 
 
-def _check_recompute(part: RecomputePart, path: Path) -> None:
-    if part.version != _RECOMPUTE_VERSION:
+def _check_version(part: str, version: int, known: int, path: Path) -> None:
+    if version != known:
         raise FormatError(
-            f"{path}: its recompute part has version {part.version}; this memplan reads "
-            f"{_RECOMPUTE_VERSION}",
+            f"{path}: its {part} part has version {version}; this memplan reads {known}",
             "make the plan again with this memplan",
         )
+
+
+def _check_order(part: OrderPart, path: Path) -> None:
+    _check_version("order", part.version, _ORDER_VERSION, path)
+    if min(part.parameters, part.gradient_bytes, part.peak_bytes) < 0:
+        raise FormatError(f"{path}: its order part has a negative number")
+
+
+def _check_recompute(part: RecomputePart, path: Path) -> None:
+    _check_version("recompute", part.version, _RECOMPUTE_VERSION, path)
     if len(part.groups) > _MAX_GROUPS:
         raise FormatError(f"{path}: {len(part.groups)} groups are more than any model has")
     dropped = [place for group in part.groups for place in group.drop]

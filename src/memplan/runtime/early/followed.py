@@ -1,0 +1,164 @@
+"""The parameters of one optimizer, each with a hook that fires when its gradient is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from memplan.runtime.early.applied_gradient import AppliedGradient
+from memplan.runtime.early.one_parameter import settings, update
+
+
+class Parameter:
+    """One parameter in one backward pass. Keeps neither it nor its optimizer alive."""
+
+    def __init__(self, tensor: Tensor, optimizer: Optimizer, group: int) -> None:
+        self._tensor = weakref.ref(tensor)
+        self.optimizer = weakref.ref(optimizer)
+        self._group = group
+        self.ready = 0
+        """Times that its gradient was complete."""
+        self.updated = False
+        self.applied: AppliedGradient | None = None
+        self._seen: tuple[int, int] = (0, 0)
+        """Storage and version of the gradient when it was complete."""
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self._tensor()
+        assert tensor is not None, "the optimizer that holds it is alive"
+        return tensor
+
+    def begin(self) -> None:
+        self.ready, self.updated = 0, False
+
+    def gradient_is_complete(self, gradient: Tensor) -> None:
+        self.ready += 1
+        self._seen = gradient.untyped_storage()._cdata, gradient._version
+
+    def irregular(self) -> str:
+        """Why its gradient at the optimizer's step is not the one that backward left; else
+        empty."""
+        gradient = self.tensor.grad
+        if gradient is None:
+            return "gradients are removed before the optimizer's step" if self.ready else ""
+        if self.ready == 0:
+            return "a gradient comes from elsewhere than the backward pass"
+        if self.ready > 1:
+            return "a gradient comes in several parts"
+        if self._seen != (gradient.untyped_storage()._cdata, gradient._version):
+            return "gradients are changed before the optimizer's step"
+        return ""
+
+    def update(self) -> None:
+        """The optimizer's update, now; the gradient is released."""
+        optimizer, tensor = self.optimizer(), self.tensor
+        assert optimizer is not None, "it is about to step"
+        with torch.no_grad():
+            update(optimizer, optimizer.param_groups[self._group], tensor)
+        if self.applied is None or self.applied.device != tensor.device:
+            self.applied = AppliedGradient(tensor)
+        tensor.grad = self.applied
+        self.updated = True
+
+    def may_be_updated(self) -> bool:
+        """Whether its gradient is such that an update alone does what one with the others does."""
+        tensor, gradient = self.tensor, self.tensor.grad
+        return (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and type(gradient) is type(tensor.data)
+            and gradient.dtype == tensor.dtype
+            and gradient.stride() == tensor.stride()
+        )
+
+
+class Followed:
+    """An optimizer whose parameters have hooks."""
+
+    def __init__(self, optimizer: Optimizer, on_ready: Callable[[Parameter], None]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._key = _key(optimizer)
+        self.parameters = [
+            Parameter(tensor, optimizer, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for tensor in group["params"]
+            if tensor.requires_grad
+        ]
+        self._handles = [
+            one.tensor.register_post_accumulate_grad_hook(_Ready(one, on_ready))
+            for one in self.parameters
+        ]
+        self.settings: list[dict[str, Any]] = []
+        """Hyperparameters by group, at the beginning of the backward pass."""
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def changed(self) -> bool:
+        """Whether the optimizer has other parameters than those that are followed."""
+        optimizer = self._optimizer()
+        return optimizer is None or _key(optimizer) != self._key
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        for one in self.parameters:
+            one.begin()
+        self.settings = self._settings_now()
+
+    def why_not(self) -> str:
+        """Why no update may be early in the backward pass that begins; empty where all may."""
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer._optimizer_step_pre_hooks:
+            return "something is hooked on the optimizer's step"
+        for one in self.parameters:
+            tensor = one.tensor
+            if tensor.grad is not None:
+                return "gradients are kept from one backward pass to the next"
+            hooks: Any = tensor._post_accumulate_grad_hooks
+            if len(hooks) != 1:
+                return "something else waits for the gradients"
+        return ""
+
+    def settings_changed(self) -> bool:
+        return self._settings_now() != self.settings
+
+    def _settings_now(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer()
+        return [settings(group) for group in optimizer.param_groups] if optimizer else []
+
+    def with_gradient(self) -> Iterator[Parameter]:
+        return (one for one in self.parameters if one.tensor.grad is not None)
+
+
+class _Ready:
+    """A hook that copies and pickles of its tensor do not share."""
+
+    def __init__(
+        self,
+        parameter: Parameter | None = None,
+        on_ready: Callable[[Parameter], None] | None = None,
+    ) -> None:
+        self._parameter, self._on_ready = parameter, on_ready
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def __call__(self, _tensor: Tensor) -> None:
+        if self._parameter is not None and self._on_ready is not None:
+            self._on_ready(self._parameter)
+
+
+def _key(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    """Changes with the optimizer's groups and the parameters in them."""
+    return [
+        (len(tensors), *(id(tensor) for tensor in (*tensors[:1], *tensors[-1:])))
+        for tensors in (group["params"] for group in optimizer.param_groups)
+    ]

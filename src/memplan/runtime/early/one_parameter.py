@@ -1,0 +1,100 @@
+"""An optimizer's update of one parameter alone, to the bit as its step over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.SGD,
+        optim.Adam,
+        optim.AdamW,
+        optim.NAdam,
+        optim.RAdam,
+        optim.Adamax,
+        optim.Adagrad,
+        optim.Adadelta,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.ASGD,
+    }
+)
+"""Optimizers that look at one element of one parameter at a time, whether they go through the
+parameters by a loop, by foreach operators or by fused ones: a list of one tensor gives the same
+bits as a longer list. Not L-BFGS (one vector of all), not Adafactor (its foreach norms are reduced
+in an order that depends on the list), not those of other packages (which may count steps by
+group)."""
+
+
+def why_not(optimizer: Optimizer) -> str:
+    """Why its parameters cannot be updated one by one; empty where they can."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if kind not in PER_PARAMETER:
+        return f"{name} is not known to update each parameter by itself"
+    if optimizer._optimizer_step_pre_hooks:
+        return f"something is hooked on the step of {name}"
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        return f"the step of this {name} has been replaced"
+    seen: set[int] = set()
+    for group in optimizer.param_groups:
+        reason = _why_not_group(group, seen)
+        if reason:
+            return reason
+    return ""
+
+
+def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
+    if group.get("differentiable"):
+        return "the optimizer is differentiable"
+    if any(isinstance(value, Tensor) for value in settings(group).values()):
+        return "a hyperparameter of the optimizer is a tensor"
+    devices = set()
+    for parameter in group["params"]:
+        if type(parameter) not in (Tensor, torch.nn.Parameter):
+            return f"a parameter is a {type(parameter).__name__}"
+        if id(parameter) in seen:
+            return "a parameter is in two groups"
+        seen.add(id(parameter))
+        if not _dense(parameter):
+            return "a parameter has gaps in its memory"
+        devices.add(parameter.device.type)
+    return "" if len(devices) < 2 else "a group has parameters on devices of two kinds"
+
+
+def _dense(parameter: Tensor) -> bool:
+    """Whether its elements fill one range of memory. Where those of one tensor do not, foreach
+    operators take another way with the whole list."""
+    if parameter.layout is not torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """What `optimizer.step()` does to a parameter, alone; no hook of the optimizer is called."""
+    alone: Any = object.__new__(type(optimizer))
+    alone.__dict__.update(vars(optimizer))
+    alone.param_groups = [{**group, "params": [parameter]}]
+    _plain_step(type(optimizer))(alone)
+
+
+def _plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """The step of a class without what PyTorch wraps around it to call hooks."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -1,0 +1,65 @@
+"""Whether a job's own source reads gradients: something that its first step need not show."""
+
+from __future__ import annotations
+
+import ast
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+_MOST_BYTES = 4 << 20
+_INSTALLED = tuple(
+    {
+        *(str(Path(path)) for path in sysconfig.get_paths().values()),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(__file__).parents[2]),
+    }
+)
+
+
+def reads_gradients() -> str:
+    """`train.py:12` for the first line of the job's own modules that reads a `.grad` for more than
+    whether there is one; empty where none does. What is installed is not searched."""
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if not isinstance(name, str) or not name.endswith(".py"):
+            continue
+        if name.startswith(_INSTALLED) or "site-packages" in name or name.startswith("<"):
+            continue
+        line = _first_read(Path(name))
+        if line:
+            return f"{Path(name).name}:{line}"
+    return ""
+
+
+def _first_read(path: Path) -> int:
+    """Line of the first read in a file; 0 for none."""
+    try:
+        text = path.read_bytes() if path.stat().st_size <= _MOST_BYTES else b""
+        tree = ast.parse(text) if b".grad" in text else None
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0
+    if tree is None:
+        return 0
+    asks_only = {
+        id(operand)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+        for operand in (node.left, *node.comparators)
+    }
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return min(
+        (
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr == "grad"
+            and isinstance(node.ctx, ast.Load)
+            and id(node) not in asks_only
+            and id(node) not in called  # torch.autograd.grad(…)
+        ),
+        default=0,
+    )

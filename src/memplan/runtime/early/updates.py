@@ -1,0 +1,365 @@
+"""Weight updates early: in the backward pass, parameter by parameter.
+
+A parameter is updated by the optimizer's own code in a hook that fires when its gradient is
+complete (`Tensor.register_post_accumulate_grad_hook`), and the gradient is released; the
+optimizer's step then finds nothing left to do. In the literature this is fused backward or LOMO
+(Lv et al., 2023); memplan does it only where every number stays the same bit for bit.
+
+The first step is watched: its updates come at the optimizer's step, and every operator between the
+completion of a gradient and that step is looked at. What would see a difference (clipping, a
+scaler, accumulation, a closure, a schedule that steps in between, several ranks …) ends it there.
+Later steps are checked before anything is updated. What a job then does for the first time after
+an update, and what cannot be undone, raises EarlyUpdateError before it can use a wrong value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from memplan.runtime.early.applied_gradient import too_late
+from memplan.runtime.early.followed import Followed, Parameter
+from memplan.runtime.early.one_parameter import why_not
+from memplan.runtime.early.reads import reads_gradients
+from memplan.runtime.early.watched import Guard, Watch
+from memplan.types.plan import OrderPart
+
+
+class EarlyUpdates:
+    """In effect on the optimizers that are made while it is entered; a context manager."""
+
+    def __init__(
+        self,
+        part: OrderPart,
+        on_note: Callable[[str], None] | None = None,
+        *,
+        same_job: bool = True,
+    ) -> None:
+        """`on_note` is told, in a sentence, why the updates come as they would without a plan.
+        `same_job`: the plan's capture has shown that nothing uses gradients after the optimizer's
+        step. Else the gradients of the first step are kept, to see it here."""
+        self._expected = part.parameters
+        self._same_job = same_job
+        self._on_note = on_note
+        self._off = False
+        self._in_backward = False
+        self._watch: Watch | None = None
+        self._armed = False
+        """The first step has shown nothing that early updates would change."""
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._followed: weakref.WeakKeyDictionary[Optimizer, Followed] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped since the backward pass that is watched."""
+        self._pending: list[Parameter] = []
+        """Updated, and their optimizer's step has not come yet."""
+        self._guard: Guard | None = None
+        self._compared = False
+
+    def __enter__(self) -> EarlyUpdates:
+        self._thread = threading.get_ident()
+        self._modes = _get_current_dispatch_mode_stack()
+        self._backward = torch.autograd.backward
+        self._add_group = Optimizer.add_param_group
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        run, add = self._run_backward, self._group_added
+        torch.autograd.backward = run  # the engine has no hook for its beginning and end
+
+        @functools.wraps(self._add_group)
+        def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            add(optimizer, param_group)
+
+        Optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        torch.autograd.backward = self._backward
+        Optimizer.add_param_group = self._add_group  # type: ignore[method-assign]
+        for handle in self._handles:
+            handle.remove()
+        self._stop()
+        if self._guard is not None:
+            self._guard.close()
+
+    def _stop(self) -> None:
+        """No more updates in backward passes to come."""
+        self._off = True
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        for followed in self._followed.values():
+            followed.close()
+        self._followed.clear()
+
+    def _give_up(self, reason: str) -> None:
+        self._stop()
+        if self._on_note is not None:
+            self._on_note(
+                f"weights are updated by the optimizer's step, as without a plan: {reason}. The "
+                "numbers are the same in any case; the peak may be higher than the plan promises"
+            )
+
+    # Optimizers that are made or changed
+
+    def _group_added(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._add_group(optimizer, group)
+        self._optimizers.add(optimizer)
+        self._armed = False
+
+    def _training(self) -> list[Optimizer]:
+        """Optimizers with something to train."""
+        return [
+            optimizer
+            for optimizer in self._optimizers
+            if any(t.requires_grad for g in optimizer.param_groups for t in g["params"])
+        ]
+
+    # The backward pass
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
+        mine = threading.get_ident() == self._thread
+        if self._off or not mine or torch._C._current_graph_task_id() != -1:
+            return self._backward(*args, **kwargs)
+        self._begin(*args, **kwargs)
+        try:
+            self._in_backward = not self._off
+            return self._backward(*args, **kwargs)
+        finally:
+            self._in_backward = False
+            self._end()
+
+    def _begin(self, *args: Any, **kwargs: Any) -> None:
+        if self._pending:
+            raise too_late("another backward pass begins before optimizer.step() and needs a value")
+        if self._watch is not None:
+            self._end_watch()
+        if self._off:
+            return
+        if any(one.tensor.grad is one.applied is not None for one in self._all()):
+            raise too_late("a backward pass adds to a gradient")
+        reason = _why_not_now(self._modes) or _why_not_this(*args, **kwargs)
+        if reason:
+            self._give_up(reason)
+        elif self._armed and not any(f.changed for f in self._followed.values()):
+            self._begin_followed()
+        else:
+            self._begin_watch()
+
+    def _all(self) -> list[Parameter]:
+        return [one for followed in self._followed.values() for one in followed.parameters]
+
+    def _begin_followed(self) -> None:
+        for followed in self._followed.values():
+            followed.begin()
+        reasons = (followed.why_not() for followed in self._followed.values())
+        if reason := next(filter(None, reasons), ""):
+            self._give_up(reason)
+
+    def _begin_watch(self) -> None:
+        self._armed = False
+        for followed in self._followed.values():
+            followed.close()
+        self._followed.clear()
+        optimizers = self._training()
+        if not optimizers:
+            return
+        reason = next(filter(None, map(why_not, optimizers)), "")
+        if not reason:
+            for optimizer in optimizers:
+                self._followed[optimizer] = Followed(optimizer, self._is_ready)
+            self._begin_followed()
+            tensors = [id(one.tensor) for one in self._all()]
+            reason = "" if len(set(tensors)) == len(tensors) else "a parameter has two optimizers"
+        if reason:
+            self._give_up(reason)
+        if not self._off:
+            self._stepped.clear()
+            self._watch = Watch()
+            self._watch.open()
+
+    def _end_watch(self) -> None:
+        """The backward pass after the one that was watched begins."""
+        assert self._watch is not None
+        missing = len(self._followed) - len(self._stepped)
+        if not self._stepped:
+            self._give_up(
+                "a backward pass is not followed by the optimizer's step (gradients are "
+                "accumulated, or steps are skipped)"
+            )
+        elif self._watch.finding or missing:
+            self._give_up(self._watch.finding or f"{missing} more optimizer(s) step at other times")
+        else:
+            self._arm()
+
+    def _arm(self) -> None:
+        assert self._watch is not None
+        self._watch.close()
+        self._watch = None
+        self._armed = True
+
+    def _is_ready(self, one: Parameter) -> None:
+        """A gradient is complete; called by the engine, on a GPU in a thread of its own."""
+        if not self._in_backward:
+            return
+        tensor = one.tensor
+        if self._watch is not None:
+            assert tensor.grad is not None
+            if tensor.grad.layout is torch.strided:
+                one.gradient_is_complete(tensor.grad)
+                self._watch.is_ready(tensor, tensor.grad)
+            return
+        if one.updated:
+            raise too_late("a second part comes for a gradient")
+        if one.may_be_updated() and not torch.is_autocast_enabled(tensor.device.type):
+            one.update()
+            self._pending.append(one)
+
+    def _end(self) -> None:
+        """It is over, by whatever way: until the optimizer's step nothing may use what has been
+        updated."""
+        if not self._pending:
+            return
+        self._guard = Guard([one.tensor for one in self._pending])
+        self._guard.open()
+        if not self._compared and self._on_note is not None:
+            self._compared = True
+            if len(self._pending) < self._expected:
+                self._on_note(
+                    f"{len(self._pending)} of the {self._expected} parameters that the plan "
+                    "updates early were: was it made for other arguments? The numbers are the same "
+                    "in any case; the peak may be higher than the plan promises"
+                )
+
+    # The optimizer's step
+
+    def _before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        closure = any(x is not None for x in (*args[1:2], (kwargs or {}).get("closure")))
+        if self._pending:
+            self._hand_over(optimizer, closure=closure)
+        elif self._watch is not None:
+            self._judge(optimizer, closure=closure)
+
+    def _hand_over(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """The step finds no gradients where the update has been made."""
+        if closure:
+            raise too_late("optimizer.step() is given a closure and asks for a gradient")
+        followed = self._followed.get(optimizer)
+        if followed is None:
+            raise too_late("another optimizer steps and may ask for a gradient")
+        if followed.settings_changed():
+            raise too_late("hyperparameters change before optimizer.step(), for a parameter")
+        for one in [one for one in self._pending if one.optimizer() is optimizer]:
+            if one.tensor.grad is not one.applied:
+                raise too_late("something replaces a gradient")
+            one.tensor.grad = None
+        self._pending = [one for one in self._pending if one.optimizer() is not optimizer]
+        if not self._pending and self._guard is not None:
+            self._guard.close()
+            self._guard = None
+
+    def _judge(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """The first step: whether the next ones may be early. Where it is the only optimizer, this
+        one is made parameter by parameter too, for the least memory from the beginning."""
+        assert self._watch is not None
+        followed = self._followed.get(optimizer)
+        if followed is None:
+            return self._give_up("an optimizer steps that was not there before")
+        reason = self._why_not_early(optimizer, followed, closure=closure)
+        if reason:
+            return self._give_up(reason)
+        self._stepped.add(optimizer)
+        self._watch.paused += 1
+        if self._releases_first:
+            for one in list(followed.with_gradient()):
+                one.update()
+                one.tensor.grad = None
+        return None
+
+    @property
+    def _releases_first(self) -> bool:
+        return self._same_job and len(self._followed) == 1
+
+    def _why_not_early(self, optimizer: Optimizer, followed: Followed, *, closure: bool) -> str:
+        assert self._watch is not None
+        if closure:
+            return "the optimizer's step is given a closure"
+        if optimizer in self._stepped:
+            return "the optimizer steps twice"
+        irregular = next(filter(None, (one.irregular() for one in followed.parameters)), "")
+        if self._watch.finding or irregular:
+            return self._watch.finding or irregular
+        if not all(one.may_be_updated() for one in followed.with_gradient()):
+            return "a gradient is sparse or laid out in another way than its parameter"
+        if followed.settings_changed():
+            return "hyperparameters change between the backward pass and the optimizer's step"
+        if _in_autocast():
+            return "the optimizer steps under autocast"
+        where = reads_gradients()
+        return f"{where} reads gradients" if where else ""
+
+    def _after_step(self, optimizer: Optimizer, *_rest: Any) -> None:
+        followed = self._followed.get(optimizer)
+        if self._off or followed is None:
+            return
+        for one in followed.parameters:
+            if one.updated and one.tensor.grad is None:
+                one.tensor.grad = one.applied
+        if self._watch is None or not self._watch.paused:
+            return
+        self._watch.paused -= 1
+        for one in followed.parameters:
+            self._watch.forget(one.tensor)
+        if self._releases_first:
+            self._arm()
+
+
+def _why_not_now(modes: list[Any]) -> str:
+    """What is around the backward pass."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "the job runs as one of several ranks"
+    if _has_compiled():
+        return "torch.compile returns gradients all at once"
+    if _get_current_dispatch_mode_stack() != modes:
+        return "the backward pass runs under a dispatch mode"
+    if _in_autocast():
+        return "the backward pass runs under autocast"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the backward pass is captured as a CUDA graph"
+    return ""
+
+
+_SIGNATURE = inspect.signature(torch.autograd.backward)
+
+
+def _why_not_this(*args: Any, **kwargs: Any) -> str:
+    """What `torch.autograd.backward` is asked for."""
+    asked = _SIGNATURE.bind(*args, **kwargs).arguments
+    if asked.get("retain_graph") or asked.get("create_graph"):
+        return "the backward pass keeps its graph"
+    return "the backward pass is for chosen inputs" if asked.get("inputs") is not None else ""
+
+
+def _in_autocast() -> bool:
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+def _has_compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None)
+    return counters is not None and bool(counters["frames"]["total"])
