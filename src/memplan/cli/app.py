@@ -26,6 +26,7 @@ _COMMANDS = {
     "fit": "memplan.cli.fit",
     "verify": "memplan.cli.verify",
     "recompute": "memplan.cli.recompute",
+    "order": "memplan.cli.order",
     "layout": "memplan.cli.layout",
     "plan": "memplan.cli.plan",
     "run": "memplan.cli.run",

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     problem = read_problem(path)
     cancel = new_cancel()
     start = time.monotonic()
-    with _interrupts_set(cancel):
+    with interrupts_set(cancel):
         if capacity is None:
             answer = minimise(problem, seconds=args.timeout, cancel=cancel)
         else:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _interrupts_set(cancel: Cancel) -> Iterator[None]:
+def interrupts_set(cancel: Cancel) -> Iterator[None]:
     """Meanwhile Ctrl-C ends the search and not the command; a second one ends both."""
     if threading.current_thread() is not threading.main_thread():
         yield
