@@ -103,26 +103,4 @@ class MinCut {
   std::int64_t fixed_ = 0;
 };
 
-// The largest such bound, everything counted, among operators given with the bytes held in a known
-// order, most first. An operator that holds no more there than is proved is left out.
-struct BestCut {
-  std::int64_t bytes = 0;
-  Op op = -1;
-  std::int64_t cuts = 0;
-};
-
-template <typename Stop>
-BestCut best_cut(const Graph& graph, MinCut& cut, std::span<const std::int64_t> ops,
-                 std::span<const std::int64_t> held, std::int64_t floor, const Stop& stop) {
-  BestCut best{floor, -1, 0};
-  for (std::size_t i = 0; i < ops.size() && held[i] > best.bytes && !stop(); ++i) {
-    const Op op = static_cast<Op>(ops[i]);
-    ++best.cuts;
-    const std::int64_t bytes =
-        graph.base + graph.transient[static_cast<std::size_t>(op)] + cut.solve(op);
-    if (bytes > best.bytes) best = {bytes, op, best.cuts};
-  }
-  return best;
-}
-
 }  // namespace memplan::order

@@ -127,26 +127,32 @@ class OrderCuts:
     def flow(
         self,
         op: int,
+        also_before: npt.NDArray[np.int64],
+        also_after: npt.NDArray[np.int64],
         share: npt.NDArray[np.int64],
         rest: npt.NDArray[np.int64],
         back: npt.NDArray[np.int64],
     ) -> int:
-        """Bytes held at least while `op` runs, everything counted, and the flow that proves it.
-        Releases the GIL."""
-    def best(
+        """Bytes held at least while `op` runs after `also_before` and before `also_after`,
+        everything counted, and the flow that proves it. Releases the GIL."""
+    def least(
         self,
         ops: npt.NDArray[np.int64],
         held: npt.NDArray[np.int64],
         floor: int,
         seconds: float,
         cancel: npt.NDArray[np.uint8],
-    ) -> tuple[int, int, int]:
-        """The most bytes held at least while some operator of `ops` runs, that operator, and how
-        many were looked at; `floor` and -1 where no bound is higher.
-
-        `ops` come with the bytes `held` in a known order, most first: who holds no more there than
-        is proved need not be looked at. Stops soon after `cancel[0]` is no longer 0. Releases the
-        GIL."""
+        bytes: npt.NDArray[np.int64],
+    ) -> int:
+        """Fill `bytes` with what is held at least while each of `ops` runs, as far as the returned
+        count: they come with the bytes `held` in a known order, most first, and once that is no
+        more than `floor` or what was found, none can be higher. Stops soon after `cancel[0]` is no
+        longer 0. Releases the GIL."""
+    def narrow(
+        self, op: int, budget: int, seconds: float, cancel: npt.NDArray[np.uint8]
+    ) -> tuple[bool, list[int], list[int]]:
+        """False where no order keeps the peak within `budget`; and what must then run before `op`
+        and after it, each in the order found. Stops as `least` does. Releases the GIL."""
 
 def serve(
     numbers: dict[str, int],

@@ -3,44 +3,35 @@
 Whatever the order, what ran before operator v is a set that is closed under what must run before,
 contains v's ancestors and none of its descendants. The least bytes of the values alive between such
 a set and the rest are a minimum cut: a value pays once when its maker is in the set and one of its
-users, or the end of the step, is not (the project selection of Picard 1976; on each side of the cut
-stands what must). With what v makes and takes for itself, that is a bound for v; the largest of
-them is one for the peak. Operators that hold no more in a known order than is already proved cannot
-raise it and cost nothing.
+users, or the end of the step, is not (the closures of Picard 1976). With what v makes and takes for
+itself, that is a bound for v. Operators that hold no more in a known order than is already proved
+cannot raise it and cost nothing.
 
-A bound comes with the flow that proves it; `check_bound` reads it without the solver.
+Where the largest of these leaves room below the known peak, orders within a budget are narrowed
+down: u cannot run before v if, with v after u, the cut of u is above the budget; what is forced so
+raises the cut of v, and so on, until that is above the budget, too (`native/order/narrow.hpp`).
+
+A bound comes with the flows that prove it; `check_bound` reads them without the solver.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 import memplan._native as _native
+from memplan.order.certificate import Amounts, Certificate, Flow, Forced
 from memplan.order.evaluate import held
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
-
-@dataclass(frozen=True)
-class Certificate:
-    """A flow of bytes that reaches operator `op`, in columns beside the graph's.
-
-    Each value hands its bytes to users, who answer for their being held as long as they have not
-    run, and to the end of the step where it lasts; each operator hands what reaches it to its own
-    values, or back to operators that must run before it.
-    """
-
-    op: int
-    """-1: without any operator, for what is held in any case."""
-    share: I64
-    """By row of `Graph.users`: bytes that a value hands to that user."""
-    rest: I64
-    """By value: bytes that it hands to the end of the step."""
-    back: I64
-    """By row of `Graph.before`: bytes that the later operator hands to the earlier one."""
+PIVOTS = 8
+"""Operators of the largest cuts, from which orders are narrowed down."""
+BISECTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -49,8 +40,6 @@ class Bound:
 
     bytes: int
     certificate: Certificate
-    cuts: int = 0
-    """How many operators had to be looked at."""
 
 
 def lower_bound(
@@ -61,31 +50,103 @@ def lower_bound(
     cancel: npt.NDArray[np.uint8] | None = None,
 ) -> Bound:
     """The best bound found within `seconds`, or until `cancel[0]` is set. `order` is the best one
-    known: the lower its peak, the fewer cuts are needed.
+    known: the lower its peak, the less there is to do.
 
     Raises ValueError for what is no permutation, or values of 2^61 bytes and more together.
     """
+    prover = _Prover(graph, seconds, np.zeros(1, np.uint8) if cancel is None else cancel)
     rows = np.asarray(order, np.int64)
     bytes_held = held(graph, rows)
-    first = np.argsort(-bytes_held, kind="stable")
-    cuts = open_cuts(graph)
-    flag = np.zeros(1, np.uint8) if cancel is None else cancel
-    floor = graph.base_bytes - 1
-    _, op, count = cuts.best(rows[first], bytes_held[first], floor, seconds, flag)
-    certificate = Certificate(
-        op,
-        np.zeros(len(graph.users), np.int64),
-        np.zeros(graph.values, np.int64),
-        np.zeros(len(graph.before), np.int64),
-    )
-    if op < 0:
-        return Bound(graph.base_bytes, certificate, count)
-    nbytes = cuts.flow(op, certificate.share, certificate.rest, certificate.back)
-    return Bound(nbytes, certificate, count)
+    best = max(_at_start(graph), _at_end(graph), key=lambda bound: bound.bytes)
+    pivots = prover.pivots(rows, bytes_held, best.bytes)
+    if pivots:
+        best = max(best, prover.prove(pivots[0], [], []), key=lambda bound: bound.bytes)
+    return prover.narrowed(pivots[:PIVOTS], best, int(bytes_held.max(initial=graph.base_bytes)))
 
 
-def open_cuts(graph: Graph) -> _native.OrderCuts:
-    return _native.OrderCuts(
-        graph.scratch, graph.before_start, graph.before, graph.bytes, graph.maker,
-        graph.lasts.astype(np.uint8), graph.users_start, graph.users, graph.base_bytes,
-    )  # fmt: skip
+class _Prover:
+    def __init__(self, graph: Graph, seconds: float, cancel: npt.NDArray[np.uint8]) -> None:
+        self.graph = graph
+        self.cuts = _native.OrderCuts(
+            graph.scratch, graph.before_start, graph.before, graph.bytes, graph.maker,
+            graph.lasts.astype(np.uint8), graph.users_start, graph.users, graph.base_bytes,
+        )  # fmt: skip
+        self.end = time.monotonic() + seconds
+        self.cancel = cancel
+
+    def left(self) -> float:
+        return 0.0 if self.cancel[0] else max(self.end - time.monotonic(), 0.0)
+
+    def pivots(self, rows: I64, bytes_held: I64, floor: int) -> list[int]:
+        """The operators whose cuts were looked at, those of the largest first."""
+        first = np.argsort(-bytes_held, kind="stable")
+        least = np.zeros(len(rows), np.int64)
+        count = self.cuts.least(
+            rows[first], bytes_held[first], floor, self.left(), self.cancel, least
+        )
+        looked_at: I64 = rows[first][:count]
+        return [int(op) for op in looked_at[np.argsort(-least[:count], kind="stable")]]
+
+    def narrowed(self, pivots: Sequence[int], best: Bound, peak: int) -> Bound:
+        """At least `best`: for one pivot after another, the largest budget that is refuted."""
+        for pivot in pivots:
+            budget = peak - 1
+            for _ in range(BISECTIONS):
+                if budget < best.bytes or not self.left():
+                    break
+                possible, before, after = self.cuts.narrow(pivot, budget, self.left(), self.cancel)
+                if possible:
+                    peak = budget
+                else:
+                    proved = self.prove(pivot, before, after)
+                    best = max(best, proved, key=lambda bound: bound.bytes)
+                budget = (best.bytes + peak) // 2
+        return best
+
+    def prove(self, pivot: int, before: Sequence[int], after: Sequence[int]) -> Bound:
+        """The bound from a pivot and what was forced, in the order found."""
+        forced: list[Forced] = []
+        proved: list[int] = []
+        for number, op in enumerate(after):
+            nbytes, flow = self.flow(op, [], [*after[:number], pivot])
+            forced.append(Forced(pivot, op, flow))
+            proved.append(nbytes)
+        for number, op in enumerate(before):
+            nbytes, flow = self.flow(op, [*before[:number], pivot], [])
+            forced.append(Forced(op, pivot, flow))
+            proved.append(nbytes)
+        nbytes, flow = self.flow(pivot, before, after)
+        return Bound(min([*proved, nbytes]), Certificate(tuple(forced), flow))
+
+    def flow(self, op: int, before: Sequence[int], after: Sequence[int]) -> tuple[int, Flow]:
+        graph = self.graph
+        share, rest, back = (
+            np.zeros(rows, np.int64) for rows in (len(graph.users), graph.values, len(graph.before))
+        )
+        nbytes = self.cuts.flow(
+            op, np.array(before, np.int64), np.array(after, np.int64), share, rest, back
+        )
+        return nbytes, Flow(op, Amounts.of(share), Amounts.of(rest), Amounts.of(back))
+
+
+def _at_start(graph: Graph) -> Bound:
+    """What is there before the step and used, beside what lasts and so is always held."""
+    used = np.flatnonzero((graph.maker < 0) & ~graph.lasts & (np.diff(graph.users_start) > 0))
+    share = Amounts(graph.users_start[used], graph.bytes[used])
+    none = Amounts.of(np.zeros(0, np.int64))
+    flow = Flow(-1, share, none, none)
+    return Bound(_always(graph) + int(graph.bytes[used].sum()), Certificate((), flow))
+
+
+def _at_end(graph: Graph) -> Bound:
+    """What lasts."""
+    made = np.flatnonzero((graph.maker >= 0) & graph.lasts)
+    none = Amounts.of(np.zeros(0, np.int64))
+    flow = Flow(len(graph), none, Amounts(made, graph.bytes[made]), none)
+    return Bound(_always(graph) + int(graph.bytes[made].sum()), Certificate((), flow))
+
+
+def _always(graph: Graph) -> int:
+    if not len(graph):
+        return graph.base_bytes
+    return graph.base_bytes + int(graph.bytes[(graph.maker < 0) & graph.lasts].sum())

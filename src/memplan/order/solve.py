@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.order.baselines import baseline_orders, best
-from memplan.order.bound import Certificate, lower_bound
+from memplan.order.bound import lower_bound
+from memplan.order.certificate import Certificate
 from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import peak, program_order
 from memplan.order.refine import refine
