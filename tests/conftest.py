@@ -9,6 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Before torch is imported, here and in every process a test starts: tensors that are computed here
+# are tiny, and threads that wait for each other on shared cores take most of the time.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(scope="session")
 def memplan_test_data() -> Path:

@@ -17,8 +17,9 @@ import pytest
 from memplan.capture.options import RankPlace, ScriptTarget
 from memplan.cli import main
 from memplan.cli.job import MOST_LOCAL, Job, add_rank_options, read_job
-from memplan.cli.launchers import torchrun
+from memplan.cli.launchers import accelerate, accelerate_reader, torchrun
 from memplan.cli.launchers.by_hand import world_by_hand
+from memplan.cli.launchers.context import Context
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import split_program
@@ -494,6 +495,29 @@ def _compared(environment: dict[str, str]) -> dict[str, str]:
 # accelerate, read by itself
 
 
+@pytest.fixture
+def reader_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's reader in this process. In one of its own, which takes seconds to start, it is
+    held to a real launch above."""
+    import torch
+    from accelerate.utils import launch as preparing
+
+    for place, name in (
+        *((torch.cuda, name) for name in ("is_available", "device_count", "is_bf16_supported")),
+        (preparing, "is_port_in_use"),
+    ):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back what the reader replaces
+
+    def ask(words: list[str], context: Context) -> accelerate.Reading:
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in context.environment.items():
+                environment.setenv(name, value)
+            return accelerate_reader._answer(accelerate.Question(words, context.gpus_per_node))
+
+    monkeypatch.setattr(accelerate, "_ask", ask)
+
+
+@pytest.mark.usefixtures("reader_here")
 def test_accelerate_says_what_fsdp_is_told() -> None:
     line = "accelerate launch --num_processes 8 --use_fsdp --fsdp_offload_params true train.py --y"
     launch = read(line)
@@ -503,6 +527,7 @@ def test_accelerate_says_what_fsdp_is_told() -> None:
     assert found["ACCELERATE_USE_FSDP"] == "true" and found["FSDP_OFFLOAD_PARAMS"] == "true"
 
 
+@pytest.mark.usefixtures("reader_here")
 def test_a_settings_file_of_accelerate(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text(
@@ -519,6 +544,7 @@ def test_a_settings_file_of_accelerate(tmp_path: Path) -> None:
     assert launch.notes == (f"accelerate launch: settings from {settings}",)
 
 
+@pytest.mark.usefixtures("reader_here")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -563,28 +589,49 @@ dist.destroy_process_group()
 """
 
 
+def _plain_losses() -> list[str]:
+    """What both ranks of `DDP_JOB` print without a plan: each averages the gradients of both."""
+    import torch
+
+    bodies, batches = [], []
+    for rank in range(2):
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
+        bodies.append(torch.nn.Sequential(*layers))
+        torch.manual_seed(rank)
+        batches.append([torch.randn(16, 8) for _ in range(3)])
+    optimizers = [torch.optim.AdamW(body.parameters()) for body in bodies]
+    lines = []
+    for step in range(3):
+        for rank, body in enumerate(bodies):
+            loss = body(batches[rank][step]).square().mean()
+            loss.backward()
+            lines.append(f"rank {rank} step {step} {loss.item().hex()}")
+        for both in zip(*(body.parameters() for body in bodies), strict=True):
+            average = sum(parameter.grad / 2 for parameter in both)
+            for parameter in both:
+                parameter.grad = average
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return lines
+
+
 def test_run_below_torchrun(tmp_path: Path) -> None:
-    """Both ranks of a real job apply the plan, with the same losses to the bit."""
+    """Both ranks of a real job apply the plan, with the losses of the plain job to the bit."""
     (tmp_path / "train.py").write_text(DDP_JOB)
     drops = [OpOutput("aten.addmm.default", 0), OpOutput("aten.relu.default", 0)]
     part = RecomputePart(groups=[RecomputeGroup("DistributedDataParallel.module", drops)])
     save_plan(Plan(memplan_version="0.1.0", recompute=part), tmp_path / "job.plan")
     launch = read("torchrun --nproc-per-node 2 --master-port 0 --standalone train.py")
-    below = launch.words_below("memplan", "run", "--plan", "job.plan")
-    plain, planned = (_launched(words, tmp_path) for words in (launch.words(), below))
-    assert sorted(planned.stdout.splitlines()) == sorted(plain.stdout.splitlines())
-    assert len(plain.stdout.splitlines()) == 6
-    calls = [re.findall(r"^(\d+) calls$", done.stderr, re.M) for done in (plain, planned)]
-    assert calls[0] == ["3", "3"]
-    assert [int(count) > 3 for count in calls[1]] == [True, True]
-
-
-def _launched(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    words = launch.words_below("memplan", "run", "--plan", "job.plan")
     done = subprocess.run(
-        [str(BIN / words[0]), *words[1:]], cwd=folder, capture_output=True, text=True
+        [str(BIN / words[0]), *words[1:]], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return done
+    assert sorted(done.stdout.splitlines()) == sorted(_plain_losses())
+    calls = re.findall(r"^(\d+) calls$", done.stderr, re.M)
+    assert len(calls) == 2 and all(int(count) > 3 for count in calls), "three without the plan"
 
 
 def test_run_before_a_launcher_says_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
