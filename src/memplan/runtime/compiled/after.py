@@ -19,7 +19,8 @@ from memplan.runtime.compiled.program import (
     StepProgram,
     facts_of,
 )
-from memplan.runtime.compiled.recording import Recorder
+from memplan.runtime.compiled.random_state import read_random_state, write_random_state
+from memplan.runtime.compiled.recording import ITEM, Recorder
 from memplan.runtime.compiled.scalars import Symbolic, scalar_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -42,6 +43,8 @@ def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     rebound = _rebound(recorder, before, outputs)
     leaves, spec = pytree.tree_flatten(result)
     result_leaves = [_leaf(recorder, leaf, outputs) for leaf in leaves]
+    if any(recorder.is_gated(node) for node in outputs.nodes):
+        raise NotCapturable("it uses what a scaler may leave out")
     graph = recorder.graph
     graph.output(tuple(outputs.nodes))
     _drop_unused(recorder)
@@ -122,11 +125,27 @@ def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
 
 
 def _drop_unused(recorder: Recorder) -> None:
-    """Views and numbers that nothing needs, and inputs that only they needed."""
+    """Views and numbers that nothing needs, and inputs that only they needed; random states that
+    are kept where nothing is random."""
+    drawing = {
+        chain
+        for node in recorder.graph.nodes
+        if node.op not in ("placeholder", "output") and node.target is not write_random_state
+        for chain in facts_of(node).chains
+        if node.target is not read_random_state
+    }
     for node in reversed(recorder.graph.nodes):
         if node.op == "output" or node.users:
             continue
-        if node.op == "placeholder" or facts_of(node).free or recorder.is_item(node):
+        if node.target is write_random_state and not drawing & {*facts_of(node).chains}:
+            recorder.graph.erase_node(node)
+            continue
+        if (
+            node.op == "placeholder"
+            or facts_of(node).free
+            or node.target is ITEM
+            or node.target is read_random_state
+        ):
             recorder.graph.erase_node(node)
     kept = {node.name for node in recorder.graph.nodes if node.op == "placeholder"}
     recorder.inputs[:] = [one for one in recorder.inputs if one.name in kept]

@@ -41,13 +41,18 @@ def record_step(
     places = Places(train_step, models, optimizers, arguments)
     recorder = Recorder(places)
     before = places.look()
-    with Hyperparameters(recorder, optimizers), Constructs(recorder) as constructs, recorder:
-        result = train_step(*args, **kwargs)
+    hyperparameters = Hyperparameters(recorder, optimizers)
+    constructs = Constructs(recorder, hyperparameters)
+    try:
+        with hyperparameters, constructs, recorder:
+            result = train_step(*args, **kwargs)
+    finally:
+        constructs.postponed.run()
     program = None
     if recorder.refusal is None:
         try:
             program = finish(recorder, before, result)
-            program.effects.extend(constructs.effects)
+            program.effects.extend(constructs.postponed.effects)
         except NotCapturable as refusal:
             recorder.refuse(refusal)
     return RecordedStep(_numbers(result), program, recorder.refusal)

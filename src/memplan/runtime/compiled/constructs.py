@@ -3,7 +3,6 @@ state, hyperparameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,11 +14,15 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
+from memplan.runtime.compiled.gates import watch_scaler
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.program import By, Place
 from memplan.runtime.compiled.recording import Recorder
 from memplan.runtime.compiled.scalars import Symbolic, scalar_of
+from memplan.runtime.compiled.schedulers import Postponed
+from memplan.runtime.compiled.watch_random import watch_random_state
 
 _ESCAPES = {
     torch.Tensor.tolist: "tolist()",
@@ -44,10 +47,11 @@ _FLOATS_ONLY = {
 class Constructs(TorchFunctionMode):
     """While entered, what a graph would lose is refused or kept as an effect."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, hyperparameters: Hyperparameters) -> None:
         super().__init__()
         self.recorder = recorder
-        self.effects: list[Callable[[], object]] = []
+        self.postponed = Postponed(recorder.refuse, hyperparameters.restore)
+        self._patches = Patches()
         self._stack = ExitStack()
 
     def __torch_function__(
@@ -79,6 +83,11 @@ class Constructs(TorchFunctionMode):
     def __enter__(self) -> Constructs:
         super().__enter__()  # type: ignore[no-untyped-call]
         stack = self._stack
+        stack.callback(self._patches.undo)
+        watch_random_state(self.recorder, self._patches)
+        watch_scaler(self.recorder, self._patches)
+        self.postponed.watch(self._patches)
+        self._patches.replace(torch.SymFloat, "__format__", _format)
         before = register_optimizer_step_pre_hook(self._update_begins)
         after = register_optimizer_step_post_hook(self._update_ends)
         stack.callback(before.remove)
@@ -90,10 +99,15 @@ class Constructs(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.postponed.before_update()
         self.recorder.updating += 1
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.recorder.updating -= 1
+
+
+def _format(number: torch.SymFloat, spec: str) -> str:
+    return format(float(number), spec)
 
 
 class Hyperparameters:
@@ -131,6 +145,10 @@ class Hyperparameters:
         group[key] = lifted
 
     def __exit__(self, *exception: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the numbers back."""
         for group, key, value, lifted in self._replaced:
             if group.get(key) is not lifted:
                 self.recorder.refuse(

@@ -11,10 +11,14 @@ class NotCapturable(CaptureError):  # noqa: N818 - a verdict on the step, which 
     Attributes:
         construct: what it is, for people: `if` on the value of a tensor.
         where: `file:line` of the user's code; empty when unknown.
+        later: it is so in this call; another one may well be capturable.
     """
 
-    def __init__(self, construct: str, where: str = "", hint: str = "") -> None:
+    def __init__(
+        self, construct: str, where: str = "", hint: str = "", *, later: bool = False
+    ) -> None:
         place = f"{where}: " if where else ""
         super().__init__(f"{place}the step cannot be captured: {construct}", hint)
         self.construct = construct
         self.where = where
+        self.later = later

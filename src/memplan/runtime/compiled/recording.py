@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from memplan.runtime.compiled.program import (
     Place,
     StorageFacts,
 )
+from memplan.runtime.compiled.random_state import read_random_state, write_random_state
 from memplan.runtime.compiled.scalars import Scalar, Symbolic, scalar_of, symbolic
 from memplan.runtime.compiled.split import pieces
 from memplan.runtime.tape.replayable import Traits, traits_of
@@ -71,7 +73,11 @@ class Recorder(TorchDispatchMode):
         self._placeholders: list[fx.Node] = []
         self._generators: dict[int, fx.Node] = {}
         self._random: dict[str, torch.Tensor] = {}
-        """The state of each generator after the last op that drew from it."""
+        """The state of each default generator after the last op that moved it."""
+        self._gate: tuple[fx.Node, Callable[[Any], Any]] | None = None
+        self._gated: set[fx.Node] = set()
+        self._fixed: set[int] = set()
+        """Storages whose content is the same in each step: `torch.arange(8)`."""
 
     # The dispatcher's side
 
@@ -79,12 +85,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.refusal is not None or func.namespace == "profiler":
-            return func(*_plain(args), **_plain(kwargs))
-        try:
-            return self._record(func, args, kwargs)
-        except NotCapturable as refusal:
-            self.refuse(refusal)
+        with torch._C.DisableTorchFunction():
+            if self.refusal is None and func.namespace != "profiler":
+                try:
+                    return self._record(func, args, kwargs)
+                except NotCapturable as refusal:
+                    self.refuse(refusal)
             return func(*_plain(args), **_plain(kwargs))
 
     def refuse(self, refusal: NotCapturable) -> None:
@@ -95,12 +101,13 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LIFT:
             return self._constant(func, args[0])
-        _check_supported(func)
         traits = traits_of(func)
         names = [argument.name for argument in func._schema.arguments]
         given, self.given = (self.given, {}) if self.given else ({}, self.given)
         mapped = self._mapped(args)
         mapped_kwargs = self._mapped(kwargs)
+        if not self._is_fixed((mapped, mapped_kwargs)):
+            _check_supported(func)
         for name, scalar in given.items():
             if name in mapped_kwargs:
                 mapped_kwargs[name] = scalar.node
@@ -162,12 +169,18 @@ class Recorder(TorchDispatchMode):
         args, kwargs = mapped
         used = self._storages_in((args, kwargs))
         written = self._written(traits, args, kwargs)
-        node = self.graph.call_function(func, tuple(args), kwargs)
+        like = func._opname in _SHAPE_ONLY
+        fixed = not chains and self._is_fixed((args, kwargs), like)
+        node = self._call(func, tuple(args), kwargs, effect=True)
         made = self._register(node, outputs, result, traits.name)
+        if fixed:
+            self._fixed.update(made)
+        else:
+            self._fixed.difference_update(written)
         backward = torch._C._current_graph_task_id() != -1
         self.went_backward |= backward
         node.meta[FACTS] = Facts(
-            reads=used,
+            reads=() if like else used,
             writes=written,
             makes=made,
             uses=used,
@@ -200,8 +213,35 @@ class Recorder(TorchDispatchMode):
             self._views[index][geometry] = source
         return tuple(made)
 
+    def _call(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        effect: bool = False,
+    ) -> fx.Node:
+        """A node, behind the gate that is closed around it."""
+        needs = any(node in self._gated for node in _nodes((args, kwargs)))
+        if self._gate is None or not (effect or needs):
+            if needs:
+                raise NotCapturable("it uses what a scaler may leave out", user_line())
+            return self.graph.call_function(function, args, kwargs)
+        skip, unless = self._gate
+        node = self.graph.call_function(unless(function), (skip, *args), kwargs)
+        self._gated.add(node)
+        return node
+
+    @contextmanager
+    def gated(self, skip: fx.Node, unless: Callable[[Any], Any]) -> Iterator[None]:
+        """Inside, operators are left out where `skip` is true; `unless` makes them so."""
+        before, self._gate = self._gate, (skip, unless)
+        try:
+            yield
+        finally:
+            self._gate = before
+
     def _free(self, source: fx.Node, item: int) -> fx.Node:
-        node = self.graph.call_function(operator.getitem, (source, item))
+        node = self._call(operator.getitem, (source, item))
         node.meta[FACTS] = Facts(free=True)
         return node
 
@@ -230,7 +270,7 @@ class Recorder(TorchDispatchMode):
         """An op that only makes views: a node where there is none for that view yet."""
         if all(self._known(tensor) for tensor in outputs):
             return
-        node = self.graph.call_function(func, tuple(mapped[0]), mapped[1])
+        node = self._call(func, tuple(mapped[0]), mapped[1])
         self._register(node, outputs, result, "")
         node.meta[FACTS] = Facts(free=True)
 
@@ -288,7 +328,7 @@ class Recorder(TorchDispatchMode):
         conj, neg = tensor.is_conj(), tensor.is_neg()
         for (dtype, _, _, _, other_conj, other_neg), node in self._views[index].items():
             if dtype == tensor.dtype and conj == other_conj and neg == other_neg:
-                view = self.graph.call_function(
+                view = self._call(
                     aten.as_strided.default,
                     (node, list(tensor.size()), list(tensor.stride()), tensor.storage_offset()),
                 )
@@ -367,8 +407,9 @@ class Recorder(TorchDispatchMode):
         self.inputs.append(
             Input(node.name, Kind.CONSTANT, place, held, geometry_of(copy), copy.device)
         )
-        made = self.graph.call_function(LIFT_COPY, (node,))
+        made = self._call(LIFT_COPY, (node,), effect=True)
         storages = self._register(made, [result], result, "torch.tensor")
+        self._fixed.update(storages)
         made.meta[FACTS] = Facts(reads=(held,), uses=(held,), makes=storages, source=user_line())
         return result
 
@@ -384,7 +425,9 @@ class Recorder(TorchDispatchMode):
     def _item(self, mapped: list[Any], value: Any) -> Any:
         if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise NotCapturable("the value of a complex or symbolic tensor", user_line())
-        node = self.graph.call_function(ITEM, tuple(mapped))
+        if self._is_fixed(mapped):
+            return value
+        node = self._call(ITEM, tuple(mapped), effect=True)
         used = self._storages_in(mapped)
         node.meta[FACTS] = Facts(
             reads=used, uses=used, source=user_line(), update=self.updating > 0
@@ -392,7 +435,7 @@ class Recorder(TorchDispatchMode):
         return symbolic(Scalar(self, value, node, measured=True))
 
     def arithmetic(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
-        node = self.graph.call_function(function, arguments)
+        node = self._call(function, arguments)
         node.meta[FACTS] = Facts(free=True)
         return node
 
@@ -410,14 +453,23 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self.pins[number, scalar.test] = Pin(one.place, one.value, scalar.test)
 
+    def _is_fixed(self, mapped: Any, like: bool = False) -> bool:
+        """Whether arguments are the same in each step. `like`: only shapes of tensors matter."""
+        for node in _nodes(mapped):
+            index = self._storage_of.get(node)
+            if index is None or not (like or index in self._fixed):
+                return False
+        return True
+
     def note_results(self) -> None:
         """Writes into each node's facts which storage it shows."""
         for node in self.graph.nodes:
             if node in self._storage_of:
                 node.meta[FACTS] = replace(node.meta[FACTS], shows=self._storage_of[node])
 
-    def is_item(self, node: fx.Node) -> bool:
-        return node.target is ITEM
+    def is_gated(self, node: fx.Node) -> bool:
+        """Whether there may be nothing where the node's result should be."""
+        return node in self._gated
 
     # Facts
 
@@ -449,16 +501,72 @@ class Recorder(TorchDispatchMode):
         device = torch.device(device)
         if generator is not None and generator is not torch.default_generator:
             return (f"generator {id(generator):x}",)
-        chain = f"random {device.type}"
-        return (chain,)
+        self._check_random(device)
+        return (_chain(device),)
+
+    # Random numbers
+
+    def _check_random(self, device: torch.device) -> None:
+        """Nothing but recorded ops may move a generator. Raises NotCapturable."""
+        before = self._random.get(_chain(device))
+        if before is not None and not torch.equal(before, read_random_state(device)):
+            raise NotCapturable(
+                "random numbers are drawn or seeded where PyTorch's dispatcher does not see it",
+                user_line(),
+            )
 
     def _drawn(self, chains: tuple[str, ...]) -> None:
-        """Hook of the check that nothing but recorded ops moves a generator."""
+        for chain in chains:
+            if chain.startswith(_RANDOM):
+                device = torch.device(chain.removeprefix(_RANDOM))
+                self._random[chain] = read_random_state(device)
+
+    def read_random_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Python has read the state of the default generator."""
+        if self.refusal is not None:
+            return
+        node = self._call(read_random_state, (device,), effect=True)
+        made = self._storage(state, node, "a random state")
+        self.storages[made] = replace(self.storages[made], bytes=0)  # no operator makes it
+        self._views[made][_key(state)] = node
+        self._storage_of[node] = made
+        node.meta[FACTS] = Facts(makes=(made,), chains=(_chain(device),), source=user_line())
+
+    def write_random_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Python is about to set the state of the default generator."""
+        if self.refusal is not None:
+            return
+        if not self._known(state):
+            self.refuse(NotCapturable("a random state from before the step", user_line()))
+            return
+        given = self.node_of(state)
+        node = self._call(write_random_state, (given, device), effect=True)
+        used = self._storages_in(given)
+        node.meta[FACTS] = Facts(
+            reads=used, uses=used, chains=(_chain(device),), source=user_line()
+        )
+        self._random[_chain(device)] = state
 
 
+def _chain(device: torch.device) -> str:
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return f"{_RANDOM}{device}"
+
+
+_RANDOM = "random "
 _ARGUMENTS = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+_SHAPE_ONLY = frozenset(
+    {
+        "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+        "new_empty", "new_empty_strided",
+    }
+)  # fmt: skip
+"""Ops that read of their argument only how it lies."""
 
 
 def _check_supported(func: Any) -> None:
