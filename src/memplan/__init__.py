@@ -3,6 +3,8 @@
 `memplan.estimate(step)` and `with memplan.capture() as c:` are the Python side of the command
 line; see `memplan.api`. Both are also packages, and importing memplan imports neither.
 `memplan.auto_checkpoint(module, *sample)` makes a module need less memory in training.
+`memplan.compile(train_step, model=…, optimizer=…)` runs a training step in the order that needs the
+least memory.
 `memplan.install(plan)` and `with memplan.planned(plan):` serve a process's CUDA memory by plan.
 `memplan.register_rule(name)` says what an operator that only a GPU runs takes of its memory.
 """
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memplan.api import auto_checkpoint as auto_checkpoint
     from memplan.api import capture as capture
+    from memplan.api import compile as compile
     from memplan.api import estimate as estimate
     from memplan.api import install as install
     from memplan.api import planned as planned
@@ -24,7 +27,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("auto_checkpoint", "install", "planned", "register_rule"):
+    if name in ("auto_checkpoint", "compile", "install", "planned", "register_rule"):
         return getattr(importlib.import_module("memplan.api"), name)
     if name in ("capture", "estimate"):
         return importlib.import_module(f"memplan.{name}")

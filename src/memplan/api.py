@@ -1,5 +1,5 @@
-"""memplan from Python: `estimate(step)`, `with capture():`, `auto_checkpoint(module)` and
-`install(plan)`."""
+"""memplan from Python: `estimate(step)`, `with capture():`, `auto_checkpoint(module)`,
+`compile(train_step)` and `install(plan)`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule
 from memplan.estimate import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
+from memplan.runtime.compiled.compile import CompiledStep, compile
+from memplan.runtime.compiled.report import CompileReport
 from memplan.runtime.planned.install import PlannedRun, install, planned
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import CaptureError
@@ -22,9 +24,12 @@ from memplan.types.trace import Trace
 __all__ = [
     "AutoCheckpoint",
     "Capture",
+    "CompileReport",
+    "CompiledStep",
     "PlannedRun",
     "auto_checkpoint",
     "capture",
+    "compile",
     "estimate",
     "install",
     "planned",

@@ -29,7 +29,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(F.relu(self.norm(self.first(x)), inplace=True))
-        return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]
+        return self.last(x.mean((2, 3)))
 
 
 class Attention(nn.Module):
@@ -53,7 +53,7 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.cells(x)[0][:, -1])  # type: ignore[no-any-return]
+        return self.last(self.cells(x)[0][:, -1])
 
 
 def perceptron() -> nn.Module:

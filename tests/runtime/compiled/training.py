@@ -83,7 +83,7 @@ def run_both(make: Callable[[], Job], **options: Any) -> tuple[CompiledStep[...,
     plain = course_of(plain_job, plain_job.step)
     torch.manual_seed(1)
     job = make()
-    options = {"deadline_seconds": 2.0, **options}
+    options = {"deadline_seconds": 0.5, **options}
     compiled = memplan.compile(job.step, model=job.model, optimizer=job.optimizer, **options)
     course = course_of(job, compiled)
     for number, (wanted, found) in enumerate(zip(plain.states, course.states, strict=True)):

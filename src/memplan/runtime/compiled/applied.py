@@ -22,11 +22,14 @@ class OutOfMemoryUnharmed(Exception):  # noqa: N818 - not an error of the user's
 class AppliedProgram:
     """A program, its guards and its order."""
 
-    def __init__(self, program: StepProgram, guards: Guards, ordering: Ordering) -> None:
+    def __init__(
+        self, program: StepProgram, guards: Guards, ordering: Ordering, recomputed: int = 0
+    ) -> None:
         graph = program.graph_module.graph
         self.program = program
         self.guards = guards
         self.ordering = ordering
+        self.recomputed = recomputed
         self.calls = 0
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._executable = Executable(ordering.nodes, inputs, graph.output_node())
@@ -61,11 +64,10 @@ class AppliedProgram:
             return
         nodes = self._executable.nodes
         changed = self._changed_by(nodes[: place + 1])
-        if not changed:
+        if not changed and _is_out_of_memory(error):
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state)
-            if _is_out_of_memory(error):
-                raise OutOfMemoryUnharmed(str(error).split("\n")[0]) from None
+            raise OutOfMemoryUnharmed(str(error).split("\n")[0]) from None
         node = nodes[place]
         source = facts_of(node).source
         error.add_note(

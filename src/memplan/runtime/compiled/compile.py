@@ -19,6 +19,7 @@ from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.ordering import choose_order
 from memplan.runtime.compiled.program import Kind, StepProgram
 from memplan.runtime.compiled.python_state import Change, PythonState
+from memplan.runtime.compiled.recompute import within_budget
 from memplan.runtime.compiled.refusals import check_model, check_optimizer, check_parameters
 from memplan.runtime.compiled.report import CompileReport, ProgramReport
 from memplan.runtime.compiled.side_effects import SideEffects
@@ -106,13 +107,12 @@ class CompiledStep(Generic[P, R]):
         seed: int,
     ) -> None:
         functools.update_wrapper(self, step)
-        self._name = getattr(step, "__name__", type(step).__name__)
+        self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self._step = step
         self._models, self._optimizers = models, optimizers
         self._budget, self._order = budget, order
         self._deadline, self._seed = deadline_seconds, seed
         self._programs: list[AppliedProgram] = []
-        self._recomputed: dict[int, int] = {}
         self._plain_calls = 0
         self._unsettled = 0
         self._fallback = ""
@@ -153,6 +153,7 @@ class CompiledStep(Generic[P, R]):
             lower_bound_bytes=found.lower_bound_bytes,
             order_seconds=found.seconds,
             budget_bytes=self._budget,
+            recomputed=applied.recomputed,
             calls=applied.calls,
         )
 
@@ -191,7 +192,7 @@ class CompiledStep(Generic[P, R]):
                 self._refuse(refusal)
             return self._plainly(args, kwargs)
         if different:
-            log.warning("memplan: %s is captured again: %s", self._name, different)
+            log.warning("memplan: %s is captured again: %s", self.__name__, different)
         return self._recorded(leaves, spec, args, kwargs)
 
     def _recorded(self, leaves: list[Any], spec: TreeSpec, args: Any, kwargs: dict[str, Any]) -> R:
@@ -210,10 +211,10 @@ class CompiledStep(Generic[P, R]):
             recorded = record_step(
                 self._step, model=self.model, optimizer=self.optimizer, args=args, kwargs=kwargs
             )
-        refusal = recorded.refusal or seen.refusal
-        if recorded.program is None or refusal is not None:
-            assert isinstance(refusal, NotCapturable)
-            self._refuse(refusal)
+        why = recorded.refusal or seen.refusal
+        if recorded.program is None or why is not None:
+            assert isinstance(why, NotCapturable)
+            self._refuse(why)
         elif changes := self._changes(state, recorded.program):
             self._not_settled(changes[0])
         else:
@@ -248,14 +249,18 @@ class CompiledStep(Generic[P, R]):
 
     def _apply(self, program: StepProgram, guards: Guards) -> None:
         self._unsettled = 0
-        found = choose_order(
-            operators(program),
-            search=self._order,
-            deadline_seconds=self._deadline,
-            seed=self._seed,
-        )
-        self._programs.insert(0, AppliedProgram(program, guards, found))
-        log.info("memplan: %s: %s", self._name, self._report_of(self._programs[0]))
+        options: dict[str, Any] = {
+            "search": self._order,
+            "deadline_seconds": self._deadline,
+            "seed": self._seed,
+        }
+        if self._budget is None:
+            applied = AppliedProgram(program, guards, choose_order(operators(program), **options))
+        else:
+            within = within_budget(program, self._budget, **options)
+            applied = AppliedProgram(within.program, guards, within.ordering, within.recomputed)
+        self._programs.insert(0, applied)
+        log.info("memplan: %s: %s", self.__name__, self._report_of(self._programs[0]))
 
     # Falling back
 
@@ -277,4 +282,4 @@ class CompiledStep(Generic[P, R]):
         self._programs.clear()
         self._fallback = why
         tail = f" (try: {hint})" if hint else ""
-        warnings.warn(f"memplan: {self._name} runs plainly: {why}{tail}", stacklevel=4)
+        warnings.warn(f"memplan: {self.__name__} runs plainly: {why}{tail}", stacklevel=4)
