@@ -39,7 +39,7 @@ class Parameter:
 
     def gradient_is_complete(self, gradient: Tensor) -> None:
         self.ready += 1
-        self._seen = gradient.untyped_storage()._cdata, gradient._version
+        self._seen = _state(gradient)
 
     def irregular(self) -> str:
         """Why its gradient at the optimizer's step is not the one that backward left; else
@@ -51,7 +51,7 @@ class Parameter:
             return "a gradient comes from elsewhere than the backward pass"
         if self.ready > 1:
             return "a gradient comes in several parts"
-        if self._seen != (gradient.untyped_storage()._cdata, gradient._version):
+        if self._seen != _state(gradient):
             return "gradients are changed before the optimizer's step"
         return ""
 
@@ -72,7 +72,6 @@ class Parameter:
         return (
             gradient is not None
             and gradient.layout is torch.strided
-            and type(gradient) is type(tensor.data)
             and gradient.dtype == tensor.dtype
             and gradient.stride() == tensor.stride()
         )
@@ -90,16 +89,14 @@ class Followed:
             for tensor in group["params"]
             if tensor.requires_grad
         ]
-        self._handles = [
+        handles = [
             one.tensor.register_post_accumulate_grad_hook(_Ready(one, on_ready))
             for one in self.parameters
         ]
+        self.close = weakref.finalize(optimizer, _remove, handles)
+        """Takes the hooks away; as does the end of the optimizer."""
         self.settings: list[dict[str, Any]] = []
         """Hyperparameters by group, at the beginning of the backward pass."""
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     @property
     def changed(self) -> bool:
@@ -138,6 +135,11 @@ class Followed:
         return (one for one in self.parameters if one.tensor.grad is not None)
 
 
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 class _Ready:
     """A hook that copies and pickles of its tensor do not share."""
 
@@ -154,6 +156,12 @@ class _Ready:
     def __call__(self, _tensor: Tensor) -> None:
         if self._parameter is not None and self._on_ready is not None:
             self._on_ready(self._parameter)
+
+
+def _state(gradient: Tensor) -> tuple[int, int]:
+    """Storage and version."""
+    dense = gradient.layout is torch.strided
+    return gradient.untyped_storage()._cdata if dense else 0, gradient._version
 
 
 def _key(optimizer: Optimizer) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
@@ -57,7 +58,7 @@ def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
         return "a hyperparameter of the optimizer is a tensor"
     devices = set()
     for parameter in group["params"]:
-        if type(parameter) not in (Tensor, torch.nn.Parameter):
+        if type(parameter) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return f"a parameter is a {type(parameter).__name__}"
         if id(parameter) in seen:
             return "a parameter is in two groups"

@@ -196,7 +196,10 @@ class EarlyUpdates:
         """The backward pass after the one that was watched begins."""
         assert self._watch is not None
         missing = len(self._followed) - len(self._stepped)
-        if not self._stepped:
+        if not self._followed:  # the optimizers are gone
+            self._watch.close()
+            self._watch = None
+        elif not self._stepped:
             self._give_up(
                 "a backward pass is not followed by the optimizer's step (gradients are "
                 "accumulated, or steps are skipped)"
@@ -219,9 +222,8 @@ class EarlyUpdates:
         tensor = one.tensor
         if self._watch is not None:
             assert tensor.grad is not None
-            if tensor.grad.layout is torch.strided:
-                one.gradient_is_complete(tensor.grad)
-                self._watch.is_ready(tensor, tensor.grad)
+            one.gradient_is_complete(tensor.grad)
+            self._watch.is_ready(tensor, tensor.grad)
             return
         if one.updated:
             raise too_late("a second part comes for a gradient")

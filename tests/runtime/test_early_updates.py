@@ -1,0 +1,683 @@
+"""Early weight updates: the same bits as the plain loop, or no early update, or an error."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+
+from memplan.runtime.early import EarlyUpdates, updates
+from memplan.types.errors import EarlyUpdateError
+from memplan.types.plan import OrderPart
+
+STEPS = 4
+Optimizers = list[optim.Optimizer]
+
+
+class Loop:
+    """A training loop with places where a variant does something of its own."""
+
+    make: Callable[[list[nn.Parameter]], optim.Optimizer] = staticmethod(
+        lambda parameters: optim.AdamW(parameters, lr=0.01)
+    )
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.build()
+        self.optimizers = self.optimize()
+        self.seen: list[Any] = []
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 3)
+        )
+
+    def optimize(self) -> Optimizers:
+        return [self.make(list(self.model.parameters()))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def loss(self) -> Tensor:
+        out = self.forward(torch.randn(12, 8))
+        return nn.functional.cross_entropy(out, torch.arange(12) % 3)
+
+    def backward(self, step: int) -> None:
+        loss = self.loss()
+        loss.backward()
+        self.seen.append(loss.item())
+
+    def between(self, step: int) -> None: ...
+
+    def update(self, step: int) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def after(self, step: int) -> None: ...
+
+    def zero(self, step: int) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def end(self) -> None: ...
+
+    def run(self) -> Loop:
+        for step in range(STEPS):
+            self.backward(step)
+            self.between(step)
+            self.update(step)
+            self.after(step)
+            self.zero(step)
+        self.end()
+        return self
+
+    def result(self) -> list[Any]:
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        return [self.seen, list(self.model.state_dict().values()), states]
+
+
+# Loops that early updates serve
+
+
+class Accelerated(Loop):
+    """What a loop may do with its optimizer and weights without being in the way."""
+
+    def optimize(self) -> Optimizers:
+        self.optimizer = optim.SGD(
+            [
+                {"params": [*self.model[0].parameters()], "lr": 0.2},
+                {"params": [*self.model[1:].parameters()], "weight_decay": 0.1},
+            ],
+            lr=0.1,
+            momentum=0.9,
+        )
+        self.schedule = optim.lr_scheduler.OneCycleLR(self.optimizer, 0.5, total_steps=STEPS)
+        self.average = copy.deepcopy(self.model)
+        return [self.optimizer]
+
+    def after(self, step: int) -> None:
+        self.schedule.step()
+        with torch.no_grad():
+            for mean, p in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        self.model.eval()
+        self.seen += [self.forward(torch.ones(2, 8)).detach(), *map(torch.norm, _values(self))]
+        self.model.train()
+
+    def end(self) -> None:
+        self.model.to(torch.float64)
+
+
+class ZeroFirst(Loop):
+    def backward(self, step: int) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+        super().backward(step)
+
+    def zero(self, step: int) -> None: ...
+
+    def end(self) -> None:
+        assert all(p.grad is not None for p in self.model.parameters())
+        self.model.to(torch.float64)
+
+
+class Tied(Loop):
+    def build(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+        model[2].weight = model[0].weight
+        return model
+
+
+class Frozen(Loop):
+    def build(self) -> nn.Module:
+        model = super().build()
+        model[0].weight.requires_grad_(False)
+        model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        model.forward = lambda x: nn.Sequential(*list(model.children()))(x)  # type: ignore[method-assign]
+        return model
+
+    def after(self, step: int) -> None:
+        if step == 1:
+            self.model[0].weight.requires_grad_(True)
+
+
+class Checkpointed(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = checkpoint(self.model[:3], x.requires_grad_(), use_reentrant=False)
+        return self.model[3:](y)
+
+
+class Autocast(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
+class TwoOptimizers(Loop):
+    def optimize(self) -> Optimizers:
+        first, *_, last = self.model
+        norm = self.model[1]
+        return [
+            optim.SGD([*first.parameters(), *norm.parameters()], 0.1),
+            optim.Adam(last.parameters()),
+        ]
+
+
+class Restored(Loop):
+    def after(self, step: int) -> None:
+        if step == 1:
+            self.saved = copy.deepcopy(self.optimizers[0].state_dict())
+        if step == 2:
+            self.optimizers[0].load_state_dict(self.saved)
+
+
+class GrowsLater(Loop):
+    """A group comes later, and then another optimizer: each time the next step is watched."""
+
+    def optimize(self) -> Optimizers:
+        return [optim.SGD(self.model[0].parameters(), 0.1)]
+
+    def after(self, step: int) -> None:
+        if step == 0:
+            self.optimizers[0].add_param_group({"params": [*self.model[1].parameters()]})
+
+    def zero(self, step: int) -> None:
+        self.model.zero_grad()
+        if step == 1:
+            del self.optimizers[0]
+            self.optimizers.append(optim.Adam(self.model.parameters()))
+
+
+SERVED: list[tuple[type[Loop], int]] = [
+    (Loop, 3 * 6),
+    (Accelerated, 3 * 6),
+    (ZeroFirst, 3 * 6),
+    (Tied, 3 * 5),
+    (Frozen, 3 * 5),
+    (Checkpointed, 3 * 6),
+    (Autocast, 3 * 6),
+    (TwoOptimizers, 3 * 6),
+    (Restored, 3 * 6),
+    (GrowsLater, 6),
+]
+"""With how many updates are made early in all."""
+
+
+# Loops in which an early update would change a number
+
+
+class Clipped(Loop):
+    says = "linalg_vector_norm|_foreach_norm"
+
+    def between(self, step: int) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class ClippedByValue(Loop):
+    says = "clamp"
+
+    def between(self, step: int) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), 0.01)
+
+
+class Accumulated(Loop):
+    says = "accumulated"
+
+    def backward(self, step: int) -> None:
+        super().backward(step)
+        super().backward(step)
+
+
+class AccumulatedAtOnce(Loop):
+    """Losses of two micro-batches whose backward passes run one in the other's place."""
+
+    says = "accumulated"
+
+    def backward(self, step: int) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        second.backward()
+
+
+class Kept(Loop):
+    says = "kept from one backward pass|uses a gradient"
+
+    def zero(self, step: int) -> None:
+        for p in self.model.parameters():
+            p.grad.zero_()
+
+
+class NeverZeroed(Loop):
+    says = "kept from one backward pass"
+
+    def zero(self, step: int) -> None: ...
+
+
+class Scaled(Loop):
+    says = "GradScaler"
+
+    def optimize(self) -> Optimizers:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        return super().optimize()
+
+    def backward(self, step: int) -> None:
+        self.scaler.scale(self.loss()).backward()
+
+    def update(self, step: int) -> None:
+        self.scaler.step(self.optimizers[0])
+        self.scaler.update()
+
+
+class Closure(Loop):
+    says = "closure"
+
+    def update(self, step: int) -> None:
+        self.optimizers[0].step(lambda: torch.zeros(()))  # type: ignore[arg-type,return-value]
+
+
+class LBFGS(Loop):
+    says = "LBFGS is not known"
+    make = staticmethod(lambda parameters: optim.LBFGS(parameters))
+
+    def update(self, step: int) -> None:
+        self.optimizers[0].step(lambda: self.loss())  # type: ignore[arg-type,return-value]
+
+
+class OwnOptimizer(Loop):
+    says = "Signs is not known"
+
+    class Signs(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            scale = sum(p.grad.abs().sum() for p in _parameters(self))
+            for p in _parameters(self):
+                p.grad.div_(scale)
+            return super().step(closure)
+
+    make = staticmethod(lambda parameters: OwnOptimizer.Signs(parameters, 0.1))
+
+
+class Logged(Loop):
+    says = "uses a gradient"
+
+    def between(self, step: int) -> None:
+        self.seen += [p.grad.norm() for p in self.model.parameters() if p.grad is not None]
+
+
+class LoggedAfter(Loop):
+    """Known to a capture only: see `same_job`."""
+
+    says = "uses a gradient"
+
+    def after(self, step: int) -> None:
+        self.seen += [p.grad.norm() for p in self.model.parameters() if p.grad is not None]
+
+
+class WeightsLogged(Loop):
+    says = "uses a parameter"
+
+    def between(self, step: int) -> None:
+        self.seen += [weight.norm() for weight in _values(self)]
+
+
+class Evaluated(Loop):
+    says = "uses a parameter"
+
+    def between(self, step: int) -> None:
+        with torch.no_grad():
+            self.seen.append(self.loss())
+
+
+class Hooked(Loop):
+    says = "something else waits"
+
+    def optimize(self) -> Optimizers:
+        for p in self.model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.norm()))
+        return super().optimize()
+
+
+class StepHooked(Loop):
+    says = "something is hooked"
+
+    def optimize(self) -> Optimizers:
+        (optimizer,) = super().optimize()
+        optimizer.register_step_pre_hook(lambda *_: _double(self.model))
+        return [optimizer]
+
+
+class Sparse(Loop):
+    says = "sparse"
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(64, 3))
+
+    make = staticmethod(lambda parameters: optim.SGD(parameters, 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.argsort())
+
+
+class ScheduledBetween(Loop):
+    says = "hyperparameters change"
+
+    def optimize(self) -> Optimizers:
+        optimizers = super().optimize()
+        self.schedule = optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
+        return optimizers
+
+    def between(self, step: int) -> None:
+        self.schedule.step()
+
+
+class Retained(Loop):
+    says = "keeps its graph"
+
+    def backward(self, step: int) -> None:
+        loss = self.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class Alternating(Loop):
+    says = "uses a parameter|step at other times"
+
+    optimize = TwoOptimizers.optimize
+
+    def update(self, step: int) -> None:
+        self.optimizers[step % 2].step()
+
+
+class Reentrant(Loop):
+    """A block that is checkpointed in the old way, twice: its gradients come in two parts."""
+
+    says = "several parts|uses|accumulated"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.model[0], x.requires_grad_(), use_reentrant=True)
+        return self.model[1](x)
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+class SkipsTheFirst(Loop):
+    says = "not followed by the optimizer"
+
+    def update(self, step: int) -> None:
+        if step:
+            super().update(step)
+
+
+class Replaced(Loop):
+    says = "uses a gradient|changed before"
+
+    def between(self, step: int) -> None:
+        for p in self.model.parameters():
+            p.grad = p.grad * 2
+
+
+class ReplacedUnseen(Loop):
+    says = "changed before|removed before"
+
+    def between(self, step: int) -> None:
+        for number, p in enumerate(self.model.parameters()):
+            p.grad = None if number == step else torch.ones(p.shape)
+
+
+class TensorRate(Loop):
+    says = "is a tensor"
+    make = staticmethod(lambda parameters: optim.Adam(parameters, lr=torch.tensor(0.01)))
+
+
+class SharedByTwo(Loop):
+    says = "something else waits"
+
+    def optimize(self) -> Optimizers:
+        return [self.make(list(self.model.parameters())) for _ in range(2)]
+
+
+class UnderAutocast(Loop):
+    says = "under autocast"
+
+    def backward(self, step: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            super().backward(step)
+
+
+class ReadByBackward(Loop):
+    """The weight's gradient is complete before another node has used what it saved of it."""
+
+    says = "uses a parameter"
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Callable[[], Tensor]) -> Tensor:
+            ctx.weight = weight  # not saved for backward: PyTorch does not check it
+            return x * weight().detach().sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            return gradients[0] * ctx.weight().detach().sum(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.Scale.apply(self.model[0](x), lambda: self.model[4].weight)
+        return self.model[1:](x)
+
+
+REFUSED: list[Any] = [
+    Clipped, ClippedByValue, Accumulated, AccumulatedAtOnce, Kept, NeverZeroed, Scaled, Closure,
+    LBFGS, OwnOptimizer, Logged, LoggedAfter, WeightsLogged, Evaluated, Hooked, StepHooked, Sparse,
+    ScheduledBetween, Retained, Alternating, Reentrant, SkipsTheFirst, Replaced, ReplacedUnseen,
+    TensorRate, SharedByTwo, UnderAutocast, ReadByBackward,
+]  # fmt: skip
+
+
+# Loops that do in a later step what they have not done in the first
+
+
+def later(loop: type[Loop], at: int = 2) -> type[Loop]:
+    """Does as `loop` from step `at` on, and as the plain one before."""
+
+    class Later(loop):  # type: ignore[misc,valid-type]
+        def _turn(self, name: str, step: int) -> None:
+            getattr(loop if step >= at else Loop, name)(self, step)
+
+        def backward(self, step: int) -> None:
+            self._turn("backward", step)
+
+        def between(self, step: int) -> None:
+            self._turn("between", step)
+
+        def update(self, step: int) -> None:
+            self._turn("update", step)
+
+        def after(self, step: int) -> None:
+            self._turn("after", step)
+
+    Later.__name__ = f"{loop.__name__}Later"
+    return Later
+
+
+class Fails(Loop):
+    """An error in the middle of a backward pass, which the loop takes for a batch to skip."""
+
+    def backward(self, step: int) -> None:
+        x = torch.randn(12, 8, requires_grad=True)
+        x.register_hook(self._fail)
+        nn.functional.cross_entropy(self.forward(x), torch.arange(12) % 3).backward()
+
+    def _fail(self, _gradient: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    def run(self) -> Loop:
+        try:
+            return super().run()
+        except ValueError:
+            self.loss()
+            raise AssertionError("half of an update was used") from None
+
+
+class Skips(Loop):
+    def update(self, step: int) -> None: ...
+
+
+class Others(Loop):
+    def update(self, step: int) -> None:
+        optimizer = copy.copy(self.optimizers[0])
+        optimizer.step()
+
+
+UNDONE: list[type[Loop]] = [
+    Clipped, ClippedByValue, Accumulated, AccumulatedAtOnce, Scaled, Closure, Logged, LoggedAfter,
+    WeightsLogged, Evaluated, ScheduledBetween, Replaced, ReplacedUnseen, Fails, Skips, Others,
+]  # fmt: skip
+
+
+class HookedLate(Loop):
+    says = "something else waits"
+
+    def after(self, step: int) -> None:
+        if step == 1:
+            for p in self.model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: self.seen.append(p.grad.norm()))
+
+
+class StepHookedLate(Loop):
+    says = "something is hooked"
+
+    def after(self, step: int) -> None:
+        if step == 1:
+            self.optimizers[0].register_step_pre_hook(lambda *_: _double(self.model))
+
+
+NOTICED: list[Any] = [later(Retained), later(UnderAutocast), HookedLate, StepHookedLate]
+"""In time: nothing has been updated yet."""
+
+
+def _parameters(optimizer: optim.Optimizer) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _values(loop: Loop) -> list[Tensor]:
+    return [p.detach() for p in loop.model.parameters()]
+
+
+def _double(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(2)
+
+
+def same(one: Any, other: Any) -> bool:
+    """To the bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+class Applied:
+    """Runs a loop with early updates; what was said and how many were made early."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.early = 0
+
+    def __call__(self, loop: type[Loop], parameters: int = 0, *, same_job: bool = True) -> Loop:
+        part = OrderPart(parameters=parameters, gradient_bytes=0)
+        with EarlyUpdates(part, self.notes.append, same_job=same_job):
+            return loop().run()
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> Applied:
+    applied = Applied()
+
+    class Guard(updates.Guard):
+        def __init__(self, parameters: list[Tensor]) -> None:
+            applied.early += len(parameters)
+            super().__init__(parameters)
+
+    monkeypatch.setattr(updates, "Guard", Guard)
+    monkeypatch.setattr(updates, "reads_gradients", lambda: "")  # this file does
+    monkeypatch.setattr(updates, "_has_compiled", lambda: False)  # another test may have
+    return applied
+
+
+@pytest.mark.parametrize("same_job", [True, False])
+@pytest.mark.parametrize(("loop", "early"), SERVED, ids=lambda v: getattr(v, "__name__", ""))
+def test_the_same_bits(applied: Applied, loop: type[Loop], early: int, same_job: bool) -> None:
+    assert same(applied(loop, same_job=same_job).result(), loop().run().result())
+    assert (applied.early, applied.notes) == (early, [])
+
+
+KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.SGD, {"lr": 0.1, "foreach": True}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.Adam, {"fused": True}),
+    (optim.Adam, {"maximize": True, "foreach": True}),
+    (optim.AdamW, {"foreach": True, "weight_decay": 0.1}),
+    (optim.NAdam, {"foreach": True}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {"foreach": True}),
+    (optim.Adagrad, {"fused": True}),
+    (optim.Adadelta, {"foreach": True}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (optim.Rprop, {"foreach": True}),
+    (optim.ASGD, {"foreach": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_every_optimizer(applied: Applied, kind: Any, options: dict[str, Any]) -> None:
+    class Own(Loop):
+        make = staticmethod(lambda parameters: kind(parameters, **options))
+
+    assert same(applied(Own).result(), Own().run().result())
+    assert applied.early == 3 * 6 and not applied.notes
+
+
+@pytest.mark.parametrize("loop", REFUSED)
+def test_where_it_would_change_a_number_nothing_is_early(applied: Applied, loop: Any) -> None:
+    found = applied(loop, same_job=False)
+    assert same(found.result(), loop().run().result())
+    assert applied.early == 0
+    (note,) = applied.notes
+    assert "weights are updated by the optimizer's step" in note
+    assert re.search(loop.says, note), note
+
+
+@pytest.mark.parametrize("loop", NOTICED)
+def test_what_is_noticed_in_time_ends_it(applied: Applied, loop: Any) -> None:
+    assert same(applied(loop).result(), loop().run().result())
+    assert applied.early == 6 and len(applied.notes) == 1
+    assert re.search(loop.says, applied.notes[0]), applied.notes
+
+
+@pytest.mark.parametrize("loop", UNDONE)
+def test_what_cannot_be_undone_is_an_error(applied: Applied, loop: type[Loop]) -> None:
+    with pytest.raises((EarlyUpdateError, RuntimeError)) as error:
+        applied(later(loop))
+    assert "has already updated" in str(error.value)
+
+
+def test_a_first_step_that_reads_gradients_late_is_an_error_too(applied: Applied) -> None:
+    """Where the plan's capture has seen no such thing."""
+    with pytest.raises(EarlyUpdateError):
+        applied(LoggedAfter)
+
+
+def test_fewer_updates_than_planned_are_said(applied: Applied) -> None:
+    applied(Loop, 7)
+    assert applied.notes and "6 of the 7 parameters" in applied.notes[0]
