@@ -200,6 +200,8 @@ class Facts:
     """Run by the autograd engine."""
     update: bool = False
     """Run inside `optimizer.step()`."""
+    flops: int = 0
+    """Of multiplications of matrices, convolutions and attention, where PyTorch has a formula."""
     splits: bool = False
     """One of several that a foreach or fused op was split into."""
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 from memplan.runtime.compiled.lifting import Found, Places
 from memplan.runtime.compiled.lines import user_line
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self._generators: dict[int, fx.Node] = {}
         self._random: dict[str, torch.Tensor] = {}
         """The state of each default generator after the last op that moved it."""
+        self._flops = 0
         self._gate: tuple[fx.Node, Callable[[Any], Any]] | None = None
         self._gated: set[fx.Node] = set()
         self._fixed: set[int] = set()
@@ -114,10 +117,11 @@ class Recorder(TorchDispatchMode):
             elif name in names and names.index(name) < len(mapped):
                 mapped[names.index(name)] = scalar.node
         chains = self._chains(func, traits, args, kwargs)
-        result = func(*_plain(args), **_plain(kwargs))
         if func is ITEM:
-            return self._item(mapped, result)
+            return self._item(mapped, _value_of(args[0]))
+        result = func(*_plain(args), **_plain(kwargs))
         self._drawn(chains)
+        self._flops = _flops(func, args, kwargs, result)
         self._emit(func, traits, (mapped, mapped_kwargs), args, result, chains)
         return result
 
@@ -132,14 +136,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs = list(_tensors(result))
         if not outputs and not traits.written and not chains:
-            if result is None or not isinstance(result, (bool, int, float)):
-                if any(True for _ in _tensors(args)):
-                    raise NotCapturable(
-                        f"{traits.name} returns no tensor and says of none that it writes it",
-                        user_line(),
-                    )
-                return
-            return  # an answer about shapes
+            if result is None and any(True for _ in _tensors(args)):
+                raise NotCapturable(
+                    f"{traits.name} returns nothing and says of no tensor that it writes it",
+                    user_line(),
+                )
+            return  # an answer about shapes, types or devices
         new = [t for t in outputs if t.untyped_storage()._cdata not in self._live]
         if not new and not traits.written and traits.statistics is None and not chains:
             self._alias(func, mapped, outputs, result)
@@ -188,6 +190,7 @@ class Recorder(TorchDispatchMode):
             source=user_line(),
             backward=backward,
             update=self.updating > 0,
+            flops=self._flops,
             splits=split,
         )
 
@@ -509,7 +512,9 @@ class Recorder(TorchDispatchMode):
     def _check_random(self, device: torch.device) -> None:
         """Nothing but recorded ops may move a generator. Raises NotCapturable."""
         before = self._random.get(_chain(device))
-        if before is not None and not torch.equal(before, read_random_state(device)):
+        with _disable_current_modes():
+            same = before is None or torch.equal(before, read_random_state(device))
+        if not same:
             raise NotCapturable(
                 "random numbers are drawn or seeded where PyTorch's dispatcher does not see it",
                 user_line(),
@@ -558,6 +563,19 @@ _RANDOM = "random "
 _ARGUMENTS = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+def _value_of(tensor: torch.Tensor) -> Any:
+    """Of one element. A fake tensor has none: what is computed from it serves sizes alone."""
+    try:
+        return ITEM(tensor)
+    except DataDependentOutputException:
+        return torch.ones((), dtype=tensor.dtype).item()
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 _SHAPE_ONLY = frozenset(

@@ -73,7 +73,7 @@ class Postponed:
         return get_last_lr
 
 
-def _with_subclasses(cls: type) -> Iterator[type]:
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     yield cls
     for below in cls.__subclasses__():
         yield from _with_subclasses(below)
