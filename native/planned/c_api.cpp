@@ -225,6 +225,14 @@ int64_t memplan_take_events(int number, memplan_event* events, int64_t room, int
   });
 }
 
+void memplan_note_malloc(int number, const void* pointer, int64_t bytes, memplan_stream stream) {
+  on_device(number, [&](Device& one) { one.note_malloc(pointer, bytes, stream); });
+}
+
+void memplan_note_free(int number, const void* pointer) {
+  on_existing(number, [pointer](Device& one) { one.note_free(pointer); });
+}
+
 void memplan_mark(int number, int64_t value) {
   on_existing(number, [value](Device& one) { one.mark(value); });
 }

@@ -141,6 +141,10 @@ void memplan_record(int device, int64_t most);
 void memplan_stop_recording(int device);
 /* Takes up to `room` of the events kept; how many. Events lost to `most` are counted in `lost`. */
 int64_t memplan_take_events(int device, memplan_event* events, int64_t room, int64_t* lost);
+/* A front end with an allocator of its own served a request, or it was released: recorded as one of
+ * the library's. What it counts for goes to `memplan_count`. */
+void memplan_note_malloc(int device, const void* pointer, int64_t bytes, memplan_stream stream);
+void memplan_note_free(int device, const void* pointer);
 /* Puts a MEMPLAN_EVENT_PHASE among the events. */
 void memplan_mark(int device, int64_t number);
 /* The same with the number of a stream; -1 for one that no request or recorded use has named. */

@@ -212,6 +212,7 @@ Owner* Device::find(std::uint64_t address) {
 template <typename Visit>
 void Device::for_each_owner(Visit visit) {
   owners_.for_each(visit);
+  noted_.for_each(visit);
   const auto visit_holders = [&visit](Range& range) {
     for (Owner& owner : range.holders) {
       if (owner.address != 0) visit(owner);
@@ -307,12 +308,14 @@ void Device::pass_on(Range& range, std::int64_t offset, std::int32_t stream) {
 bool Device::record_stream(void* pointer, Stream handle) {
   const std::lock_guard guard(lock_);
   Owner* owner = find(address_of(pointer));
+  const bool noted = owner == nullptr;
+  if (noted) owner = noted_.find(address_of(pointer));
   if (owner == nullptr) return false;
   const std::int32_t stream = hardware_->streams.number(handle);
   if (recorder_.on()) {
     recorder_.add(MEMPLAN_EVENT_RECORD_STREAM, owner->requested, owner->storage, stream);
   }
-  if (stream == owner->stream) return true;
+  if (noted || stream == owner->stream) return true;
   owner->shared = owner->shared || owner->block == nullptr;
   std::vector<std::int32_t>& uses =
       owner->block != nullptr ? owner->block->stream_uses : shared_[owner->address];
@@ -597,6 +600,29 @@ void Device::stop_recording() {
 std::int64_t Device::take_events(memplan_event* events, std::int64_t room, std::int64_t* lost) {
   const std::lock_guard guard(lock_);
   return recorder_.take(events, room, lost);
+}
+
+void Device::note_malloc(const void* pointer, std::int64_t bytes, Stream handle) {
+  const std::lock_guard guard(lock_);
+  if (pointer == nullptr || (hardware_ == nullptr && !start())) return;
+  if (Owner* stale = noted_.find(address_of(pointer))) noted_.erase(stale);
+  Owner& owner = noted_.insert(address_of(pointer));
+  owner.requested = bytes;
+  owner.serial = serial_;
+  owner.stream = hardware_->streams.number(handle);
+  if (!recorder_.on()) return;
+  owner.storage = recorder_.next_storage();
+  recorder_.add(MEMPLAN_EVENT_ALLOC, bytes, owner.storage, owner.stream);
+}
+
+void Device::note_free(const void* pointer) {
+  const std::lock_guard guard(lock_);
+  Owner* owner = noted_.find(address_of(pointer));
+  if (owner == nullptr) return;
+  if (recorder_.on()) {
+    recorder_.add(MEMPLAN_EVENT_FREE, owner->requested, owner->storage, owner->stream);
+  }
+  noted_.erase(owner);
 }
 
 void Device::mark(std::int64_t number) {

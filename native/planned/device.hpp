@@ -91,6 +91,9 @@ class Device {
   void record(std::int64_t most);
   void stop_recording();
   std::int64_t take_events(memplan_event* events, std::int64_t room, std::int64_t* lost);
+  // What a front end's own allocator served and took back.
+  void note_malloc(const void* pointer, std::int64_t bytes, Stream stream);
+  void note_free(const void* pointer);
   void mark(std::int64_t number);
   void mark_stream(std::int64_t number, Stream handle);
 
@@ -151,6 +154,7 @@ class Device {
   Counted::Amount allocated_, requested_, fallback_;
   Recorder recorder_;
   Owners owners_;  // Of all but planned places.
+  Owners noted_;   // Of what a front end's own allocator serves.
   std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
   // Reserved memory that the plan takes; more is taken only when nothing unused can be given back.
   std::int64_t mark_ = 0;

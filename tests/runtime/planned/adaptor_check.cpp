@@ -70,15 +70,15 @@ class StandIn final : public memplan::adaptor::Delegating {
     }
     void* pointer = std::malloc(bytes);
     blocks[pointer] = bytes;
-    tell(TraceEntry::SEGMENT_ALLOC, bytes);
-    tell(TraceEntry::ALLOC, bytes);
+    tell(TraceEntry::SEGMENT_ALLOC, bytes, pointer);
+    tell(TraceEntry::ALLOC, bytes, pointer);
     return pointer;
   }
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t) override { return raw_alloc(bytes); }
   void raw_delete(void* pointer) override {
     if (pointer == nullptr) return;
-    tell(TraceEntry::FREE_REQUESTED, blocks.at(pointer));
-    tell(TraceEntry::SEGMENT_FREE, blocks.at(pointer));
+    tell(TraceEntry::FREE_REQUESTED, blocks.at(pointer), pointer);
+    tell(TraceEntry::SEGMENT_FREE, blocks.at(pointer), pointer);
     blocks.erase(pointer);
     std::free(pointer);
   }
@@ -115,15 +115,16 @@ class StandIn final : public memplan::adaptor::Delegating {
  private:
   static void give_back(void* pointer);
 
-  void tell(TraceEntry::Action action, size_t bytes) {
+  void tell(TraceEntry::Action action, size_t bytes, void* pointer) {
     const auto amount = static_cast<std::int64_t>(bytes);
+    const auto address = reinterpret_cast<size_t>(pointer);
     switch (action) {
       case TraceEntry::ALLOC: stats.allocated_bytes[0].increase(bytes); break;
       case TraceEntry::FREE_REQUESTED: stats.allocated_bytes[0].decrease(bytes); break;
       case TraceEntry::SEGMENT_ALLOC: stats.reserved_bytes[0].increase(bytes); break;
       default: stats.reserved_bytes[0].decrease(bytes);
     }
-    if (tracker && amount > 0) tracker(TraceEntry(action, 0, 0, bytes, nullptr, {0, 0}, 0));
+    if (tracker && amount > 0) tracker(TraceEntry(action, 0, address, bytes, nullptr, {0, 0}, 0));
   }
 
   c10::CachingDeviceAllocator::DeviceStats stats;
@@ -218,6 +219,31 @@ void pools_are_left_alone() {
   CHECK(memplan_owns(after.get()));
 }
 
+// Requests of both are recorded, in order; what is alive as if requested now.
+void what_the_native_allocator_serves_is_recorded() {
+  auto* one = native::get();
+  const c10::DataPtr before = one->allocate(20 * kMiB);
+  memplan_record(0, 100);
+  {
+    const c10::DataPtr planned = one->allocate(4 * kMiB);
+    const c10::DataPtr other = one->allocate(30 * kMiB);
+    one->recordStream(other, c10::cuda::getCurrentCUDAStream(0));
+    CHECK(memplan_owns(planned.get()) && !memplan_owns(other.get()));
+  }
+  memplan_stop_recording(0);
+  memplan_event events[10];
+  const std::int64_t count = memplan_take_events(0, events, 10, nullptr);
+  const std::int32_t kinds[] = {MEMPLAN_EVENT_ALLOC, MEMPLAN_EVENT_ALLOC, MEMPLAN_EVENT_ALLOC,
+                                MEMPLAN_EVENT_RECORD_STREAM, MEMPLAN_EVENT_FREE,
+                                MEMPLAN_EVENT_FREE};
+  const std::int64_t bytes[] = {20, 4, 30, 30, 30, 4}, storages[] = {0, 1, 2, 2, 2, 1};
+  CHECK(count == 6);
+  for (int at = 0; at < 6; ++at) {
+    CHECK(events[at].kind == kinds[at] && events[at].bytes == bytes[at] * kMiB);
+    CHECK(events[at].storage == storages[at]);
+  }
+}
+
 void out_of_memory_gives_the_arena_up() {
   auto* one = native::get();
   { const c10::DataPtr mapped = one->allocate(4 * kMiB); }
@@ -251,6 +277,7 @@ int main(int count, char** words) {
   places_and_sums();
   raw_pointers_and_refusals();
   pools_are_left_alone();
+  what_the_native_allocator_serves_is_recorded();
   out_of_memory_gives_the_arena_up();
   std::puts("all is well");
   return 0;

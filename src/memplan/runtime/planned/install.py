@@ -25,8 +25,6 @@ from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 
 Say = Callable[[str], None]
-ADAPTOR_RECORDS: bool = getattr(adaptor, "RECORDS", False)
-"""Whether the library is told of what PyTorch's own allocator serves behind the adaptor."""
 
 
 class PlannedRun:
@@ -115,7 +113,7 @@ def start(
     if _Process.running is not None:
         raise UsageError("a job is already being served in this process", "close() the first")
     conf = user_settings()
-    library, pluggable_used = _taken_over(conf, given=plan is not None and not record_all)
+    library, pluggable_used = _taken_over(conf)
     if plan is not None:
         compare(plan, command, say)
     meta = observed_meta(command or sys.argv[:1], torch.__version__, "", conf)
@@ -125,7 +123,6 @@ def start(
         meta,
         plan=plan.allocation if plan is not None else None,
         record_all=record_all,
-        may_record=pluggable_used or ADAPTOR_RECORDS,
         card_bytes=nvml.total_bytes(),
         say=say,
     )
@@ -150,11 +147,11 @@ def _forget() -> None:
     _Process.running = None
 
 
-def _taken_over(conf: str, *, given: bool) -> tuple[Library, bool]:
+def _taken_over(conf: str) -> tuple[Library, bool]:
     """The library under PyTorch, and whether as its pluggable allocator: the adaptor, where one was
-    built, is better, but cannot record. `given`: the plan is there and nothing is recorded."""
+    built, is better."""
     if _Process.library is None:
-        path = adaptor.find() if given or ADAPTOR_RECORDS else None
+        path = adaptor.find()
         library = Library()
         if path is not None:
             adaptor.install(library, path)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate
 from memplan.runtime.planned.library import Library
@@ -74,14 +76,12 @@ class Job:
         *,
         plan: AllocationPart | None = None,
         record_all: bool = False,
-        may_record: bool = True,
         card_bytes: int | None = None,
         policy: Policy | None = None,
         say: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        """`devices`: those that the job may use; `plan` is for the first. `may_record`: whether
-        the library sees every request. `card_bytes`: what a device has, where that is
-        known. `say` gets sentences for people."""
+        """`devices`: those that the job may use; `plan` is for the first. `card_bytes`: what a
+        device has, where that is known. `say` gets sentences for people."""
         self.library = library
         self.devices = devices
         self.peaks = Peaks(library)
@@ -90,7 +90,6 @@ class Job:
         self._meta = meta
         self._plan = plan
         self._record_all = record_all
-        self._may_record = may_record
         self._card_bytes = card_bytes
         self._policy = policy or Policy()
         self._tell = say
@@ -104,14 +103,12 @@ class Job:
         self._repeated = False
         self._planned_at = -float("inf")
         self._low = 0
-        self._told = False
         self._process = os.getpid()
 
     def __enter__(self) -> Job:
         if self._plan is not None:
             self._load(self.devices[0], self._plan, in_round=False)
-        if self._may_record:
-            self._record()
+        self._record()
         self._hooks.__enter__()
         self._hooks.watch_all(modules=self._plan is None)
         return self
@@ -189,8 +186,6 @@ class Job:
                 self._use_recording()
         elif self._planning is not None and self._planning.done:
             self._take_plans(self._planning)
-        elif self.account.steps == self._policy.most_steps and not self._may_record:
-            self._hooks.watch_roots()
         elif self.hit_rate is not None and self._planning is None:
             self._watch(self.hit_rate)
 
@@ -272,6 +267,7 @@ class Job:
         part = plan.allocation
         assert part is not None
         if self._load(part.device, part, in_round=True):
+            torch.cuda.empty_cache()  # behind the adaptor PyTorch's own allocator holds it
             self.peaks.begin_ours(part.device)
         self._low = 0
 
@@ -304,14 +300,10 @@ class Job:
         if self._low >= self._policy.low_steps and not soon:
             self._low = 0
             rate = f"hit rate {window.rate:.0%} in step {self.account.steps}: the job has changed"
-            if self._may_record:
-                self.say(f"{rate}, planning again")
-                self._to_plan = True
-                self._record()
-                self._hooks.watch_all(modules=True)
-            elif not self._told:
-                self._told = True
-                self.say(f"{rate}; without --plan, memplan run plans it anew")
+            self.say(f"{rate}, planning again")
+            self._to_plan = True
+            self._record()
+            self._hooks.watch_all(modules=True)
 
     def say(self, text: str) -> None:
         """A sentence for people, which the outcome keeps."""

@@ -32,6 +32,8 @@ struct Planned {
   decltype(&memplan_empty_cache) empty_cache = nullptr;
   decltype(&memplan_unload) unload = nullptr;
   decltype(&memplan_count) count = nullptr;
+  decltype(&memplan_note_malloc) note_malloc = nullptr;
+  decltype(&memplan_note_free) note_free = nullptr;
   decltype(&memplan_read_statistics) read_statistics = nullptr;
   decltype(&memplan_reset_peaks) reset_peaks = nullptr;
   decltype(&memplan_snapshot) snapshot = nullptr;
@@ -54,6 +56,8 @@ bool find_all(const char* path) {
          find(library, "memplan_empty_cache", planned.empty_cache) &&
          find(library, "memplan_unload", planned.unload) &&
          find(library, "memplan_count", planned.count) &&
+         find(library, "memplan_note_malloc", planned.note_malloc) &&
+         find(library, "memplan_note_free", planned.note_free) &&
          find(library, "memplan_read_statistics", planned.read_statistics) &&
          find(library, "memplan_reset_peaks", planned.reset_peaks) &&
          find(library, "memplan_snapshot", planned.snapshot);
@@ -137,11 +141,9 @@ class Planning final : public Delegating {
 
   using CUDAAllocator::recordStream;
   void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
-    if (data.get_deleter() == &release) {
-      planned.record_stream(data.get(), stream.stream());
-    } else {
-      next_->recordStream(data, stream);
-    }
+    // Of the native allocator's memory the library records the use alone.
+    planned.record_stream(data.get(), stream.stream());
+    if (planned.owns(data.get()) == 0) next_->recordStream(data, stream);
   }
 
   void emptyCache(MempoolId_t pool) override {
@@ -195,7 +197,6 @@ class Planning final : public Delegating {
     if (bytes == 0 || pools_.load(std::memory_order_relaxed) != 0) return nullptr;
     void* place = planned.malloc(static_cast<ssize_t>(bytes), device, stream);
     if (place == nullptr) return nullptr;
-    seen_.at(static_cast<size_t>(device)).store(true, std::memory_order_relaxed);
     return place;
   }
 
@@ -215,10 +216,13 @@ class Planning final : public Delegating {
   // Called by the native allocator, under its lock, for what it does.
   void follow(const native::TraceEntry& entry) {
     const auto bytes = static_cast<int64_t>(entry.size_);
+    const auto* pointer = reinterpret_cast<const void*>(entry.addr_);
     switch (entry.action_) {
       case native::TraceEntry::ALLOC:
+        planned.note_malloc(entry.device_, pointer, bytes, entry.stream_);
         return tell(entry.device_, rounded(bytes), bytes, 0);
       case native::TraceEntry::FREE_REQUESTED:
+        planned.note_free(entry.device_, pointer);
         return tell(entry.device_, -rounded(bytes), -bytes, 0);
       case native::TraceEntry::SEGMENT_ALLOC:
       case native::TraceEntry::SEGMENT_MAP:
@@ -231,7 +235,10 @@ class Planning final : public Delegating {
     }
   }
 
+  // Not for a device that the job does not use: it would get a context.
   void tell(DeviceIndex device, int64_t allocated, int64_t requested, int64_t reserved) {
+    if (allocated == 0 && requested == 0 && reserved == 0) return;
+    seen_.at(static_cast<size_t>(device)).store(true, std::memory_order_relaxed);
     Told& told = told_.at(static_cast<size_t>(device));
     told.allocated.fetch_add(allocated);
     told.requested.fetch_add(requested);
