@@ -80,11 +80,19 @@ def tree_rss_bytes(pid: int) -> int:
     """
     total, waiting = 0, [pid]
     while waiting:
-        process = Path("/proc", str(waiting.pop()))
+        process = f"/proc/{waiting.pop()}"
         try:
-            total += int((process / "statm").read_text().split()[1]) * _PAGE
-            for thread in (process / "task").iterdir():
-                waiting += map(int, (thread / "children").read_text().split())
+            total += int(_words(f"{process}/statm")[1]) * _PAGE
+            for thread in os.listdir(f"{process}/task"):  # noqa: PTH208 - half the cost of Path's
+                waiting += map(int, _words(f"{process}/task/{thread}/children"))
         except OSError:
             continue  # it ended while we looked
     return total
+
+
+def _words(path: str) -> list[bytes]:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 16).split()
+    finally:
+        os.close(file)

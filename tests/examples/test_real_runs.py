@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -28,32 +28,64 @@ TINY = {
 }
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 """What a launcher tells the one rank of a job."""
+# What examples import takes seconds: one process imports it and each example runs in a fork of it.
 # A torchvision built for CUDA does not import beside a CPU build of torch without help, and neither
 # do transformers' models.
 RUNNER = """
-import runpy, sys
+import json, os, runpy, sys, traceback
+from pathlib import Path
 from memplan.capture.packages import make_torchvision_importable
 kept = make_torchvision_importable()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+import torch._dynamo, torchvision
+from transformers import BertForSequenceClassification, LlamaForCausalLM, Trainer
+
+def run(name, words, environment):
+    os.mkdir(name)
+    os.chdir(name)
+    for number, path in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(environment)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+for name, words, environment in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run(name, words, environment)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    Path(f"{name}.code").write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 """
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_it_trains_on_the_cpu(name: str, tmp_path: Path) -> None:
-    output = ["--output", str(tmp_path / "out")] if name == "hf_trainer" else []
-    script = ROOT / "examples" / name / "train.py"
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, str(script), *TINY[name].split(), *output],
-        cwd=tmp_path,
-        env={**os.environ, **({**ALONE, "MASTER_PORT": "0"} if "fsdp" in name else {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each example said, in `NAME/stdout` and `NAME/stderr`; how it ended, in `NAME.code`."""
+    folder = tmp_path_factory.mktemp("examples")
+    runs = []
+    for name, words in TINY.items():
+        script = str(ROOT / "examples" / name / "train.py")
+        output = ["--output", "out"] if name == "hf_trainer" else []
+        alone = {**ALONE, "MASTER_PORT": "0"} if "fsdp" in name else {}
+        runs.append((name, [script, *words.split(), *output], alone))
+    command = [sys.executable, "-c", RUNNER, json.dumps(runs)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "loss" in done.stdout
-    assert "nan" not in done.stdout.lower()
+    return folder
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_it_trains_on_the_cpu(name: str, folder: Path) -> None:
+    stdout, stderr = ((folder / name / stream).read_text() for stream in ("stdout", "stderr"))
+    assert (folder / f"{name}.code").read_text() == "0", stderr[-3000:]
+    assert "loss" in stdout
+    assert "nan" not in stdout.lower()
 
 
 def test_every_example_is_run_here() -> None:
