@@ -117,6 +117,7 @@ bool Descent::escape(std::int64_t budget, std::int32_t nodes, std::vector<Op>& p
       find_near(op, next);
       settle(next, steps_, budget, true);
       const std::int64_t bytes = state_.bytes();
+      const bool complete = state_.count() == (forward_ ? graph_.ops() : 0);
       const bool is_new = known.insert(state_.hash()).second;
       for (std::size_t i = steps_.size(); i > first; --i) undo(steps_[i - 1]);
       if (!is_new) {
@@ -128,14 +129,14 @@ bool Descent::escape(std::int64_t budget, std::int32_t nodes, std::vector<Op>& p
                         near_pool_.size(), near_pool_.size() + next.size()});
       near_pool_.insert(near_pool_.end(), next.begin(), next.end());
       open.emplace(bytes, -child);
-      if (bytes <= start) {
+      if (bytes <= start || complete) {
         found = child;
         break;
       }
     }
   }
   if (found < 0) {
-    if (open.empty() || climbs_ == 0) {
+    if (nodes_.size() == 1 || climbs_ == 0) {
       go_to(0);
       return false;
     }
