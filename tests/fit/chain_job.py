@@ -25,10 +25,13 @@ _STEPS = 2
 class _Writer:
     """Writes the training loop, with a plan in effect."""
 
-    def __init__(self, layers: int, activation: int, weight: int, groups: list[set[int]]) -> None:
+    def __init__(
+        self, layers: int, activation: int, weight: int, groups: list[set[int]], early: bool
+    ) -> None:
         self.builder = TraceBuilder()
         self.layers, self.activation, self.weight = layers, activation, weight
         self.groups = groups
+        self.early = early
         self.dropped = set().union(*groups)
         self.value: dict[int, int] = {}
         """Layer number to the storage of its output, while alive; -1 is the input."""
@@ -45,7 +48,7 @@ class _Writer:
     def free(self, storage: int, nbytes: int) -> None:
         self.builder.append(EventKind.FREE, storage, nbytes)
 
-    def write(self, ballast: int) -> Trace:
+    def write(self, ballast: int, *, clips: bool) -> Trace:
         builder = self.builder
         self.op("empty")
         weights = [self.alloc(self.weight, Role.PARAMETER, f"w{i}") for i in range(self.layers)]
@@ -54,11 +57,15 @@ class _Writer:
         states: list[int] = []
         for step in range(_STEPS):
             gradients = self._pass(weights, call=step)
+            if clips:
+                builder.phase = Phase.OTHER
+                self.op("linalg_vector_norm", gradients)
             builder.phase = Phase.OPTIMIZER
             self.op("_foreach_add_", [*weights, *gradients])
             states = states or [self.alloc(2 * self.weight, Role.OPTIMIZER_STATE) for _ in weights]
             for gradient in gradients:
-                self.free(gradient, self.weight)
+                if not self.early:
+                    self.free(gradient, self.weight)
             builder.step += 1
             builder.phase = Phase.FORWARD
             builder.append(EventKind.MARK)
@@ -90,6 +97,9 @@ class _Writer:
             gradients.append(self.alloc(self.weight, Role.GRADIENT, f"w{layer}"))
             below = self.alloc(self.activation)
             builder.op_writes([gradients[-1], below])
+            if self.early:
+                self.op("_foreach_add_", [weights[layer], gradients[-1]])
+                self.free(gradients[-1], self.weight)
             self.free(above, self.activation)
             self._let_go(layer - 1)
             if layer == self.layers - 1:
@@ -124,6 +134,8 @@ class ChainProgram:
     profile: DeviceProfile
     layers: int = 24
     weight: int = 8 * MIB
+    clips: bool = True
+    """Gradients, before the optimizer's step: no update may come earlier."""
     ballast: Callable[[int], int] = lambda attempt: 0
     """More bytes than planned in the n-th capture with a plan, from 1; negative ones less."""
     refuses: Callable[[int], bool] = lambda batch: False
@@ -142,8 +154,9 @@ class ChainProgram:
         planned = sum(plan is not None for _, plan in self.asked)
         extra = self.ballast(planned) if groups else 0
         weight = self.weight + min(extra, 0) // self.layers
-        writer = _Writer(self.layers, 8 * MIB * batch, weight, groups)
-        trace = writer.write(max(extra, 0))
+        early = plan is not None and plan.order is not None and not self.clips
+        writer = _Writer(self.layers, 8 * MIB * batch, weight, groups, early)
+        trace = writer.write(max(extra, 0), clips=self.clips)
         return Captured(trace, estimate(trace, self.profile))
 
 

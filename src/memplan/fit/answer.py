@@ -14,15 +14,17 @@ SCHEMA_VERSION = 1
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the plan does."""
 
-    kind: Literal["recompute", "allocator"]
+    kind: Literal["recompute", "order", "allocator"]
     name: str
     """Recompute: where the values are made, with modules whose paths differ in numbers only folded
-    into one (`blocks.*.mlp`). Allocator: the settings, as in `PYTORCH_ALLOC_CONF`."""
+    into one (`blocks.*.mlp`). Order: what comes earlier. Allocator: the settings, as in
+    `PYTORCH_ALLOC_CONF`."""
     groups: int = 0
     values: int = 0
+    """Order: the parameters that are updated early."""
     saved_bytes: int
-    """Recompute: of one pass, what is not kept from forward to backward. Allocator: reserved bytes
-    at the peak."""
+    """Recompute: of one pass, what is not kept from forward to backward. Order: of the estimate's
+    high bound. Allocator: reserved bytes at the peak."""
     added_seconds: float = 0.0
     """Per step."""
     added_fraction: float = 0.0

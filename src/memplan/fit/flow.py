@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change, Fit, Lever
-from memplan.fit.child import Captured, CaptureProgram
+from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
+from memplan.fit.early import Early, find_early, promised
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers
 from memplan.fit.nearest import nearest_changes
@@ -51,37 +52,31 @@ def fit(
     verdict = judge(plain.trace, profile, plain.estimate)
     if verdict.fits:
         plan = envelope(program, plain, profile, alloc_conf=verdict.alloc_conf)
-        return Fitted(_answer(plain, verdict, None, seconds=time.monotonic() - began), plan)
-    notes: list[str] = []
-    planner: Planner | None = None
-    try:
-        planner = Planner(program, plain, verdict, profile, capture, solver)
-    except NoAnswerError as error:
-        notes.append(f"Nothing can be recomputed: {error.message}.")
-    planned = planner.planned if planner is not None else []
-    chosen = _search(planner, progress) if planner is not None else None
-    if planner is not None and chosen is not None:
-        plan = envelope(
-            program,
-            plain,
-            profile,
-            alloc_conf=chosen.verdict.alloc_conf,
-            part=chosen.part,
-            forward_ops=planner.graph.forward_ops,
-        )
-        seconds = time.monotonic() - began
-        answer = _answer(plain, chosen.verdict, chosen, planned=planned, seconds=seconds)
+        answer = _answer(plain, _Found(plain, verdict), seconds=time.monotonic() - began)
         return Fitted(answer, plan)
-    lowest = planner.lowest() if planner is not None else None
-    changes, tried = nearest_changes(program, plain, lowest, profile, capture, progress)
-    verdict = lowest.verdict if lowest else verdict
-    least = lowest.outcome.needed if lowest else least_card(plain.trace, profile, verdict)
+    progress("looking for a plan")
+    early, said = find_early(program, plain, verdict, profile, capture)
+    search = _Search(program, plain, verdict, profile, capture, solver)
+    try:
+        found = search.run(early)
+    except CaptureFailedError:
+        if early is None:
+            raise
+        said = "Weights are not updated in the backward pass: recomputation fails with it."
+        found = search.run(None)
+    notes = [note for note in (found.note, said) if note]
+    if found.verdict.fits:
+        answer = _answer(plain, found, notes=notes, seconds=time.monotonic() - began)
+        return Fitted(answer, found.plan(program, plain, profile))
+    lowest, order = found.chosen, found.early.part if found.early else None
+    reference = found.base
+    changes, tried = nearest_changes(program, reference, lowest, profile, capture, progress, order)
     answer = _answer(
         plain,
-        verdict,
-        lowest,
-        least_card_bytes=least,
-        planned=planned,
+        found,
+        least_card_bytes=(
+            lowest.outcome.needed if lowest else least_card(reference.trace, profile, found.verdict)
+        ),
         changes=changes,
         tried=tried,
         notes=notes,
@@ -90,42 +85,89 @@ def fit(
     return Fitted(answer, None)
 
 
-def _search(planner: Planner, progress: Progress) -> Planned | None:
-    """The cheapest plan that fits, the one of the least peak among them; None when none does."""
-    progress("looking for a plan")
-    if not planner.graph.values.droppable.any():
-        return None
-    return planner.search()
+@dataclass(frozen=True)
+class _Found:
+    """What was found of early updates and recomputation together."""
+
+    base: Captured
+    """The job without recomputation."""
+    verdict: Verdict
+    """With what is in effect."""
+    early: Early | None = None
+    chosen: Planned | None = None
+    """The plan that is kept; where none fits, the one of the least peak."""
+    planner: Planner | None = None
+    note: str = ""
+
+    def plan(self, program: ScriptTarget, plain: Captured, profile: DeviceProfile) -> Plan:
+        forward_ops = self.planner.graph.forward_ops if self.planner and self.chosen else 0
+        return envelope(
+            program,
+            plain,
+            profile,
+            alloc_conf=self.verdict.alloc_conf,
+            part=self.chosen.part if self.chosen else None,
+            order=promised(self.early.part, self.verdict) if self.early else None,
+            forward_ops=forward_ops,
+        )
+
+
+@dataclass(frozen=True)
+class _Search:
+    program: ScriptTarget
+    plain: Captured
+    verdict: Verdict
+    profile: DeviceProfile
+    capture: CaptureProgram
+    solver: Solver
+
+    def run(self, early: Early | None) -> _Found:
+        """Early updates, if there are any, and recomputation where they are not enough."""
+        base = early.captured if early else self.plain
+        verdict = early.verdict if early else self.verdict
+        if verdict.fits:
+            return _Found(base, verdict, early)
+        order = early.part if early else None
+        try:
+            planner = Planner(
+                self.program, base, verdict, self.profile, self.capture, self.solver, order
+            )
+        except NoAnswerError as error:
+            note = f"Nothing can be recomputed: {error.message}."
+            return _Found(base, verdict, early, note=note)
+        chosen = planner.search() if planner.graph.values.droppable.any() else None
+        chosen = chosen or planner.lowest()
+        verdict = chosen.verdict if chosen else verdict
+        return _Found(base, verdict, early, chosen, planner)
 
 
 def _answer(
     plain: Captured,
-    verdict: Verdict,
-    chosen: Planned | None,
+    found: _Found,
     *,
     least_card_bytes: int | None = None,
-    planned: Sequence[Planned] = (),
     changes: list[Change] | None = None,
     tried: list[str] | None = None,
     notes: list[str] | None = None,
     seconds: float,
 ) -> Fit:
-    """`verdict`: with what was chosen in effect."""
-    estimate = plain.estimate
+    estimate, verdict = plain.estimate, found.verdict
     assert estimate.gpu is not None
-    evaluation = chosen.evaluation if chosen else None
+    evaluation = found.chosen.evaluation if found.chosen else None
+    planned = found.planner.planned if found.planner else []
+    with_plan = found.chosen or found.early or verdict.alloc_conf
     return Fit(
         memplan_version=__version__,
         torch_version=estimate.torch_version,
         gpu=estimate.gpu,
         fits=verdict.fits,
         before=estimate,
-        after=verdict.estimate if chosen or verdict.alloc_conf else None,
+        after=verdict.estimate if with_plan else None,
         least_card_bytes=least_card_bytes,
         step_seconds=evaluation.plain_seconds if evaluation else None,
         added_seconds=evaluation.added_seconds if evaluation else 0.0,
         added_fraction=evaluation.added_fraction if evaluation else 0.0,
-        levers=_levers(verdict, chosen),
+        levers=_levers(found),
         changes=changes or [],
         tried=tried or [],
         attempts=[p.attempt() for p in planned],
@@ -135,12 +177,15 @@ def _answer(
     )
 
 
-def _levers(verdict: Verdict, chosen: Planned | None) -> list[Lever]:
+def _levers(found: _Found) -> list[Lever]:
     levers = []
+    verdict, chosen = found.verdict, found.chosen
     if verdict.alloc_conf and (verdict.saved_bytes or chosen is None):
         levers.append(
             Lever(kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes)
         )
+    if found.early is not None:
+        levers.append(found.early.lever())
     if chosen is not None:
         levers += recompute_levers(chosen.evaluator, chosen.selection, chosen.part)
     return levers

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change
@@ -16,7 +18,7 @@ from memplan.fit.what_if import shard_optimizer
 from memplan.report.text import peak_text
 from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
-from memplan.types.plan import Plan
+from memplan.types.plan import Fingerprint, OrderPart, Plan
 from memplan.types.trace import Role
 
 _WORDS: dict[Kind, str] = {
@@ -37,11 +39,13 @@ def nearest_changes(
     profile: DeviceProfile,
     capture: CaptureProgram,
     progress: Callable[[str], None],
+    order: OrderPart | None = None,
 ) -> tuple[list[Change], list[str]]:
     """Changes that fit, nearest first, and sentences about what was tried in vain.
 
     `lowest`: the plan with the least peak, which is kept in effect: operators are named by their
-    place in the step, so it serves other shapes as well.
+    place in the step, so it serves other shapes as well. `order`: in effect in `plain` and in
+    `lowest`, and kept as well.
     """
     changes: list[Change] = []
     tried: list[str] = []
@@ -52,7 +56,10 @@ def nearest_changes(
         if kind not in knobs:
             missing.append(words)
             continue
-        plan = Plan(memplan_version=__version__, recompute=lowest.part) if lowest else None
+        plan = None
+        if lowest or order:
+            part = lowest.part if lowest else None
+            plan = Plan(memplan_version=__version__, recompute=part, order=order)
         search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
         change, reason = search.run(_share(reference, profile))
         changes += [change] if change else []
@@ -142,8 +149,10 @@ class _KnobSearch:
     def _fits(self, value: int) -> bool:
         self.progress(f"trying {self.knob.option} {value}")
         program = with_value(self.program, self.knob, value)
+        made_for = Fingerprint(command=[program.name, *program.argv])
+        plan = msgspec.structs.replace(self.plan, made_from=made_for) if self.plan else None
         try:
-            captured = self.capture(program, self.plan, quiet=True)
+            captured = self.capture(program, plan, quiet=True)
         except CaptureFailedError as error:
             self.failed[value] = last_words(error.said) or f"exit code {error.code}"
             return False
@@ -163,11 +172,15 @@ class _KnobSearch:
             peak_bytes=found.peak_bytes,
             low_bytes=found.low_bytes,
             high_bytes=found.high_bytes,
-            recompute=self.plan is not None,
+            recompute=self.plan is not None and self.plan.recompute is not None,
             alloc_conf=self.seen[value].alloc_conf,
-            verified=f"{how} and the least-peak plan" if self.plan else how,
+            verified=f"{how} and {_in_effect(self.plan)}" if self.plan else how,
             command=[program.name, *program.argv],
         )
+
+
+def _in_effect(plan: Plan) -> str:
+    return "the least-peak plan" if plan.recompute else "early weight updates"
 
 
 def _sharded(

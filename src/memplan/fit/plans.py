@@ -17,7 +17,7 @@ from memplan.phases import find_steps, plain_peak, request_signature, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.device import DeviceProfile
-from memplan.types.plan import Fingerprint, Plan, RecomputePart
+from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
@@ -87,8 +87,12 @@ class Planner:
         profile: DeviceProfile,
         capture: CaptureProgram,
         solver: Solver,
+        order: OrderPart | None = None,
     ) -> None:
+        """`order`: in effect in `plain`, and in every plan."""
         self._program = program
+        self._plain = plain
+        self.order = order
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._capture = capture
         self._solver = solver
@@ -153,7 +157,13 @@ class Planner:
                 added_seconds=evaluation.added_seconds,
             )
 
-        first = Plan(memplan_version=__version__, recompute=part(evaluation.peak_bytes))
+        first = envelope(
+            self._program,
+            self._plain,
+            self._profile,
+            part=part(evaluation.peak_bytes),
+            order=self.order,
+        )
         captured = self._capture(self._program, first, quiet=True)
         verdict = judge(captured.trace, self._profile, captured.estimate)
         observed = step_graph(captured.trace, self._profile)
@@ -193,6 +203,7 @@ def envelope(
     *,
     alloc_conf: str = "",
     part: RecomputePart | None = None,
+    order: OrderPart | None = None,
     forward_ops: int = 0,
 ) -> Plan:
     """The plan as a file holds it, with what it was made from."""
@@ -208,6 +219,7 @@ def envelope(
         ),
         alloc_conf=alloc_conf,
         recompute=part,
+        order=order,
     )
 
 

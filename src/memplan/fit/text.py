@@ -66,8 +66,9 @@ def _levers(answer: Fit) -> Iterator[Text]:
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
-    if answer.attempts:
-        captures = len(answer.attempts) + 1
+    early = any(lever.kind == "order" for lever in answer.levers)
+    if answer.attempts or early:
+        captures = len(answer.attempts) + 1 + early
         yield Text(
             f"time by the card's data sheet; peak of the script captured again with the plan "
             f"({captures} captures, {answer.seconds:.0f} s)",
@@ -91,7 +92,8 @@ def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:
 
 def _lever(lever: Lever) -> Text:
     name = shorten(clean(lever.name), _NAME - 1)
-    values = f"{lever.values} value{'s' if lever.values > 1 else ''}" if lever.values else ""
+    what = "weight" if lever.kind == "order" else "value"
+    values = f"{lever.values} {what}{'s' if lever.values > 1 else ''}" if lever.values else ""
     return Text(
         f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{format_bytes(lever.saved_bytes):>12}  "
         f"{_percent(lever.added_fraction)}"

@@ -1,0 +1,82 @@
+"""The lever that costs no time: weights updated in the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.capture.options import ScriptTarget
+from memplan.fit.answer import Lever
+from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
+from memplan.fit.judge import Verdict, judge
+from memplan.fit.plans import envelope
+from memplan.phases.early_updates import early_updates, with_early_updates
+from memplan.types.device import DeviceProfile
+from memplan.types.plan import OrderPart
+
+_WORTH = 0.01
+"""Part of the peak below which it is not worth a part of the plan."""
+NAME = "updates in backward"
+
+
+@dataclass(frozen=True)
+class Early:
+    """A job as captured with early updates."""
+
+    part: OrderPart
+    """With the promise of `captured`."""
+    captured: Captured
+    verdict: Verdict
+    saved_bytes: int
+
+    def lever(self) -> Lever:
+        return Lever(
+            kind="order",
+            name=NAME,
+            values=self.part.parameters,
+            saved_bytes=self.saved_bytes,
+        )
+
+
+def find_early(
+    program: ScriptTarget,
+    plain: Captured,
+    verdict: Verdict,
+    profile: DeviceProfile,
+    capture: CaptureProgram,
+) -> tuple[Early | None, str]:
+    """The job with early updates, or a sentence on why it goes without; empty where they would not
+    help, or the capture has said so.
+
+    What the trace says they would do is simulated first. Only where that is worth it is the job
+    captured again with them in effect, and then that capture counts.
+    """
+    found = early_updates(plain.trace)
+    if found.reason:
+        return None, f"Weights are not updated in the backward pass: {found.reason}."
+    expected = judge(with_early_updates(plain.trace), profile)
+    if not _worth(verdict, expected):
+        return None, ""
+    part = OrderPart(parameters=found.parameters, gradient_bytes=found.gradient_bytes)
+    try:
+        captured = capture(program, envelope(program, plain, profile, order=part), quiet=True)
+    except CaptureFailedError:
+        return None, "Weights are not updated in the backward pass: the script fails with it."
+    after = judge(captured.trace, profile, captured.estimate)
+    if not _worth(verdict, after):
+        said = next((n for n in captured.estimate.notes if n.startswith("weights are")), "")
+        return None, said
+    saved = verdict.estimate.high_bytes - after.estimate.high_bytes
+    return Early(promised(part, after), captured, after, saved), ""
+
+
+def promised(part: OrderPart, verdict: Verdict) -> OrderPart:
+    """The part with the peak of an estimate with the whole plan in effect."""
+    return OrderPart(
+        parameters=part.parameters,
+        gradient_bytes=part.gradient_bytes,
+        peak_bytes=verdict.estimate.allocated_peak_bytes,
+    )
+
+
+def _worth(before: Verdict, after: Verdict) -> bool:
+    return after.estimate.high_bytes < (1 - _WORTH) * before.estimate.high_bytes

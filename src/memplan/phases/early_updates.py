@@ -1,0 +1,210 @@
+"""Weight updates early, on a trace: whether a job allows them, and what it would then ask for.
+
+An update is early when it comes in the backward pass, as soon as its gradient is complete, and the
+gradient is then released (`runtime/early`). Then gradients are not alive together, and neither are
+the temporaries of a step over all parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplan.phases.op_cost import storage_bytes
+from memplan.phases.steps import find_steps
+from memplan.types.step_graph import Bools
+from memplan.types.trace import I64, EventKind, Phase, Role, Trace
+
+
+@dataclass(frozen=True)
+class EarlyUpdates:
+    """What a trace says of them. Bytes are requested ones."""
+
+    reason: str
+    """Why they would change a number; empty where nothing in the trace forbids them."""
+    parameters: int = 0
+    """Of a step, those that get a gradient."""
+    gradient_bytes: int = 0
+
+
+def early_updates(trace: Trace) -> EarlyUpdates:
+    """Judge by the steady step, else by the last complete one.
+
+    A trace does not show everything that matters (which optimizer, whose hooks): the run itself
+    watches its first step.
+    """
+    table = find_steps(trace)
+    if not len(table) or table.inferred or not len(trace.ops):
+        return EarlyUpdates("the trace has no optimizer steps with operators")
+    if trace.meta.communicators:
+        return EarlyUpdates("the job runs as one of several ranks")
+    step = table.steady if table.steady is not None else len(table) - 1
+    return _Step(trace, step, *table[step]).judged()
+
+
+class _Step:
+    """One step of a trace, its operators and their uses of storages."""
+
+    def __init__(self, trace: Trace, step: int, start: int, stop: int) -> None:
+        self._trace = trace
+        numbers = np.maximum.accumulate(trace.ops.step)
+        first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
+        self._first = first
+        self._phase = trace.ops.phase[first:last]
+        self._row, self._storage = _uses(trace, first, last)
+        self._events = slice(start, stop)
+        is_gradient = trace.storages.role == Role.GRADIENT
+        kind, storage = trace.events.kind[start:stop], trace.events.storage[start:stop]
+        made = storage[(kind == EventKind.ALLOC) & (storage >= 0)]
+        self._made = made[is_gradient[made]]
+        self._is_gradient = is_gradient
+
+    def judged(self) -> EarlyUpdates:
+        if not len(self._made):
+            return EarlyUpdates("no gradients are made in a step")
+        reason = self._accumulates() or self._used_elsewhere() or self._weights_used()
+        total = int(storage_bytes(self._trace)[self._made].sum())
+        return EarlyUpdates(reason, len(self._made), total)
+
+    def _accumulates(self) -> str:
+        backward = self._phase == Phase.BACKWARD
+        working = backward | (self._phase == Phase.FORWARD) | (self._phase == Phase.OPTIMIZER)
+        runs = int(np.count_nonzero(np.diff(backward[working].astype(np.int8)) == 1))
+        if runs > 1:
+            return f"gradients are accumulated over {runs} backward passes"
+        kept = self._is_gradient[self._storage] & ~np.isin(self._storage, self._made)
+        if (kept & backward[self._row]).any():
+            return "gradients are kept from step to step"
+        return ""
+
+    def _used_elsewhere(self) -> str:
+        allowed = np.isin(self._phase, (Phase.BACKWARD, Phase.OPTIMIZER))
+        wrong = np.isin(self._storage, self._made) & ~allowed[self._row]
+        return f"{self._named(wrong)} uses gradients" if wrong.any() else ""
+
+    def _weights_used(self) -> str:
+        """Between the backward pass and the optimizer's step."""
+        backward = np.flatnonzero(self._phase == Phase.BACKWARD)
+        optimizer = np.flatnonzero(self._phase == Phase.OPTIMIZER)
+        if not len(backward) or not len(optimizer):
+            return "a step has no backward pass or no optimizer"
+        between = (self._row > backward[-1]) & (self._row < optimizer[0])
+        wrong = between & (self._trace.storages.role[self._storage] == Role.PARAMETER)
+        return f"{self._named(wrong)} uses weights before the optimizer" if wrong.any() else ""
+
+    def _named(self, uses: Bools) -> str:
+        """`aten.mul_.Tensor (train.py:12)`: the first of some uses."""
+        trace, row = self._trace, self._first + int(self._row[uses].min())
+        name = trace.strings[int(trace.ops.name[row])]
+        source = trace.strings[int(trace.ops.source[row])]
+        return f"{name} ({source})" if source else name
+
+
+def with_early_updates(trace: Trace) -> Trace:
+    """The trace of the same job with early updates, without their own temporaries.
+
+    In every step but the first a gradient is gone as soon as it is complete, in the first when the
+    optimizer begins; what the optimizer asks for and gives back in one step falls away.
+    """
+    table = find_steps(trace)
+    events = trace.events
+    dropped = np.zeros(len(events), bool)
+    at = np.full(len(trace.storages), len(events), np.int64)
+    """By storage, the event before which it is released at the latest."""
+    starts = [*table.start.tolist(), *table.stop[-1:].tolist()]
+    stops = [*table.stop.tolist(), len(events)]  # and what follows the last complete one
+    numbers = np.maximum.accumulate(trace.ops.step)
+    for step, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
+        dropped[start:stop] |= _temporaries(trace, start, stop)
+        gone = _released_at(trace, first, last, start, stop, complete=step > 0)
+        at[gone.storage] = gone.event
+    return _released_by(trace, at, dropped)
+
+
+def _released_by(trace: Trace, at: I64, dropped: Bools) -> Trace:
+    """Storages released before events `at` where that is earlier, without `dropped` events."""
+    events = trace.events
+    early = (events.storage >= 0) & (at[events.storage] < len(events))
+    released = np.flatnonzero(early & (events.kind == EventKind.FREE))
+    made = np.flatnonzero(early & (events.kind == EventKind.ALLOC))
+    never = made[~np.isin(events.storage[made], events.storage[released])]
+    row = np.append(np.arange(len(events)), never)
+    kind = np.append(events.kind, np.full(len(never), EventKind.FREE, np.uint8))
+    key = row.astype(np.float64)
+    moved = np.append(released, np.arange(len(events), len(row)))
+    before = at[events.storage[row[moved]]]
+    earlier = (before <= row[moved]) | (moved >= len(events))
+    moved, before = moved[earlier], before[earlier]
+    key[moved] = before - 0.5
+    where = row.copy()
+    where[moved] = np.maximum(before - 1, 0)  # it is part of what happens there
+    order = np.argsort(key, kind="stable")
+    order = order[~dropped[row[order]]]
+    columns = {name: column[row[order]] for name, column in vars(events).items()}
+    columns["kind"] = kind[order].astype(np.uint8)
+    for name in ("op", "module", "phase", "step", "source"):
+        columns[name] = getattr(events, name)[where[order]]
+    key = key[order]
+    return replace(
+        trace,
+        events=replace(events, **columns),
+        ops=replace(trace.ops, event=np.searchsorted(key, trace.ops.event).astype(np.int64)),
+        host=replace(trace.host, event=np.searchsorted(key, trace.host.event).astype(np.int64)),
+        _cache={},
+    )
+
+
+@dataclass(frozen=True)
+class _Released:
+    """Gradients, ascending, each with the event before which it is released."""
+
+    storage: I64
+    event: I64
+
+
+def _released_at(
+    trace: Trace, first: int, last: int, start: int, stop: int, *, complete: bool
+) -> _Released:
+    """The gradients made in events `[start, stop)`: when complete, or when the optimizer begins."""
+    kind, storage = trace.events.kind[start:stop], trace.events.storage[start:stop]
+    made = storage[(kind == EventKind.ALLOC) & (storage >= 0)]
+    made = np.unique(made[trace.storages.role[made] == Role.GRADIENT])
+    row, used = _uses(trace, first, last)
+    phase = trace.ops.phase[first:last]
+    begins = np.append(trace.ops.event[first:last], stop)
+    if not complete:
+        optimizer = np.flatnonzero(phase == Phase.OPTIMIZER)
+        at = int(begins[optimizer[0]]) if len(optimizer) else stop
+        return _Released(made, np.full(len(made), at))
+    known = np.isin(used, made) & (phase[row] == Phase.BACKWARD)
+    ready = np.full(len(made), last - first - 1, np.int64)
+    found = np.full(len(made), -1, np.int64)
+    np.maximum.at(found, np.searchsorted(made, used[known]), row[known])
+    ready = np.where(found >= 0, found, ready)
+    return _Released(made, begins[ready + 1].astype(np.int64))
+
+
+def _temporaries(trace: Trace, start: int, stop: int) -> Bools:
+    """Of events `[start, stop)`, the requests and releases of what an optimizer's step asked for
+    and gave back itself."""
+    events = trace.events
+    kind, storage = events.kind[start:stop], events.storage[start:stop]
+    within = (events.phase[start:stop] == Phase.OPTIMIZER) & (storage >= 0)
+    made = storage[within & (kind == EventKind.ALLOC)]
+    gone = storage[within & (kind == EventKind.FREE)]
+    return np.asarray(within & np.isin(storage, np.intersect1d(made, gone)), bool)
+
+
+def _uses(trace: Trace, first: int, last: int) -> tuple[I64, I64]:
+    """Rows, from 0, and storages that operators `[first, last)` read or write."""
+    rows, storages = [], []
+    for starts, column in (
+        (trace.ops.reads_start, trace.ops.reads),
+        (trace.ops.writes_start, trace.ops.writes),
+    ):
+        bounds = starts[first : last + 1]
+        rows.append(np.repeat(np.arange(last - first), np.diff(bounds)))
+        storages.append(column[bounds[0] : bounds[-1]])
+    return np.concatenate(rows), np.concatenate(storages)
