@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from memplan.runtime.compiled.in_place import add_in_place
 from memplan.runtime.compiled.lifting import Before
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import (
@@ -49,6 +50,7 @@ def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     graph.output(tuple(outputs.nodes))
     _drop_unused(recorder)
     recorder.note_results()
+    add_in_place(graph, recorder.storages)
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph, "Step")
     return StepProgram(

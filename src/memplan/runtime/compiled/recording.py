@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from memplan.runtime.compiled.in_place import GEOMETRY
 from memplan.runtime.compiled.lifting import Found, Places
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
@@ -214,6 +215,7 @@ class Recorder(TorchDispatchMode):
                     source = self._free(source, item)
             self._storage_of[source] = index
             self._views[index][geometry] = source
+            source.meta[GEOMETRY] = geometry_of(tensor)
         return tuple(made)
 
     def _call(
