@@ -19,6 +19,12 @@ from tests.runtime.compiled.test_bit_identity import Norm, adam, cross_entropy, 
 from tests.runtime.compiled.training import Job, batches, course_of, run_both, state_of
 
 
+def wide() -> nn.Module:
+    """Weights above all: updating each as soon as its gradient is there needs the least."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(nn.Linear(6, 64), *layers, nn.Linear(64, 4))
+
+
 def compiled_job(
     build: Callable[[], nn.Module] = perceptron, shape: tuple[int, ...] = (5, 6), **options: Any
 ) -> tuple[Job, CompiledStep[..., Any]]:
@@ -62,7 +68,7 @@ def test_it_is_exported_and_looks_like_the_step() -> None:
 
 
 def test_the_report_tells_the_peaks() -> None:
-    job, step = compiled_job(Norm, (4, 3, 24, 24), deadline_seconds=2.0)
+    job, step = compiled_job(wide, deadline_seconds=5.0, keep_gradients=False)
     step(*job.batches[2])
     (program,) = step.report().programs
     assert program.calls == 1
@@ -95,6 +101,29 @@ def test_old_gradients_are_freed_before_the_step() -> None:
     assert seen == [True] * 3
 
 
+def test_gradients_need_not_be_kept() -> None:
+    """Where the step frees them first, they can be freed at the end of the one before."""
+    torch.manual_seed(1)
+    model = wide()
+    optimizer = adam(model.parameters())
+    plain = Job(model, optimizer, cross_entropy(model, optimizer), batches((5, 6)))
+    wanted = course_of(plain, plain.step)
+    torch.manual_seed(1)
+    model = wide()
+    optimizer = adam(model.parameters())
+    job = Job(model, optimizer, cross_entropy(model, optimizer), batches((5, 6)))
+    step = api.compile(
+        job.step, model=model, optimizer=optimizer, deadline_seconds=0.5, keep_gradients=False
+    )
+    course = course_of(job, step)
+    assert course.results == wanted.results
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for kept, freed in zip(wanted.states, course.states, strict=True):
+        assert [one for one in kept if ".grad" not in one[0]] == [
+            one for one in freed if ".grad" not in one[0]
+        ]
+
+
 def test_what_the_step_returns_is_all_that_stays() -> None:
     job, step = compiled_job()
     step(*job.batches[2])
@@ -118,9 +147,7 @@ def test_it_fails_as_the_step_does_and_says_that_nothing_was_changed() -> None:
         return Job(model, optimizer, step, [(torch.tensor([1, n]),) for n in range(5)])
 
     job = make()
-    step = api.compile(
-        job.step, model=job.model, optimizer=job.optimizer, deadline_seconds=0.5
-    )
+    step = api.compile(job.step, model=job.model, optimizer=job.optimizer, deadline_seconds=0.5)
     for batch in job.batches:
         step(*batch)
     before = state_of(job)

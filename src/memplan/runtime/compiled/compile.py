@@ -6,6 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from memplan.runtime.compiled.applied import AppliedProgram, OutOfMemoryUnharmed
 from memplan.runtime.compiled.capture import record_step
 from memplan.runtime.compiled.dependencies import operators
+from memplan.runtime.compiled.gradients import without_old_gradients
 from memplan.runtime.compiled.guards import Arguments, Gradients, Guards, current_settings
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.ordering import choose_order
@@ -44,6 +46,7 @@ def compile(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     budget: int | str | None = None,
     order: bool = True,
+    keep_gradients: bool = True,
     deadline_seconds: float = 20.0,
     seed: int = 0,
 ) -> CompiledStep[P, R]:
@@ -55,8 +58,10 @@ def compile(
     weights and optimizer state are the same bits as in the plain step. `order=False` leaves the
     operators in their order. `budget`: bytes, or a size such as "8GiB", that the step's storages
     (weights, gradients, optimizer state, inputs, activations) must not exceed; activations are
-    recomputed where that is needed. `deadline_seconds` is the longest that the search for an order
-    takes, once for each set of shapes, `seed` that of its random choices.
+    recomputed where that is needed. `keep_gradients=False` leaves `.grad` None after a step that
+    frees the gradients before it needs them, so that each can be freed after its update; a step
+    that ends with `zero_grad()` says so itself. `deadline_seconds` is the longest that the search
+    for an order takes, once for each set of shapes, `seed` that of its random choices.
 
     Steps with other shapes, settings or Python values are recorded anew, at most `MOST_PROGRAMS`
     times. A step that cannot be a graph (it branches on a tensor's value, changes Python values,
@@ -74,9 +79,8 @@ def compile(
         raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
     if not deadline_seconds >= 0:
         raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
-    step = CompiledStep(train_step, models, optimizers, limit, order, deadline_seconds, seed)
-    step.model, step.optimizer = model, optimizer
-    return step
+    options = Options(limit, order, keep_gradients, deadline_seconds, seed)
+    return CompiledStep(train_step, models, optimizers, options)
 
 
 def _all_of(what: str, given: Any, kind: type) -> tuple[Any, ...]:
@@ -93,6 +97,17 @@ def _all_of(what: str, given: Any, kind: type) -> tuple[Any, ...]:
     return items
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `compile` was asked for."""
+
+    budget_bytes: int | None
+    order: bool
+    keep_gradients: bool
+    deadline_seconds: float
+    seed: int
+
+
 class CompiledStep(Generic[P, R]):
     """A step as `compile` makes it. Call it as the step itself; `report()` says what it does."""
 
@@ -101,23 +116,17 @@ class CompiledStep(Generic[P, R]):
         step: Callable[P, R],
         models: tuple[torch.nn.Module, ...],
         optimizers: tuple[torch.optim.Optimizer, ...],
-        budget: int | None,
-        order: bool,
-        deadline_seconds: float,
-        seed: int,
+        options: Options,
     ) -> None:
         functools.update_wrapper(self, step)
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self._step = step
         self._models, self._optimizers = models, optimizers
-        self._budget, self._order = budget, order
-        self._deadline, self._seed = deadline_seconds, seed
+        self._options = options
         self._programs: list[AppliedProgram] = []
         self._plain_calls = 0
         self._unsettled = 0
         self._fallback = ""
-        self.model: Any = models
-        self.optimizer: Any = optimizers
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._fallback:
@@ -152,7 +161,7 @@ class CompiledStep(Generic[P, R]):
             ordered_peak_bytes=found.ordered_peak_bytes,
             lower_bound_bytes=found.lower_bound_bytes,
             order_seconds=found.seconds,
-            budget_bytes=self._budget,
+            budget_bytes=self._options.budget_bytes,
             recomputed=applied.recomputed,
             calls=applied.calls,
         )
@@ -209,7 +218,11 @@ class CompiledStep(Generic[P, R]):
         self._plain_calls += 1
         with SideEffects() as seen:
             recorded = record_step(
-                self._step, model=self.model, optimizer=self.optimizer, args=args, kwargs=kwargs
+                self._step,
+                model=self._models[0] if len(self._models) == 1 else self._models,
+                optimizer=self._optimizers,
+                args=args,
+                kwargs=kwargs,
             )
         why = recorded.refusal or seen.refusal
         if recorded.program is None or why is not None:
@@ -249,15 +262,18 @@ class CompiledStep(Generic[P, R]):
 
     def _apply(self, program: StepProgram, guards: Guards) -> None:
         self._unsettled = 0
+        chosen = self._options
+        if not chosen.keep_gradients:
+            program = without_old_gradients(program)
         options: dict[str, Any] = {
-            "search": self._order,
-            "deadline_seconds": self._deadline,
-            "seed": self._seed,
+            "search": chosen.order,
+            "deadline_seconds": chosen.deadline_seconds,
+            "seed": chosen.seed,
         }
-        if self._budget is None:
+        if chosen.budget_bytes is None:
             applied = AppliedProgram(program, guards, choose_order(operators(program), **options))
         else:
-            within = within_budget(program, self._budget, **options)
+            within = within_budget(program, chosen.budget_bytes, **options)
             applied = AppliedProgram(within.program, guards, within.ordering, within.recomputed)
         self._programs.insert(0, applied)
         log.info("memplan: %s: %s", self.__name__, self._report_of(self._programs[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def choose_order(
     plain_peak = peak(graph, plain)
     if not search or not len(graph):
         return Ordering(operators.schedule(plain), len(graph), plain_peak, plain_peak, 0, 0.0)
+    importlib.import_module("torch._inductor.memory")  # seconds, once: not the search's
     found = solve(graph, deadline_seconds=deadline_seconds, seed=seed)
     best = found.solution if isinstance(found, Solved) else found.best
     bound = int(found.bound) if isinstance(found, (Solved, TimedOut)) else 0

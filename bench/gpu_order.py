@@ -1,0 +1,161 @@
+"""Compiled steps on a GPU beside plain ones: `make gpu SUITE=order`.
+
+    python -m bench.gpu_order [--budget 450] [--only TEXT] [--dry-run]
+
+For each of four networks and several optimizers: `max_memory_allocated` and the time of a step,
+plain and by `memplan.compile` in turns, and whether losses, weights and optimizer state are the
+same bits; and one plan within a budget for each network. A process each, one at a time; unattended,
+no network; what fails or finds no time is told in `bench/results/gpu_order.json`, which is written
+after every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
+from bench.gpu_recompute import CUBLAS_WORKSPACE
+from bench.results import write_result
+from memplan.runtime import nvml
+
+JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
+OPTIMIZERS = ("adam", "adamw-fused")
+BUDGET_PART = 0.75
+"""Of what the ordered step holds at its peak."""
+BUDGET_SECONDS = 540.0
+TASK_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process."""
+
+    job: str
+    optimizer: str = "adam"
+    budget_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}-{self.optimizer}{'-budget' if self.budget_bytes else ''}"
+
+    def command(self, out: Path) -> list[str]:
+        budget = ["--budget-bytes", str(self.budget_bytes)] if self.budget_bytes else []
+        return [
+            sys.executable, "-m", "bench.gpu_order_jobs.measure", str(out),
+            "--job", self.job, "--optimizer", self.optimizer, *budget,
+        ]  # fmt: skip
+
+
+@dataclass
+class Suite:
+    """One run of the suite: its clock, its work folder and what it has found so far."""
+
+    work: Path
+    budget: float = BUDGET_SECONDS
+    run: Execute = execute
+    clock: Callable[[], float] = time.monotonic
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def perform(self, task: Task) -> dict[str, Any]:
+        """What the task's process found, or `error`."""
+        left = self.budget - (self.clock() - self.started)
+        if left < LEAST_SECONDS:
+            return {"error": "no time left"}
+        out = self.work / f"{task.name}.json"
+        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE}
+        code, _, stderr = self.run(task.command(out), env, min(TASK_SECONDS, left))
+        if not out.exists():
+            return {"error": f"exit code {code}: {stderr[-1500:]}"}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+    def run_all(self, names: list[str]) -> None:
+        """Each network with each optimizer, then within a budget; saved after every task."""
+        for task in [Task(name, optimizer) for optimizer in OPTIMIZERS for name in names]:
+            self._note(task)
+        for name in names:
+            plain = self.found[Task(name).name]
+            if "error" not in plain:
+                peak = plain["compiled"]["promised_bytes"]
+                self._note(Task(name, budget_bytes=int(BUDGET_PART * peak)))
+
+    def _note(self, task: Task) -> None:
+        found = self.perform(task)
+        self.found[task.name] = found
+        print(f"{task.name:28s} {line(found)}", flush=True)
+        write_result("gpu_order", {**summarize(self.found), "tasks": self.found})
+
+
+def line(found: dict[str, Any]) -> str:
+    """A task's outcome for a person."""
+    if "error" in found:
+        return "failed: " + str(found["error"]).strip().splitlines()[-1][:150]
+    plain, compiled = found["plain"], found["compiled"]
+    return (
+        f"peak {plain['peak_bytes'] / 2**30:.2f} -> {compiled['peak_bytes'] / 2**30:.2f} GiB, "
+        f"step {1e3 * plain['seconds']:.1f} -> {1e3 * compiled['seconds']:.1f} ms "
+        f"({found['added_fraction']:+.1%}), "
+        f"{'same bits' if found['identical'] else 'OTHER BITS'}"
+    )
+
+
+def summarize(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the goals ask of all that was measured."""
+    done = {name: one for name, one in found.items() if "error" not in one}
+    ordered = [one for one in done.values() if one["budget_bytes"] is None]
+    limited = [one for one in done.values() if one["budget_bytes"] is not None]
+    summary: dict[str, Any] = {
+        "device_name": next((one["device_name"] for one in done.values()), ""),
+        "jobs": len(ordered),
+        "failed": sorted(found.keys() - done.keys()),
+        "identical": sum(one["identical"] for one in done.values()),
+        "tasks_done": len(done),
+        "not_above_plain": sum(
+            one["compiled"]["peak_bytes"] <= one["plain"]["peak_bytes"] for one in ordered
+        ),
+        "budgets": len(limited),
+    }
+    if ordered:
+        summary["slowest_added"] = max(one["added_fraction"] for one in ordered)
+        summary["most_saved"] = max(
+            1 - one["compiled"]["peak_bytes"] / one["plain"]["peak_bytes"] for one in ordered
+        )
+    return summary
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all")
+    parser.add_argument("--only", default="", help="jobs whose name holds this text")
+    parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
+    options = parser.parse_args(arguments)
+    names = [name for name in JOBS if options.only in name]
+    if options.dry_run:
+        for name in names:
+            print(" ".join(Task(name).command(Path("-"))))
+        return 0
+    if nvml.used_bytes() is None:
+        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as work:
+        suite = Suite(Path(work), budget=options.budget)
+        suite.run_all(names)
+        summary = summarize(suite.found)
+    print(json.dumps(summary, indent=1))
+    return 0 if not summary["failed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""One job, plain beside compiled: `python -m bench.gpu_order_jobs.measure OUT.json --job NAME …`.
+
+The same model trains by its plain step and by `memplan.compile` of it, in turns, so that both see
+the same clock and the same caches. The result is written even when the task fails (`error` says
+how). Peaks are all that PyTorch's allocator hands out in a step, weights, gradients, optimizer
+state and inputs among it; on the CPU (a rehearsal), storages as the allocator's record shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memplan
+from bench.gpu_recompute_jobs.measure import _bits, _circumstances, _deterministic
+from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build
+
+WARM_UP = 4
+"""Calls of each before any is measured: the compiled step's first two run plainly."""
+STEPS = 21
+TRAINED = 4
+DEADLINE_SECONDS = 60.0
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, foreach=False),
+    "adam-foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, foreach=True),
+    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=False),
+}
+
+
+class Job:
+    """A model on its device, its optimizer, and its whole training step."""
+
+    def __init__(self, options: argparse.Namespace, training: Training) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.training = training
+        self.optimizer = OPTIMIZERS[options.optimizer](self.training.module.parameters())
+
+    def step(self) -> torch.Tensor:
+        """Gradients are freed at its end: each may go as soon as its update is done."""
+        training = self.training
+        loss = training.loss(training.module(*training.inputs))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def resident(self) -> list[torch.Tensor]:
+        """Everything that is there before a step."""
+        module = self.training.module
+        state = [
+            value
+            for held in self.optimizer.state.values()
+            for value in held.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [*module.parameters(), *module.buffers(), *self.training.inputs, *state]
+
+    def peak(self, step: Callable[[], object]) -> int:
+        """Most bytes allocated during a step."""
+        self.optimizer.zero_grad()
+        if self.device.type != "cuda":
+            from bench.recompute.tracker import measure
+
+            return measure(step, self.resident()).peak_bytes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            step()
+            return time.perf_counter() - began
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def trajectory(self, step: Callable[[], torch.Tensor], state: dict[str, Any]) -> list[Any]:
+        """Losses and the sums of bits of weights and optimizer state, from `state`, on kernels that
+        give the same bits each time."""
+        module, optimizer = self.training.module, self.optimizer
+        module.load_state_dict(state["model"])
+        with torch.no_grad():  # in place: a compiled step holds on to these tensors
+            for held, saved in zip(optimizer.state.values(), state["optimizer"], strict=True):
+                for key, value in saved.items():
+                    held[key].copy_(value)
+        torch.manual_seed(SEED)
+        losses = [float(step()) for _ in range(TRAINED)]
+        states = [t for held in optimizer.state.values() for t in held.values()]
+        return [*losses, *map(_bits, module.state_dict().values()), *map(_bits, states)]
+
+    def saved_state(self) -> dict[str, Any]:
+        def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+        return {
+            "model": copied(self.training.module.state_dict()),
+            "optimizer": [copied(held) for held in self.optimizer.state.values()],
+        }
+
+
+def measured(job: Job) -> dict[str, Any]:
+    """The plain step and the compiled one: peaks, times in turns, and whether the bits agree."""
+    options = job.options
+    compiled = memplan.compile(
+        job.step,
+        model=job.training.module,
+        optimizer=job.optimizer,
+        deadline_seconds=options.deadline,
+        budget=options.budget_bytes,
+    )
+    began = time.perf_counter()
+    with _deterministic():
+        for _ in range(WARM_UP):
+            compiled()
+        seconds = time.perf_counter() - began
+        report = compiled.report()
+        if report.fallback or not report.programs:
+            return {"error": str(report)}
+        state = job.saved_state()
+        with_order = job.trajectory(compiled, state)
+        plainly = job.trajectory(job.step, state)
+        repeated = job.trajectory(job.step, state)
+        plain, ordered = _in_turns(job, compiled, options.steps)
+        peaks = {"plain": job.peak(job.step), "compiled": job.peak(compiled)}
+    report = compiled.report()
+    (program,) = report.programs
+    return {
+        "optimizer": options.optimizer,
+        "budget_bytes": options.budget_bytes,
+        "operators": program.operators,
+        "recomputed": program.recomputed,
+        "compile_seconds": seconds,
+        "order_seconds": program.order_seconds,
+        "plain": {"peak_bytes": peaks["plain"], "seconds": statistics.median(plain)},
+        "compiled": {
+            "peak_bytes": peaks["compiled"],
+            "seconds": statistics.median(ordered),
+            "promised_bytes": program.ordered_peak_bytes,
+            "lower_bound_bytes": program.lower_bound_bytes,
+            "program_order_bytes": program.plain_peak_bytes,
+        },
+        "added_fraction": statistics.median(b / a - 1 for a, b in zip(plain, ordered, strict=True)),
+        "compiled_calls": program.calls,
+        "identical": with_order == plainly,
+        "repeatable": plainly == repeated,
+    }
+
+
+def _in_turns(
+    job: Job, compiled: Callable[[], object], steps: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of plain and of compiled steps, one after the other."""
+    plain, ordered = [], []
+    for _ in range(2):
+        job.step()
+        compiled()
+    for _ in range(steps):
+        plain.append(job.seconds(job.step))
+        ordered.append(job.seconds(compiled))
+    return plain, ordered
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--job", choices=sorted(JOBS), required=True)
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam")
+    parser.add_argument("--budget-bytes", type=int)
+    parser.add_argument("--deadline", type=float, default=DEADLINE_SECONDS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        device = torch.device(options.device)
+        training = build(options.job, device, small=options.small)
+        found = measured(Job(options, training)) | _circumstances(device)
+    except Exception:
+        found = {"error": traceback.format_exc()[-2000:]}
+    options.out.write_text(json.dumps(found), encoding="utf-8")
+    return 1 if "error" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
