@@ -47,6 +47,17 @@ class Another(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _inference(x: Tensor, weight: Tensor, bias: Tensor) -> object:
+    with torch.inference_mode():
+        return linear(x.transpose(0, 1), weight, bias)
+
+
+def _held_in_inference(x: Tensor, weight: Tensor, bias: Tensor) -> object:
+    with torch.inference_mode():
+        product = x.transpose(0, 1) @ weight.t()
+        return product + bias, product, (x.transpose(0, 1) @ weight.t()) + bias
+
+
 def _in_a_mode(x: Tensor, weight: Tensor, bias: Tensor) -> object:
     with Another():
         return linear(x.transpose(0, 1), weight, bias)
@@ -62,6 +73,8 @@ JOBS: dict[str, Job] = {
     "method": lambda x, w, b: (x.transpose(0, 1) @ w.t()).add(b),
     "held": _held,
     "no gradients": _without_gradients,
+    "inference": _inference,
+    "held in inference": _held_in_inference,
     "a mode of the job": _in_a_mode,
     "attention with a mask": _attention,
 }

@@ -88,6 +88,24 @@ def test_data_of_a_parameter_can_be_replaced() -> None:
     assert sizes(record(job)) == [12, WEIGHT]
 
 
+def test_a_model_that_goes_to_meta_takes_nothing_until_it_is_filled() -> None:
+    """As accelerate prepares a model for FSDP2."""
+
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        model.to("meta")
+        assert model.weight.is_meta
+        other = nn.Linear(WIDTH, WIDTH, bias=False).cuda().to("meta")
+        assert torch.cuda.memory_allocated() == 0
+        for each in (model, other):
+            each.to_empty(device="cuda")
+            trained(each, lambda: torch.randn(8, WIDTH, device="cuda"))
+
+    trace = record(job)
+    assert bytes_of(trace, Role.PARAMETER) == 2 * WEIGHT
+    assert sizes(trace, Phase.SETUP)[:2] == [WEIGHT, WEIGHT]
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_lazy_modules(before: bool) -> None:
     def job() -> None:

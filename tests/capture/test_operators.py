@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +246,18 @@ def test_gradients_of_gradients_take_the_composition() -> None:
         gradient.sum().backward()
 
     assert operators(record(job))["silu_backward"] == 0
+
+
+def test_inference_asks_for_what_a_run_without_gradients_does() -> None:
+    """Operators that PyTorch could take apart for tracing stay the one kernel that they are."""
+
+    def job(mode: Any) -> None:
+        image = torch.ones(2, 3, 64, 64, device="cuda")
+        with mode():
+            F.interpolate(image, scale_factor=2)
+            F.rms_norm(image, (64,))
+            F.silu(image)
+
+    without, inference = (record(partial(job, m)) for m in (torch.no_grad, torch.inference_mode))
+    assert sizes(inference) == sizes(without)
+    assert operators(inference) == operators(without)

@@ -39,7 +39,9 @@ def into_product(
         return NotImplemented
     if mode.number_of(left) != product[0]:
         return NotImplemented
-    if reference_counts(left) != mode.fan_in.unshared or not fits_into(left, args[1]):
+    cpp, *others = reference_counts(left)  # asked for here: a frame more would hold it too
+    cpp += torch.is_inference_mode_enabled()  # there no layer of autograd holds it
+    if (cpp, *others) != mode.fan_in.unshared or not fits_into(left, args[1]):
         return NotImplemented
     mode.fake(aten.add_.Tensor, args, kwargs)
     # Autograd takes what an addition gives for a tensor of its own.

@@ -39,6 +39,8 @@ _no_dispatch = torch.Tensor.__torch_dispatch__
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _ONE_KERNEL_ON_CUDA = (aten._fused_rms_norm.default,)
 """Made of others wherever there is no kernel of its own, as on the CPU."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 _device_query = torch.ops.prim.device.default
 
 
@@ -243,13 +245,14 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             if func is aten.add.Tensor:
                 reused = self.fan_in.reuse(args, kwargs, frame)
                 if reused is not None:
-                    self.values.forget(reused)
+                    self.fake(aten.add_.Tensor, args, kwargs)
                     return reused
             if self._is_made_of_others(func):
                 # Outside autograd, and below it (DTensor), such an operator arrives whole: take it
                 # apart, to see what its parts ask for.
                 with self:
-                    return func.decompose(*args, **kwargs)
+                    # In C++, as PyTorch does; `decompose` prefers Python's, made for tracing.
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
             return self.fake(func, args, kwargs, fakes, has_real)
         finally:
             recorder.stream = stream_before
@@ -281,13 +284,12 @@ class CaptureMode(JobTensors, TorchDispatchMode):
     def _is_made_of_others(self, func: Any) -> bool:
         known = self._composite.get(func)
         if known is None:
-            has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
             known = self._composite[func] = (
                 func not in _ONE_KERNEL_ON_CUDA
-                and has_kernel(func.name(), "CompositeImplicitAutograd")
-                and not has_kernel(func.name(), "CPU")
+                and _has_kernel(func.name(), "CompositeImplicitAutograd")
+                and not _has_kernel(func.name(), "CPU")
             )
-        return known or (torch.is_inference_mode_enabled() and bool(func._can_decompose()))
+        return known
 
     def fake(
         self,

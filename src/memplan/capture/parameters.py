@@ -8,7 +8,7 @@ made before the move, tied weights and weak references keep working.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,8 +39,9 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         return module_apply(module, fn, recurse)
 
     def swap(left: torch.Tensor, right: torch.Tensor) -> None:
-        if isinstance(left, FakeTensor) and isinstance(right, FakeTensor):
-            set_data(left, right)
+        fake = isinstance(left, FakeTensor) and isinstance(right, FakeTensor)
+        if fake and left.is_meta == right.is_meta:  # `.data` keeps to one kind
+            set_data(cast("FakeTensor", left), cast("FakeTensor", right))
         else:
             _forget_conversions(mode, left, right)
             swap_tensors(left, right)  # type: ignore[no-untyped-call]
