@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+
+from tests.capture.distributed.real_ranks import fork_ranks
 
 SMALL = 64
 """Bytes: the profiler does not see all of the engine's own scalars."""
@@ -50,26 +50,22 @@ def fsdp2(device: str) -> Step:
 
 
 JOBS = {"ddp": ddp, "fsdp2": fsdp2}
+SIZE = 2
 
 
-def main(name: str, rank: int, size: int, folder: Path) -> None:
-    """Run for real, and write the sizes that the third step asks for."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store-{name}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    torch.manual_seed(0)
-    step = JOBS[name]("cpu")
-    step()
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+def _after_a_step(make: Callable[[str], Step]) -> Callable[[str], Step]:
+    """The job from its second step on: the first is where DDP arranges its buckets anew."""
+
+    def made(device: str) -> Step:
+        step = make(device)
         step()
-    events = prof.profiler.kineto_results.events()
-    memory = [event for event in events if event.name() == "[memory]"]
-    memory.sort(key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in memory if event.nbytes() > SMALL]
-    (folder / f"{name}-{rank}.json").write_text(json.dumps(sizes))
-    dist.destroy_process_group()
+        return step
+
+    return made
+
+
+REAL_JOBS = {name: _after_a_step(make) for name, make in JOBS.items()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    fork_ranks(REAL_JOBS, SIZE, Path(sys.argv[1]))

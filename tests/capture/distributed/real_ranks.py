@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -38,6 +39,7 @@ def fork_ranks(jobs: Jobs, size: int, folder: Path) -> None:
 
     Nothing may have computed before: threads do not survive a fork.
     """
+    importlib.import_module("torch._dynamo")  # else each rank does, with its first optimizer
     children = []
     for rank in range(size):
         child = os.fork()

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from memplan.capture.session import CaptureSession
 from tests.capture.distributed import gloo_job
 from tests.capture.distributed.ranks import join, options, requests
+from tests.capture.distributed.real_ranks import Sizes, run_module
 
-SIZE = 2
 
-
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
-def real(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[list[int]]]:
-    """Name of the job and, for each rank, the sizes of the third step."""
-    name: str = request.param
-    folder = tmp_path_factory.mktemp(name)
-    command = [sys.executable, str(Path(gloo_job.__file__)), name]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], stderr=subprocess.PIPE)
-        for rank in range(SIZE)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()
-    return name, [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(SIZE)]
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Sizes]:
+    """By world size and rank, for each job, the sizes that its third step asks for."""
+    return run_module(gloo_job.__name__, tmp_path_factory.mktemp("gloo"))
 
 
 def captured(name: str, rank: int) -> list[int]:
-    with CaptureSession(options(rank, SIZE, steps=10)) as session:
+    with CaptureSession(options(rank, gloo_job.SIZE, steps=10)) as session:
         join()
         step = gloo_job.JOBS[name]("cuda")
         step()
@@ -47,10 +30,13 @@ def captured(name: str, rank: int) -> list[int]:
     return [event.bytes for event in requests(trace, start) if event.bytes > gloo_job.SMALL]
 
 
-@pytest.mark.parametrize("rank", range(SIZE))
-def test_a_rank_asks_for_what_it_really_does(real: tuple[str, list[list[int]]], rank: int) -> None:
-    name, sizes = real
-    ours, theirs = captured(name, rank), sizes[rank]
+@pytest.mark.parametrize("rank", range(gloo_job.SIZE))
+@pytest.mark.parametrize("name", gloo_job.JOBS)
+def test_a_rank_asks_for_what_it_really_does(
+    real: dict[tuple[int, int], Sizes], name: str, rank: int
+) -> None:
+    ours = captured(name, rank)
+    theirs = [size for size in real[gloo_job.SIZE, rank][name] if size > gloo_job.SMALL]
     if name == "ddp":
         assert ours == theirs
         return

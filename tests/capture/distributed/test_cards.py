@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -67,6 +68,8 @@ class Found:
 
 def capture_all(folder: Path) -> None:
     """The process below: PyTorch is imported once, and each capture runs in a fork of it."""
+    for name in ("sympy", "torch.distributed.fsdp"):  # what each capture would import by itself
+        importlib.import_module(name)
     for number, (choose, device, place) in enumerate(CASES.values()):
         if os.fork():
             os.wait()
