@@ -37,6 +37,7 @@ class Example:
         states: what the optimizer keeps for them.
         held: of what the forward pass makes, bytes that the script itself holds until the next
             step, so that they cannot be dropped.
+        checkpoints: whether the script itself recomputes, from what is then not to be dropped.
         arguments: the script's.
     """
 
@@ -46,6 +47,7 @@ class Example:
     gradients: int
     states: int
     held: int = 0
+    checkpoints: bool = False
     arguments: tuple[str, ...] = ()
 
 
@@ -77,9 +79,9 @@ def hf_trainer() -> Example:
     mlp = 2 * 4 * width**2 + 4 * width + width
     count = embeddings + layers * (attention + mlp + 4 * width)
     count += width**2 + width + 2 * width + 2  # pooler and classifier
-    # The first evaluation is waited for: it comes sooner here.
-    soon = ("--evaluate-every", "3")
-    return Example("hf_trainer", "rtx4090", 4 * count, 4 * count, 8 * count, arguments=soon)
+    # Its batches differ in length, so that no step repeats: the epoch ends sooner here.
+    short = ("--reviews", "160", "--evaluate-every", "3")
+    return Example("hf_trainer", "rtx4090", 4 * count, 4 * count, 8 * count, arguments=short)
 
 
 def lora() -> Example:
@@ -105,7 +107,7 @@ def llama3_8b() -> Example:
     width, layers, vocab, key_width, inner = 4096, 32, 128256, 1024, 14336
     attention = 2 * width**2 + 2 * width * key_width
     count = 2 * vocab * width + layers * (attention + 3 * width * inner + 2 * width) + width
-    return Example("llama3_8b", "h100", 2 * count, 2 * count, 4 * count)
+    return Example("llama3_8b", "h100", 2 * count, 2 * count, 4 * count, checkpoints=True)
 
 
 EXAMPLES = [gpt2(), resnet50(), hf_trainer(), lora(), moe(), llama3_8b()]
@@ -188,6 +190,8 @@ def test_the_step_as_a_graph(example: Example, answer: dict[str, Any], path: Pat
     assert len(trace) == answer["events"]
     graph = step_graph(trace)
     assert plain_peak(graph) == _steady_peak(trace)
+    if example.checkpoints:
+        return
     values, forward = graph.values, graph.forward_ops
     made = (values.alloc >= 0) & (values.alloc < forward) & (values.free > forward)
     made &= graph.ops.call[np.clip(values.alloc, 0, None)] >= 0
