@@ -36,6 +36,7 @@ _ESCAPES = {
     torch.Tensor.__deepcopy__: "deepcopy of a tensor",
     torch.Tensor.__reduce_ex__: "pickling a tensor",
 }
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _FLOATS_ONLY = {
     getattr(torch, name)
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -66,6 +67,14 @@ class Constructs(TorchFunctionMode):
             if construct is not None:
                 self.recorder.refuse(
                     NotCapturable(f"{construct}: a tensor read from Python", user_line())
+                )
+            elif func in _FROM_DATA and args and not _is_python(args[0]):
+                self.recorder.refuse(
+                    NotCapturable(
+                        f"a tensor made from a {type(args[0]).__name__}",
+                        user_line(),
+                        "pass it to the step as an argument",
+                    )
                 )
             elif func in _FLOATS_ONLY:
                 kwargs = self._floats(kwargs)
@@ -104,6 +113,13 @@ class Constructs(TorchFunctionMode):
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.recorder.updating -= 1
+
+
+def _is_python(data: Any) -> bool:
+    """Whether it is made of Python's own numbers, or tensors."""
+    if isinstance(data, (list, tuple)):
+        return all(map(_is_python, data))
+    return type(data) in (bool, int, float, complex) or isinstance(data, (torch.Tensor, *Symbolic))
 
 
 def _format(number: torch.SymFloat, spec: str) -> str:

@@ -110,8 +110,9 @@ class Recorder(TorchDispatchMode):
         given, self.given = (self.given, {}) if self.given else ({}, self.given)
         mapped = self._mapped(args)
         mapped_kwargs = self._mapped(kwargs)
+        _check_supported(func)
         if not self._is_fixed((mapped, mapped_kwargs)):
-            _check_supported(func)
+            _check_values(func)
         for name, scalar in given.items():
             if name in mapped_kwargs:
                 mapped_kwargs[name] = scalar.node
@@ -399,6 +400,12 @@ class Recorder(TorchDispatchMode):
 
     def _constant(self, func: Any, tensor: torch.Tensor) -> Any:
         """A tensor made from Python data: each step gets a copy of its own."""
+        if not tensor.untyped_storage().resizable():
+            raise NotCapturable(
+                "a tensor on memory that is not PyTorch's, as of NumPy",
+                user_line(),
+                "pass it to the step as an argument",
+            )
         result = func(tensor)
         if self._known(result):
             return result
@@ -590,6 +597,14 @@ _SHAPE_ONLY = frozenset(
 
 
 def _check_supported(func: Any) -> None:
+    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        raise NotCapturable(f"communication between processes ({func})", user_line())
+    if func.namespace == "aten" and func._opname in ("resize_", "resize_as_", "_resize_output_"):
+        raise NotCapturable("a tensor whose storage is resized", user_line())
+
+
+def _check_values(func: Any) -> None:
+    """Of an op on what differs between steps."""
     if torch.Tag.dynamic_output_shape in func.tags:
         raise NotCapturable(
             f"a result whose shape depends on values ({func})",
@@ -598,10 +613,6 @@ def _check_supported(func: Any) -> None:
         )
     if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
         raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
-    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        raise NotCapturable(f"communication between processes ({func})", user_line())
-    if func.namespace == "aten" and func._opname in ("resize_", "resize_as_", "_resize_output_"):
-        raise NotCapturable("a tensor whose storage is resized", user_line())
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
