@@ -149,6 +149,14 @@ def test_program_order_holds_what_the_step_holds(
     assert all(_needs(graph, op, norm) for op in updates)  # clipping is a barrier
 
 
+def test_gradients_that_meet_keep_their_order() -> None:
+    """The engine adds one to the other in place: what follows needs both."""
+    graph = op_graph(job(Residual, (2, 3, 16, 16), zero_first=True))
+    second, first = [op for op, n in enumerate(graph.name) if "convolution_backward" in n]
+    sums = [op for op, n in enumerate(graph.name) if n == "aten.add_.Tensor" and op > second]
+    assert any(_needs(graph, op, second) and _needs(graph, first, op) for op in sums)
+
+
 def _needs(graph: Graph, op: int, other: int) -> bool:
     waiting, found = [op], set[int]()
     while waiting:

@@ -4,7 +4,7 @@ Where several gradients meet, the engine adds the new one into the buffered one 
 else holds it, but never does so for a tensor subclass (`can_accumulate_inplace` in PyTorch's
 `torch/csrc/autograd/input_buffer.cpp`). Under capture every such addition therefore asks for a new
 tensor that the real run does not. Here the engine's own additions are recognised and, under the
-same condition, answered with the buffered tensor itself.
+same condition, done in place.
 """
 
 from __future__ import annotations

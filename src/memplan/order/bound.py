@@ -88,19 +88,23 @@ class _Prover:
         return [int(op) for op in looked_at[np.argsort(-least[:count], kind="stable")]]
 
     def narrowed(self, pivots: Sequence[int], best: Bound, peak: int) -> Bound:
-        """At least `best`: for one pivot after another, the largest budget that is refuted."""
+        """At least `best`: for each pivot that can raise it, the largest budget that is refuted."""
         for pivot in pivots:
-            budget = peak - 1
+            unrefuted, budget = peak, best.bytes
             for _ in range(BISECTIONS):
-                if budget < best.bytes or not self.left():
+                if not best.bytes <= budget < unrefuted or not self.left():
                     break
                 possible, before, after = self.cuts.narrow(pivot, budget, self.left(), self.cancel)
                 if possible:
-                    peak = budget
+                    unrefuted = budget
                 else:
                     proved = self.prove(pivot, before, after)
+                    first = budget == best.bytes
                     best = max(best, proved, key=lambda bound: bound.bytes)
-                budget = (best.bytes + peak) // 2
+                    if first:  # it is worth the dearer ones
+                        budget = peak - 1
+                        continue
+                budget = (best.bytes + unrefuted) // 2
         return best
 
     def prove(self, pivot: int, before: Sequence[int], after: Sequence[int]) -> Bound:
