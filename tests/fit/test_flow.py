@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from memplan.capture.options import ScriptTarget
+from memplan.fit.answer import Fit
 from memplan.fit.child import Captured, CaptureFailedError
 from memplan.fit.flow import Fitted, fit
+from memplan.fit.text import fit_lines
 from memplan.phases import plain_peak, step_graph
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
@@ -157,6 +159,68 @@ def test_a_batch_size_that_the_script_refuses_does_not_count(program: ScriptTarg
     answer = run(program, chain).answer
     assert not any(change.kind == "batch_size" for change in answer.changes)
     assert any("could not be captured: no batch of 1" in text for text in answer.tried)
+
+
+def test_early_updates_alone_where_they_are_enough(program: ScriptTarget) -> None:
+    chain = job("13GiB", weight=128 * MIB, clips=False)
+    fitted = run(program, chain)
+    answer = fitted.answer
+    assert answer.fits and not answer.before.fits and answer.after is not None
+    (lever,) = (lever for lever in answer.levers if lever.kind == "order")
+    assert lever.values == chain.layers and lever.added_seconds == 0 == answer.added_fraction
+    assert lever.saved_bytes > 1 << 30
+    assert not answer.attempts and fitted.plan is not None and fitted.plan.recompute is None
+    part = fitted.plan.order
+    assert part is not None and part.gradient_bytes == chain.layers * 128 * MIB
+    assert part.peak_bytes == answer.after.allocated_peak_bytes
+    assert len(chain.asked) == 2 and "2 captures" in lines(answer)
+
+
+def test_early_updates_and_recomputation(program: ScriptTarget) -> None:
+    chain = job("11GiB", weight=128 * MIB, clips=False)
+    fitted = run(program, chain)
+    assert fitted.answer.fits and fitted.plan is not None
+    assert fitted.plan.order is not None and fitted.plan.recompute is not None
+    assert fitted.plan.order.peak_bytes == fitted.plan.recompute.peak_bytes
+    planned = [plan for _, plan in chain.asked[1:]]
+    assert all(plan is not None and plan.order is not None for plan in planned)
+    clipped = run(program, job("11GiB", weight=128 * MIB)).answer
+    assert not clipped.fits or clipped.added_fraction > fitted.answer.added_fraction
+
+
+def test_a_job_that_clips_has_no_early_updates(program: ScriptTarget) -> None:
+    chain = job("13GiB", weight=128 * MIB)
+    answer = run(program, chain).answer
+    assert not any(lever.kind == "order" for lever in answer.levers)
+    assert all(plan is None or plan.order is None for _, plan in chain.asked)
+    assert any("linalg_vector_norm.default uses gradients" in note for note in answer.notes)
+
+
+def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
+    """As where the script does not run with them, or not with recomputation as well."""
+    for together, card in ((False, "13GiB"), (True, "11GiB")):
+        chain = job(card, weight=128 * MIB, clips=False)
+        assert any(lever.kind == "order" for lever in run(program, chain).answer.levers)
+
+        def capture(
+            program: ScriptTarget,
+            plan: Plan | None = None,
+            *,
+            quiet: bool = False,
+            together: bool = together,
+            chain: ChainProgram = chain,
+        ) -> Captured:
+            if plan is not None and plan.order and (plan.recompute is not None) == together:
+                raise CaptureFailedError(4, "memplan: error: it fails\n")
+            return chain(program, plan, quiet=quiet)
+
+        answer = fit(program, chain.profile, capture, Greedy()).answer
+        assert not any(lever.kind == "order" for lever in answer.levers)
+        assert any("fails with it" in note for note in answer.notes)
+
+
+def lines(answer: Fit) -> str:
+    return "\n".join(line.plain for line in fit_lines(answer))
 
 
 def test_a_failing_capture_passes_through(program: ScriptTarget) -> None:

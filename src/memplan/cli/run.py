@@ -22,7 +22,7 @@ from memplan.cli.files import output_path, plan_path
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
-from memplan.types.errors import MemplanError, UsageError
+from memplan.types.errors import EarlyUpdateError, MemplanError, UsageError
 
 if TYPE_CHECKING:
     from memplan.capture.options import ScriptTarget
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
             run_program(program.kind, program.name, program.argv, plan, _note)
     except SystemExit as stop:
         return _exit_code(stop)
+    except EarlyUpdateError:
+        raise
     except Exception as error:
         _print_as_python_would(error)
         return 1
