@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from bench.process import Run, watch
-from memplan.phases import find_steps, plain_peak, step_graph
+from memplan.order.evaluate import peak, program_order
+from memplan.phases import find_steps, op_graph, plain_peak, step_graph
 from memplan.types.trace import EventKind, Trace
 from memplan.types.trace_file import load_trace
 
@@ -190,6 +191,8 @@ def test_the_step_as_a_graph(example: Example, answer: dict[str, Any], path: Pat
     assert len(trace) == answer["events"]
     graph = step_graph(trace)
     assert plain_peak(graph) == _steady_peak(trace)
+    whole = op_graph(trace)
+    assert peak(whole, program_order(whole)) == _steady_peak(trace)
     if example.checkpoints:
         return
     values, forward = graph.values, graph.forward_ops
