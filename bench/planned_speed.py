@@ -34,11 +34,11 @@ BUILD = ROOT / "build" / "planned-speed"
 COLUMNS = ("bytes", "stream", "phase", "lower", "upper", "offset")
 
 
-def build(folder: Path = BUILD) -> Path:
-    """The folder with the library, the stand-in driver and the program. Raises
+def build(folder: Path = BUILD, program: str = "memplan_planned_speed") -> Path:
+    """The folder with the library, the stand-in driver and a program. Raises
     CalledProcessError."""
     configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(folder), "-DMEMPLAN_STRESS=ON"]
-    targets = ["memplan_planned_speed", "memplan_standin_cuda"]
+    targets = [program, "memplan_standin_cuda"]
     make = ["cmake", "--build", str(folder), "--parallel", "2", "--target", *targets]
     for command in ([*configure, "-DCMAKE_BUILD_TYPE=Release"], make):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -435,18 +436,26 @@ def test_a_search_for_a_batch_size_may_be_asked_for_by_argument(
     assert bool(oom_note(ScriptTarget("script", str(script), arguments))) == said
 
 
-def test_a_loop_on_the_loss_ends_where_nothing_ends_the_job() -> None:
-    """`with memplan.capture():` runs the block to its end."""
+def test_a_loop_on_the_loss_ends_where_nothing_ends_the_job(tmp_path: Path) -> None:
+    """`with memplan.capture():` runs the block to its end. The loop is in a file of its own: a loop
+    is understood by its source, and this file may be edited while it runs."""
+    script = tmp_path / "loop.py"
+    script.write_text(
+        """
+import torch
+steps = 0
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = torch.full((), 9.0).cuda() + torch.randn((), device="cuda")
+while loss > 0.01:
+    loss = model(torch.randn(4, 64).cuda()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+"""
+    )
     options = CaptureOptions(profile=find_profile("rtx4090"))
-    steps = 0
     with CaptureSession(options, stop=False):
-        model = torch.nn.Linear(64, 64).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        loss = torch.full((), 9.0).cuda() + torch.randn((), device="cuda")
-        while loss > 0.01:
-            loss = model(torch.randn(4, 64).cuda()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
+        steps = runpy.run_path(str(script))["steps"]
     assert steps == 3
