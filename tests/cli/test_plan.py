@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memplan.cli import main
+from memplan.fit import child
 from memplan.types.allocation import read_requests
 from memplan.types.plan_file import load_plan
+from memplan.types.trace import Communicator
 from memplan.types.trace_file import save_trace
 from tests.layout.jobs import JobMaker, training
 
@@ -37,7 +41,69 @@ def test_from_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "-o", str(path), "--from-trace", str(trace)]) == 2
     assert "-f" in capfd.readouterr().err
     assert main(["plan", "-f", "-o", str(path), "--from-trace", str(trace)]) == 0
-    assert capfd.readouterr().out.startswith("arena 2 MiB: the least possible; 38 of 38")
+    out = capfd.readouterr().out
+    assert out.startswith("arena 2 MiB: the least possible; 38 of 38")
+    assert out.endswith(f"\nnext: memplan run --plan {path} train.py\n")
+
+
+ONE_OF_TWO = Communicator(ranks=2, local_ranks=2, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "communicators", "following"),
+    [
+        (
+            ["pkg.train", "--name", "a b"],
+            [],
+            "memplan run --plan job.plan -m pkg.train --name 'a b'",
+        ),
+        (["train.py"], [ONE_OF_TWO], "torchrun … -m memplan run --plan job.plan train.py"),
+        ([], [], ""),
+    ],
+)
+def test_what_follows_is_told_as_far_as_a_trace_knows(
+    command: list[str],
+    communicators: list[Communicator],
+    following: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = training()
+    meta = msgspec.structs.replace(trace.meta, command=command, communicators=communicators)
+    save_trace(dataclasses.replace(trace, meta=meta), Path("job.trace"))
+    assert main(["plan", "-o", "job.plan", "--from-trace", "job.trace"]) == 0
+    _, _, said = capfd.readouterr().out.partition("next: ")
+    assert said.rstrip("\n") == following
+
+
+class Captures:
+    """Stands for the process that captures a job."""
+
+    def __init__(self, *_args: object) -> None:
+        self.trace = training()
+
+    def __enter__(self) -> Captures:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+    def __call__(self, *_args: object) -> Captures:
+        return self
+
+
+def test_a_plan_goes_below_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(child, "ChildCapture", Captures)
+    Path("train.py").touch()
+    words = ["plan", "-o", "job.plan", "torchrun", "--nproc-per-node", "2", "train.py", "--x"]
+    assert main(words) == 0
+    below = "torchrun --nproc-per-node 2 -m memplan run --plan job.plan train.py --x"
+    assert capfd.readouterr().out.endswith(f"\nnext: {below}\n")
 
 
 def test_from_a_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import argparse
 import shlex
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan import __version__
@@ -24,6 +25,7 @@ from memplan.types.errors import UsageError
 from memplan.types.plan_file import load_plan, save_plan
 
 if TYPE_CHECKING:
+    from memplan.cli.launchers.launch import Launch
     from memplan.layout.static_plan import StaticPlan
     from memplan.types.plan import Plan
     from memplan.types.trace import Trace
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 TAKES_PROGRAM = True
 _USAGE = "memplan plan -o job.plan train.py"
 _TIMEOUT = 10.0
+_ELLIPSIS = "…"
 _STEPS = 4
 """The first step differs, and of the last one the trace does not tell what it releases later."""
 
@@ -67,14 +70,15 @@ def _run(args: argparse.Namespace) -> int:
     reads = args.from_trace or ""
     path = output_path(args.output, force=args.force, reads=reads)
     before = load_plan(plan_path(args.plan)) if args.plan else None
-    words: list[str] = []
     if args.from_trace:
         trace = _read(args)
+        words = _run_words(trace, args.output)
     else:
         captured = _capture(args, before)
         if isinstance(captured, int):
             return captured
-        trace, words = captured
+        trace, launch = captured
+        words = launch.words_below("memplan", "run", "--plan", args.output)
     from memplan.layout.static_plan import plan_of, static_plan
 
     start = time.monotonic()
@@ -86,8 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     else:
         write_answer(_text(found, seconds))
         if words:
-            hint = shlex.join(["memplan", "run", "--plan", args.output, *words])
-            write_answer(f"next: {hint}\n")
+            write_answer(f"next: {' '.join(map(_quoted, words))}\n")
     return EXIT_YES
 
 
@@ -99,8 +102,24 @@ def _read(args: argparse.Namespace) -> Trace:
     return load_trace(input_path(args.from_trace))
 
 
-def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, list[str]] | int:
-    """The captured trace and the program's words, or the exit code of a capture that failed."""
+def _run_words(trace: Trace, plan: str) -> list[str]:
+    """How the job of a trace is run with the plan. The trace knows the program, not its launcher;
+    empty where it knows neither."""
+    if not trace.meta.command:
+        return []
+    name, *argv = trace.meta.command
+    is_script = name.endswith(".py") or Path(name).is_file()
+    launcher = ["torchrun", _ELLIPSIS, "-m"] if trace.meta.communicators else []
+    words = ["memplan", "run", "--plan", plan, *([] if is_script else ["-m"]), name, *argv]
+    return [*launcher, *words]
+
+
+def _quoted(word: str) -> str:
+    return word if word == _ELLIPSIS else shlex.quote(word)
+
+
+def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, Launch] | int:
+    """The captured trace and how the job is started, or the exit code of a capture that failed."""
     job = read_job(args, _USAGE)
     if args.steps is not None and args.steps < 2:
         raise UsageError(f"--steps {args.steps}: a plan needs steps to compare", "--steps 3")
@@ -117,7 +136,7 @@ def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, list
     except CaptureFailedError as error:
         sys.stderr.write(error.said)  # empty where it has said so itself
         return error.code
-    return trace, job.launch.words()
+    return trace, job.launch
 
 
 def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict[str, Any]:
