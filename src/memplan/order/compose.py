@@ -21,9 +21,9 @@ Piece = Sequence[int]
 def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Graph:
     """The graph whose operators are `pieces`: what runs in `order` from place `start` on.
 
-    Its peak is the largest that `order` holds there, as long as pieces of several operators keep
-    their place; with another order of the part what they hold can differ a little, as the last use
-    of a value can move into them or out of them.
+    Pieces of one operator hold what they hold in the whole step. One of several counts what is
+    alive after it as made at once, so it holds no less than in `order`; and as the last use of a
+    value can move into it or out of it, with another order of the part it can differ a little.
     """
     piece_of = {op: piece for piece, ops in enumerate(pieces) for op in ops}
     stop = start + len(piece_of)
@@ -33,7 +33,7 @@ def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Gr
             before[piece].add(piece_of.get(needed, piece))
     place = np.empty(len(graph), np.int64)
     place[order] = np.arange(len(graph))
-    values = _Values(graph, piece_of, place, start, stop)
+    values = _Values(graph, pieces, piece_of, place, start, stop)
     scratch = _scratch(graph, order, start, pieces, values)
     before_start, flat_before = _csr([row - {piece} for piece, row in enumerate(before)])
     users_start, users = _csr(values.users)
@@ -62,7 +62,13 @@ class _Values:
     """The values that are alive somewhere in the run, as the part sees them."""
 
     def __init__(
-        self, graph: Graph, piece_of: dict[int, int], place: I64, start: int, stop: int
+        self,
+        graph: Graph,
+        pieces: Sequence[Piece],
+        piece_of: dict[int, int],
+        place: I64,
+        start: int,
+        stop: int,
     ) -> None:
         self.bytes: list[int] = []
         self.maker: list[int] = []
@@ -82,7 +88,7 @@ class _Values:
             nbytes = int(graph.bytes[value])
             if made < 0 and lasts:
                 self.base += nbytes
-            elif users or (made >= 0 and lasts) or (made >= 0 and not len(rows)):
+            elif users or (made >= 0 and (lasts or len(pieces[made]) == 1)):
                 self.bytes.append(nbytes)
                 self.maker.append(made)
                 self.lasts.append(lasts)

@@ -1,0 +1,78 @@
+"""Operators of fixed place, the parts between them, and parts as graphs of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.order.compose import composed, part_of
+from memplan.order.evaluate import held, peak, program_order
+from memplan.order.exhaustive import exhaustive_order
+from memplan.order.leaf import exact_order
+from memplan.order.search import Clock
+from memplan.order.segments import fixed_operators, segments, windows
+from memplan.order.tree import leaves
+from memplan.order.validate import order_fault
+from memplan.types.graph import Graph
+from tests.order.graphs import graphs, make_graph, random_order
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(12))
+def test_fixed_is_where_the_window_has_one_place(graph: Graph) -> None:
+    first, last = windows(graph)
+    assert fixed_operators(graph).tolist() == np.flatnonzero(first == last).tolist()
+    pieces = segments(graph)
+    assert [op for piece in pieces for op in piece] == list(range(len(graph)))
+    order = random_order(graph, 4)
+    for piece in pieces:
+        assert set(order[piece.start : piece.stop]) == set(piece)
+
+
+def test_a_barrier_cuts_a_step_in_two() -> None:
+    graph = make_graph([set(), set(), {0, 1}, {2}, {2}], [])
+    assert segments(graph) == [range(2), range(2, 3), range(3, 5)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(12), st.integers(0, 11), st.integers(1, 12), st.integers(0, 99))
+def test_a_part_of_single_operators_holds_what_the_step_holds(
+    graph: Graph, start: int, length: int, seed: int
+) -> None:
+    order = np.array(random_order(graph, seed), np.int64)
+    start = min(start, len(graph) - 1)
+    pieces = [[op] for op in order[start : start + length].tolist()]
+    part = part_of(graph, order, start, pieces)
+    part.check()
+    part_order = random_order(part, seed + 1)
+    whole = composed(order, start, pieces, part_order)
+    assert order_fault(graph, whole.tolist()) == ""
+    here = held(graph, whole)[start : start + len(pieces)]
+    assert held(part, part_order).tolist() == here.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(14), st.integers(0, 13), st.integers(4, 8), st.integers(0, 99))
+def test_leaves_cover_an_order_and_hold_no_less(
+    graph: Graph, place: int, nodes: int, seed: int
+) -> None:
+    order = np.array(random_order(graph, seed), np.int64)
+    levels = leaves(len(graph), min(place, len(graph) - 1), nodes)
+    assert sorted(p for leaf in levels for p in leaf.places()) == list(range(len(graph)))
+    for leaf in levels:
+        pieces = leaf.pieces(order)
+        assert len(pieces) <= nodes
+        part = part_of(graph, order, leaf.start, pieces)
+        part.check()
+        most = held(graph, order)[leaf.start : leaf.stop].max()
+        assert peak(part, program_order(part)) >= most
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs(9))
+def test_a_leaf_is_solved_exactly(graph: Graph) -> None:
+    hint = np.array(random_order(graph, 1), np.int64)
+    order = exact_order(graph, hint, seed=0, seconds=20.0, clock=Clock(20.0))
+    assert order_fault(graph, order.tolist()) == ""
+    assert peak(graph, order) == exhaustive_order(graph)[1]
