@@ -24,7 +24,7 @@ parser.add_argument("--clip", action="store_true")
 parser.add_argument("--late", action="store_true")
 args = parser.parse_args()
 torch.manual_seed(0)
-width = 512
+width = 1024
 layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(24)]
 model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(args.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -93,7 +93,7 @@ def early_plan(folder: Path, *words: str) -> None:
 def test_fit_run_and_plan(job: Path) -> None:
     """A card that the job fits with early updates alone; then the same script on the CPU, and a
     plan of its addresses."""
-    fitted = run(job, "-m", "memplan", "fit", "--gpu", "640MiB", "-o", "job.plan", "train.py")
+    fitted = run(job, "-m", "memplan", "fit", "--gpu", "1150MiB", "-o", "job.plan", "train.py")
     assert fitted.stdout.startswith("fits with a plan: ")
     assert "updates in backward" in fitted.stdout and "50 weights" in fitted.stdout
     plan = load_plan(job / "job.plan")

@@ -1,0 +1,176 @@
+"""Early weight updates on traces: which jobs allow them, and what the job would then ask for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from memplan.capture.options import ScriptTarget
+from memplan.phases import find_steps
+from memplan.phases.early_updates import early_updates, with_early_updates
+from memplan.simulate import AllocatorSettings, simulate
+from memplan.types.builder import TraceBuilder
+from memplan.types.device import find_profile
+from memplan.types.plan import OrderPart, Plan
+from memplan.types.trace import Communicator, EventKind, Phase, Role, Trace, TraceMeta
+from tests.fit.chain_job import MIB, ChainProgram
+
+WEIGHT = 64
+PROGRAM = ScriptTarget("script", "train.py")
+
+
+class Loop:
+    """Steps of a job with one weight, written by hand."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder()
+        self.builder.begin_op("aten.empty.default")
+        self.weight = self.alloc(WEIGHT, Role.PARAMETER)
+        self.gradient = -1
+
+    def alloc(self, nbytes: int, role: Role = Role.UNKNOWN) -> int:
+        storage = self.builder.new_storage(role=role)
+        self.builder.append(EventKind.ALLOC, storage, nbytes)
+        return storage
+
+    def op(self, phase: Phase, name: str, *reads: int) -> None:
+        self.builder.phase = phase
+        self.builder.begin_op(f"aten.{name}.default", reads=reads)
+
+    def forward(self) -> None:
+        self.op(Phase.FORWARD, "mul", self.weight)
+        self.value = self.alloc(16)
+
+    def backward(self) -> None:
+        self.op(Phase.BACKWARD, "mul", self.value, self.weight)
+        if self.gradient < 0:
+            self.gradient = self.alloc(WEIGHT, Role.GRADIENT)
+        self.builder.op_writes([self.gradient])
+        self.builder.append(EventKind.FREE, self.value, 16)
+        self.op(Phase.BACKWARD, "sum")
+        self.builder.append(EventKind.FREE, self.alloc(8), 8)
+
+    def update(self) -> None:
+        self.op(Phase.OPTIMIZER, "_foreach_add_", self.weight, self.gradient)
+        self.builder.append(EventKind.FREE, self.alloc(200), 200)
+
+    def release(self) -> None:
+        self.builder.append(EventKind.FREE, self.gradient, WEIGHT)
+        self.gradient = -1
+
+    def stepped(self) -> None:
+        self.builder.step += 1
+        self.op(Phase.FORWARD, "randn")
+        self.builder.append(EventKind.FREE, self.alloc(4), 4)
+
+    def trace(self) -> Trace:
+        return self.builder.build(TraceMeta(optimizer_steps=self.builder.step))
+
+
+def plain(steps: int = 3) -> Loop:
+    loop = Loop()
+    for _ in range(steps):
+        for part in (loop.forward, loop.backward, loop.update, loop.stepped, loop.release):
+            part()
+    return loop
+
+
+def test_a_plain_loop_allows_them() -> None:
+    found = early_updates(plain().trace())
+    assert found.reason == "" and (found.parameters, found.gradient_bytes) == (1, WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("between", "says"),
+    [
+        ("clips", "aten.linalg_vector_norm.default (train.py:12) uses gradients"),
+        ("evaluates", "aten.mm.default (train.py:12) uses weights before the optimizer"),
+        ("accumulates", "accumulated over 2 backward passes"),
+        ("keeps", "kept from step to step"),
+    ],
+)
+def test_what_forbids_them(between: str, says: str) -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.forward()
+        loop.backward()
+        loop.builder.source = loop.builder.intern("train.py:12")
+        if between == "clips":
+            loop.op(Phase.OTHER, "linalg_vector_norm", loop.gradient)
+        elif between == "evaluates":
+            loop.op(Phase.EVALUATION, "mm", loop.weight)
+        elif between == "accumulates":
+            loop.forward()
+            loop.backward()
+        loop.builder.source = 0
+        loop.update()
+        loop.stepped()
+        if between != "keeps":
+            loop.release()
+    found = early_updates(loop.trace())
+    if between == "keeps":  # the first step made it; of the steady one it is none
+        assert found.reason == "no gradients are made in a step"
+    else:
+        assert says in found.reason
+
+
+def test_other_jobs_that_have_none() -> None:
+    trace = plain().trace()
+    meta = msgspec.structs.replace(trace.meta, communicators=[Communicator(2, 2, 1)])
+    assert "ranks" in early_updates(replace(trace, meta=meta, _cache={})).reason
+    assert early_updates(Loop().trace()).reason
+    forward = Loop()
+    for _ in range(2):
+        forward.forward()
+        forward.stepped()
+    assert early_updates(forward.trace()).reason == "no gradients are made in a step"
+
+
+def alive(trace: Trace) -> list[int]:
+    """Requested bytes after each event, and that nothing is released that is not there."""
+    there: dict[int, int] = {}
+    found = []
+    for event in trace:
+        if event.kind == EventKind.ALLOC:
+            assert event.storage not in there
+            there[event.storage] = event.bytes
+        elif event.kind == EventKind.FREE:
+            assert there.pop(event.storage) == event.bytes
+        found.append(sum(there.values()))
+    return found
+
+
+def test_gradients_go_when_they_are_complete() -> None:
+    before, after = plain().trace(), with_early_updates(plain().trace())
+    assert max(alive(before)) == WEIGHT + WEIGHT + 200
+    assert max(alive(after)) == WEIGHT + WEIGHT + 16
+    last = find_steps(after)[2]
+    kinds = [(e.kind, e.bytes) for e in map(after.event, range(*last))]
+    assert kinds.index((EventKind.FREE, WEIGHT)) < kinds.index((EventKind.ALLOC, 8))
+    assert len(find_steps(after)) == len(find_steps(before)) == 3
+    assert alive(after)[-1] == alive(before)[-1] == WEIGHT
+    assert (np.diff(after.ops.event) >= 0).all() and int(after.ops.event[-1]) <= len(after)
+
+
+def test_the_job_may_end_with_its_last_gradients() -> None:
+    loop = plain(2)
+    for part in (loop.forward, loop.backward, loop.update):
+        part()
+    after = with_early_updates(loop.trace())
+    assert alive(loop.trace())[-1] == 2 * WEIGHT and alive(after)[-1] == WEIGHT
+    assert max(alive(after)) == WEIGHT + WEIGHT + 16
+
+
+def test_it_says_what_a_capture_of_the_job_with_them_shows() -> None:
+    job = ChainProgram(find_profile("80GiB"), weight=128 * MIB, clips=False)
+    part = OrderPart(parameters=job.layers, gradient_bytes=0)
+    real = job(PROGRAM, Plan(memplan_version="1", order=part)).trace
+    settings = AllocatorSettings()
+    found, shown = (
+        simulate(trace, settings).allocated_peak_bytes
+        for trace in (with_early_updates(job(PROGRAM).trace), real)
+    )
+    assert found == shown < simulate(job(PROGRAM).trace, settings).allocated_peak_bytes
