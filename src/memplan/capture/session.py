@@ -46,6 +46,7 @@ from memplan.capture.recurrent import Recurrent
 from memplan.capture.sandbox import report_device
 from memplan.capture.standins.install import StandIns
 from memplan.capture.steps import StepWatcher
+from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
@@ -239,8 +240,7 @@ class CaptureSession:
     def _settings_in_force(self) -> str:
         """Allocator settings of the environment and of the script, in PyTorch's order: of a key
         that both set the script's counts."""
-        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-        around = next((os.environ[name] for name in names if name in os.environ), "")
+        around = conf_in(os.environ)
         own = self._cuda.alloc_conf if self._cuda is not None else ""
         return ",".join(conf.strip(" ,") for conf in (around, own) if conf.strip(" ,"))
 

@@ -7,15 +7,13 @@ import difflib
 import re
 from typing import NoReturn, Protocol
 
+from memplan.types.alloc_conf import CONF_VARIABLES as CONF_VARIABLES
 from memplan.types.errors import UsageError
 
 EXIT_YES = 0
 """It fits; done."""
 EXIT_NO = 3
 """It does not fit."""
-
-CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where the environment sets PyTorch's allocator; the first that is set wins."""
 
 
 class Command(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import UsageError
 
 MIB = 1 << 20
@@ -81,10 +82,7 @@ class AllocatorSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> AllocatorSettings:
         """Settings in force under these environment variables, by PyTorch's order of precedence."""
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            if name in environment:
-                return cls.parse(environment[name])
-        return cls()
+        return cls.parse(conf_in(environment))
 
 
 def _fail(message: str, hint: str = "") -> UsageError:

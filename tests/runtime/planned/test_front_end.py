@@ -16,8 +16,9 @@ from memplan.runtime.planned import install, pluggable
 from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.recording import observed_meta
-from memplan.runtime.planned.refusals import NotServedError, Refusals, check_settings, user_settings
+from memplan.runtime.planned.refusals import NotServedError, Refusals, check_settings
 from memplan.runtime.planned.statistics import MemoryFunctions
+from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.plan import Fingerprint, Plan
 from tests.runtime.planned.fake_library import FakeLibrary
@@ -150,12 +151,11 @@ def test_other_settings_are_not() -> None:
     check_settings("max_split_size_mb:128,expandable_segments:False")
 
 
-def test_the_environments_settings_are_those_that_pytorch_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    assert user_settings() == "max_split_size_mb:64"
+def test_the_environments_settings_are_those_that_pytorch_reads() -> None:
+    new, old = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    assert conf_in({}) == ""
+    assert conf_in({new: "max_split_size_mb:64"}) == "max_split_size_mb:64"
+    assert conf_in({new: "max_split_size_mb:64", old: ""}) == ""
 
 
 def test_without_a_gpu_a_warning_and_the_ordinary_allocator() -> None:

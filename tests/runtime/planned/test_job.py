@@ -14,9 +14,10 @@ from torch import nn
 
 from memplan.layout.static_plan import static_plan
 from memplan.runtime.planned import phases
+from memplan.runtime.planned.account import Policy
 from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate
-from memplan.runtime.planned.job import Job, Policy
+from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.outcome import line, outcome
 from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.recording import observed_meta

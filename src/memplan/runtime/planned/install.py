@@ -18,8 +18,9 @@ from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.outcome import outcome
 from memplan.runtime.planned.recording import observed_meta
-from memplan.runtime.planned.refusals import Refusals, check_settings, user_settings
+from memplan.runtime.planned.refusals import Refusals, check_settings
 from memplan.runtime.planned.statistics import MemoryFunctions
+from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import UsageError
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
@@ -112,7 +113,7 @@ def start(
         return PlannedRun()
     if _Process.running is not None:
         raise UsageError("a job is already being served in this process", "close() the first")
-    conf = user_settings()
+    conf = conf_in(os.environ)
     library, pluggable_used = _taken_over(conf)
     if plan is not None:
         compare(plan, command, say)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,17 +11,9 @@ from memplan.capture.patching import Patches
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import UsageError
 
-CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The first that is set wins."""
-
 
 class NotServedError(UsageError):
     """The job uses what the planned allocator cannot serve."""
-
-
-def user_settings() -> str:
-    """The allocator settings in the environment, or the empty string."""
-    return next((os.environ[name] for name in CONF_VARIABLES if os.environ.get(name)), "")
 
 
 def check_settings(conf: str) -> None:
