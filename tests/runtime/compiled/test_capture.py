@@ -40,6 +40,13 @@ def backward(model: Any, optimizer: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+def schedule_of(optimizer: Any) -> Any:
+    """Made in the first step."""
+    if not hasattr(optimizer, "schedule"):
+        optimizer.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return optimizer.schedule
+
+
 @refused("a branch on the value of a tensor")
 def branch(model: Any, optimizer: Any, x: Tensor) -> Any:
     if backward(model, optimizer, x) > 1e9:  # here
@@ -120,12 +127,27 @@ def from_an_iterator(model: Any, optimizer: Any, x: Tensor) -> Any:
     return backward(model, optimizer, x * next(_DRAWN))  # here
 
 
-@refused("an update after a scheduler's step")
+@refused("read after the scheduler's step")
 def early_schedule(model: Any, optimizer: Any, x: Tensor) -> Any:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     loss = backward(model, optimizer, x)
-    scheduler.step()
+    schedule_of(optimizer).step()
     optimizer.step()  # here
+    return loss
+
+
+@refused("read after the scheduler's step")
+def late_rate(model: Any, optimizer: Any, x: Tensor) -> Any:
+    backward(model, optimizer, x)
+    optimizer.step()
+    schedule_of(optimizer).step()
+    return optimizer.param_groups[0]["lr"]
+
+
+@refused("the step sets lr")
+def own_schedule(model: Any, optimizer: Any, x: Tensor) -> Any:
+    loss = backward(model, optimizer, x)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= 0.5
     return loss
 
 
@@ -290,6 +312,68 @@ def test_tensors_of_closures_and_globals_are_inputs() -> None:
         assert float(scale) == before / 2
     finally:
         SCALE["of"] = torch.ones(())
+
+
+def test_tensors_carried_in_attributes_are_carried_on() -> None:
+    def body(model: Any, optimizer: Any, x: Tensor) -> Any:
+        hidden = model.hidden if hasattr(model, "hidden") else torch.zeros(())
+        loss = backward(model, optimizer, x * (1 + hidden))
+        optimizer.step()
+        model.hidden = loss / 2
+        return loss
+
+    job, plain = job_of(body), job_of(body)
+    program = job.program()
+    plain.step(*plain.batches[1])
+    found = operators(program)
+    for batch in job.batches[2:]:
+        assert torch.equal(run(found, range(len(found.nodes)), batch), plain.step(*batch))
+        assert torch.equal(job.model.hidden, plain.model.hidden)  # type: ignore[arg-type]
+    same(job, plain)
+
+
+def test_gradients_of_parameters_that_were_not_named_are_left() -> None:
+    other = nn.Linear(6, 6)
+
+    def body(model: Any, optimizer: Any, x: Tensor) -> Any:
+        other.zero_grad()
+        return backward(model, optimizer, other(x))
+
+    job = job_of(body)
+    found = operators(job.program())
+    assert other.weight.grad is not None
+    before = other.weight.grad.clone()
+    run(found, range(len(found.nodes)), job.batches[2])
+    assert not torch.equal(other.weight.grad, before)
+
+
+def test_a_schedule_within_the_step_goes_on_with_it() -> None:
+    def make() -> Job:
+        schedules: list[Any] = []
+
+        def body(model: Any, optimizer: Any, x: Tensor) -> Any:
+            if not schedules:
+                schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            loss = backward(model, optimizer, x)
+            optimizer.step()
+            rate = schedules[0].get_last_lr()[0]
+            schedules[0].step()
+            return loss, rate
+
+        return job_of(body)
+
+    job, plain = make(), make()
+    recorded = job.record()
+    assert recorded.program is not None
+    expected = plain.step(*plain.batches[1])
+    assert recorded.result[1] == expected[1] == 0.05
+    found = operators(recorded.program)
+    for rate, batch in zip((0.025, 0.0125), job.batches[2:], strict=True):
+        got, wanted = run(found, range(len(found.nodes)), batch), plain.step(*batch)
+        assert torch.equal(got[0], wanted[0])
+        assert got[1] == wanted[1] == rate
+    same(job, plain)
+    assert job.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
 
 
 def test_constants_are_made_anew_in_each_step() -> None:

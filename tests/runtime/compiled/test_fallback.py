@@ -105,6 +105,16 @@ def drawing_from_an_iterator(model: nn.Module, optimizer: torch.optim.Optimizer)
     return step
 
 
+def drawing_from_a_generator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    scales = (1 / count for count in range(1, 9))
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * next(scales), y)  # mark: generator
+
+    return step
+
+
 def printing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     plain = cross_entropy(model, optimizer)
 
@@ -159,6 +169,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "closure": (counting_in_a_closure, "step's count", "mark: closure"),
     "list": (remembering, "history", "mark: list"),
     "iterator": (drawing_from_an_iterator, "scales", "mark: iterator"),
+    "generator": (drawing_from_a_generator, "scales", "mark: generator"),
     "print": (printing, "print()", "mark: print"),
     "logging": (logging_lines, "logging", "mark: log"),
     "random": (python_random, "random", ""),

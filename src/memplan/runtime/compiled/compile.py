@@ -35,6 +35,9 @@ MOST_PROGRAMS = 8
 _MOST_UNSETTLED = 3
 """Steps in a row that change Python values, before the step is taken for one that always does."""
 
+_MOST_LATER = 20
+"""Recorded steps of which each says that another one may do: a scaler that skips its updates."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -126,6 +129,7 @@ class CompiledStep(Generic[P, R]):
         self._programs: list[AppliedProgram] = []
         self._plain_calls = 0
         self._unsettled = 0
+        self._later = 0
         self._fallback = ""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -227,7 +231,9 @@ class CompiledStep(Generic[P, R]):
         why = recorded.refusal or seen.refusal
         if recorded.program is None or why is not None:
             assert isinstance(why, NotCapturable)
-            self._refuse(why)
+            self._later += 1
+            if not why.later or self._later > _MOST_LATER:
+                self._refuse(why)
         elif changes := self._changes(state, recorded.program):
             self._not_settled(changes[0])
         else:

@@ -328,7 +328,8 @@ def _set(value: Any) -> dict[Any, Any]:
 def _iterator(value: Any) -> dict[Any, Any]:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
-        return {_POSITION: frame.f_lasti if frame else -1}
+        plain = [repr(v) for v in frame.f_locals.values() if isinstance(v, _PLAIN)] if frame else []
+        return {_POSITION: (frame.f_lasti if frame else -1, *plain)}
     try:
         _, arguments, *state = value.__reduce__()
     except (TypeError, AttributeError, ValueError):
