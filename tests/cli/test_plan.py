@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from memplan.cli import main
@@ -76,6 +77,26 @@ def test_what_follows_is_told_as_far_as_a_trace_knows(
     assert main(["plan", "-o", "job.plan", "--from-trace", "job.trace"]) == 0
     _, _, said = capfd.readouterr().out.partition("next: ")
     assert said.rstrip("\n") == following
+
+
+def test_the_planned_one_of_several_devices_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = training()
+    large = trace.events.bytes >= 500 << 10  # the output alone
+    storage = trace.events.storage
+    device = np.where(np.isin(storage, storage[large]), 0, 1).astype(np.int16)
+    events = dataclasses.replace(trace.events, device=device)
+    save_trace(dataclasses.replace(trace, events=events), Path("job.trace"))
+    assert main(["plan", "-o", "job.plan", "--from-trace", "job.trace"]) == 0
+    said = "\nfor cuda:1, which is asked most; cuda:0: PyTorch's own allocator\n"
+    assert said in capfd.readouterr().out
+    assert main(["plan", "-f", "-o", "job.plan", "--json", "--from-trace", "job.trace"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    part = load_plan(Path("job.plan")).allocation
+    assert part is not None and part.device == answer["device"] == 1
+    assert 500 << 10 not in read_requests(part).bytes
 
 
 class Captures:

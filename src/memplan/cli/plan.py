@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_json(trace, found, args.output, seconds))
     else:
-        write_answer(_text(found, seconds))
+        write_answer(_text(trace, found, seconds))
         if words:
             write_answer(f"next: {' '.join(map(_quoted, words))}\n")
     return EXIT_YES
@@ -147,6 +147,7 @@ def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict
         "torch_version": trace.meta.torch_version,
         "gpu": trace.meta.gpu or None,
         "plan": path,
+        "device": part.device,
         "arena_bytes": part.arena_bytes,
         "load_bytes": part.load_bytes,
         "optimal": found.proved,
@@ -159,7 +160,17 @@ def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict
     }
 
 
-def _text(found: StaticPlan, seconds: float) -> str:
+def _other_devices(trace: Trace, planned: int) -> list[int]:
+    """Devices that the job asks too, and the plan leaves alone."""
+    import numpy as np
+
+    from memplan.types.trace import EventKind
+
+    asked = np.unique(trace.events.device[trace.events.kind == EventKind.ALLOC])
+    return [int(device) for device in asked if device != planned]
+
+
+def _text(trace: Trace, found: StaticPlan, seconds: float) -> str:
     from memplan.report.text import format_bytes
 
     part = found.part
@@ -181,4 +192,9 @@ def _text(found: StaticPlan, seconds: float) -> str:
     if rest:
         live = "lives" if rest == 1 else "live"
         lines.append(f"{rest} {live} too long for a place that recurs: PyTorch's own allocator")
+    if others := _other_devices(trace, part.device):
+        names = ", ".join(f"cuda:{device}" for device in others)
+        lines.append(
+            f"for cuda:{part.device}, which is asked most; {names}: PyTorch's own allocator"
+        )
     return "\n".join(lines) + "\n"
