@@ -20,6 +20,7 @@ from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import Kind, facts_of
 from tests.runtime.compiled.recorded import Job, job_of, residual_job, run
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 Body = Callable[[Any, Any, Tensor], Any]
 REFUSED: dict[str, tuple[Body, str]] = {}
 SCALE = {"of": torch.ones(())}

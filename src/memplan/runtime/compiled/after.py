@@ -94,7 +94,8 @@ def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebo
             now = None
         if was.is_now(now):
             continue
-        if not isinstance(now, torch.Tensor) or kind in (Kind.PARAMETER, Kind.REACHED):
+        fixed = kind is Kind.PARAMETER or isinstance(place.owner, tuple)
+        if fixed or not isinstance(now, torch.Tensor) or isinstance(now, nn.Parameter):
             raise NotCapturable(
                 f"{place.path} is replaced in the step", "", "write it in place: copy_, add_"
             )
@@ -116,6 +117,7 @@ def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
     if isinstance(leaf, Symbolic):
         scalar = scalar_of(leaf)
         if scalar is not None:
+            scalar.check("")
             if scalar.node is None:
                 return Leaf(None, scalar.value)
             return Leaf(outputs.number(scalar.node))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -40,21 +41,23 @@ def record_step(
     arguments = pytree.tree_leaves((args, kwargs))
     places = Places(train_step, models, optimizers, arguments)
     recorder = Recorder(places)
+    for leaf in arguments:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            recorder.refuse(NotCapturable("an argument that requires a gradient"))
     before = places.look()
     hyperparameters = Hyperparameters(recorder, optimizers)
     constructs = Constructs(recorder, hyperparameters)
-    try:
-        with hyperparameters, constructs, recorder:
-            result = train_step(*args, **kwargs)
-    finally:
-        constructs.postponed.run()
+    with hyperparameters, constructs, recorder:
+        result = train_step(*args, **kwargs)
     program = None
     if recorder.refusal is None:
         try:
             program = finish(recorder, before, result)
-            program.effects.extend(constructs.postponed.effects)
+            program.effects.extend(constructs.schedules.effects)
         except NotCapturable as refusal:
             recorder.refuse(refusal)
+    if recorder.refusal is not None:
+        program = None
     return RecordedStep(_numbers(result), program, recorder.refusal)
 
 

@@ -21,7 +21,7 @@ from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.program import By, Place
 from memplan.runtime.compiled.recording import Recorder
 from memplan.runtime.compiled.scalars import Symbolic, scalar_of
-from memplan.runtime.compiled.schedulers import Postponed
+from memplan.runtime.compiled.schedulers import Schedules
 from memplan.runtime.compiled.watch_random import watch_random_state
 
 _ESCAPES = {
@@ -51,7 +51,7 @@ class Constructs(TorchFunctionMode):
     def __init__(self, recorder: Recorder, hyperparameters: Hyperparameters) -> None:
         super().__init__()
         self.recorder = recorder
-        self.postponed = Postponed(recorder.refuse, hyperparameters.restore)
+        self.schedules = Schedules(recorder.refuse, hyperparameters.restore, hyperparameters.mark)
         self._patches = Patches()
         self._stack = ExitStack()
 
@@ -95,7 +95,7 @@ class Constructs(TorchFunctionMode):
         stack.callback(self._patches.undo)
         watch_random_state(self.recorder, self._patches)
         watch_scaler(self.recorder, self._patches)
-        self.postponed.watch(self._patches)
+        self.schedules.watch(self._patches)
         self._patches.replace(torch.SymFloat, "__format__", _format)
         before = register_optimizer_step_pre_hook(self._update_begins)
         after = register_optimizer_step_post_hook(self._update_ends)
@@ -108,7 +108,6 @@ class Constructs(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.postponed.before_update()
         self.recorder.updating += 1
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -139,8 +138,8 @@ class Hyperparameters:
         for number, optimizer in enumerate(self.optimizers):
             name = f"optimizer[{number}]" if several else "optimizer"
             for index, group in enumerate(optimizer.param_groups):
-                for key in ("lr", "momentum", "betas"):
-                    if key in group:
+                for key in group:
+                    if key in _CHANGING:
                         self._lift(f"{name}.param_groups[{index}][{key!r}]", group, key)
 
     def _lift(self, path: str, group: dict[str, Any], key: str) -> None:
@@ -160,16 +159,47 @@ class Hyperparameters:
         self._replaced.append((group, key, value, lifted))
         group[key] = lifted
 
+    def mark(self) -> None:
+        """A scheduler has changed them: whoever uses one from now on is refused."""
+        late = self.recorder.late_scalar
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for key in _CHANGING & group.keys():
+                value = group[key]
+                marked: Any
+                if type(value) is float:
+                    marked = late(value)
+                elif type(value) is tuple and all(type(item) is float for item in value):
+                    marked = tuple(map(late, value))
+                else:
+                    continue
+                self._replaced.append((group, key, value, marked))
+                group[key] = marked
+
     def __exit__(self, *exception: Any) -> None:
         self.restore()
 
     def restore(self) -> None:
         """Puts the numbers back."""
         for group, key, value, lifted in self._replaced:
-            if group.get(key) is not lifted:
+            if group.get(key) is lifted:
+                group[key] = value
+            else:
                 self.recorder.refuse(
                     NotCapturable(f"the step sets {key} of the optimizer", "", "use a scheduler")
                 )
-            else:
-                group[key] = value
         self._replaced.clear()
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, (tuple, *Symbolic)):
+                    group[key] = _plain(value)
+
+
+_CHANGING = {"lr", "momentum", "betas"}
+"""Hyperparameters that schedulers change."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    scalar = scalar_of(value) if isinstance(value, Symbolic) else None
+    return value if scalar is None else scalar.value

@@ -72,7 +72,8 @@ class Executable:
         dropped: dict[int, list[str]] = {}
         for node, line in last.items():
             dropped.setdefault(line, []).append(names[node])
-        unused = [names[node] for node in inputs if node not in last]
+        returned = set(output.all_input_nodes)
+        unused = [names[node] for node in inputs if node not in last and node not in returned]
         unpack = f"{', '.join(names[node] for node in inputs)}, = values" if inputs else "pass"
         lines = ["def step(values):", f"    {unpack}", "    values.clear()", f"    {_drop(unused)}"]
         assert len(lines) == _FIRST_LINE - 1

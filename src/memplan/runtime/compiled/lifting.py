@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from memplan.runtime.compiled.code_lines import is_of_user, names_in
 from memplan.runtime.compiled.program import By, Kind, Place
 
-_MOST_OBJECTS = 20_000
+_MOST_OBJECTS = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ class Found:
 
 
 class Places:
-    """Finds tensors by their storage. Those of the model, the optimizer and the arguments are known
-    from the start; the others are looked for in what the step's code names."""
+    """Finds tensors by their storage: those of the model, of the optimizer and of the arguments,
+    and what the step's code can reach."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Places:
         self._names: dict[int, str] = {}
         self._by_storage: dict[int, list[tuple[Kind, Place, weakref.ref[Any]]]] = {}
         self._optimizers = optimizers
-        self._reached = False
+        self._ids: set[int] = set()
         self.gradients: list[tuple[Place, torch.Tensor]] = []
         """Places of `.grad`, and the parameters that they belong to."""
         for number, model in enumerate(models):
@@ -54,6 +54,10 @@ class Places:
         for number, value in enumerate(arguments):
             place = Place(f"argument {number}", By.ARGUMENT, None, number)
             self._add(Kind.ARGUMENT, place, value)
+        for place, value in reachable([("step", step), *(("model", model) for model in models)]):
+            if id(value) not in self._ids:
+                self._add(Kind.REACHED, place, value)
+                self._parameter(place.path, value)
 
     def look(self) -> Before:
         """How everything known is now."""
@@ -62,10 +66,6 @@ class Places:
     def find(self, tensor: torch.Tensor) -> Found | None:
         """What is kept on the tensor's storage, the same view of it where there is one."""
         key = tensor.untyped_storage()._cdata
-        if key not in self._by_storage and not self._reached:
-            self._reached = True
-            for place, value in reachable(self.step):
-                self._add(Kind.REACHED, place, value)
         best = None
         for kind, place, reference in self._by_storage.get(key, ()):
             held = reference()
@@ -80,6 +80,7 @@ class Places:
     def _add(self, kind: Kind, place: Place, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             self.known.append((kind, place))
+            self._ids.add(id(value))
             key = value.untyped_storage()._cdata
             self._by_storage.setdefault(key, []).append((kind, place, weakref.ref(value)))
 
@@ -98,7 +99,7 @@ class Places:
     def _parameter(self, name: str, tensor: torch.Tensor) -> None:
         if id(tensor) not in self._names:
             self._names[id(tensor)] = name
-            if isinstance(tensor, nn.Parameter):
+            if tensor.is_leaf and tensor.requires_grad:
                 place = Place(f"{name}.grad", By.ATTRIBUTE, tensor, "grad")
                 self.gradients.append((place, tensor))
                 self._add(Kind.GRADIENT, place, tensor.grad)
@@ -134,10 +135,10 @@ def _same_view(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
-def reachable(step: Callable[..., Any]) -> Iterator[tuple[Place, torch.Tensor]]:
+def reachable(roots: list[tuple[str, Any]]) -> Iterator[tuple[Place, torch.Tensor]]:
     """Tensors in closures, in globals that the code names, and in attributes and items of these."""
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [(getattr(step, "__name__", "step"), step)]
+    waiting = list(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
         path, value = waiting.pop()
         if id(value) in seen or value is None:
@@ -221,7 +222,7 @@ class Before:
         self.tensors = [
             (kind, place, Was(place.read()))
             for kind, place in places.known
-            if kind in (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+            if kind not in (Kind.GRADIENT, Kind.ARGUMENT)
         ]
         self._optimizers = optimizers
         self._state = self._state_keys()

@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):
         """Above 0 inside `optimizer.step()`."""
         self.given: dict[str, Scalar] = {}
         """Numbers that a call takes as plain floats only, by the name of the argument."""
+        self._stream = _stream()
         self._live: dict[int, _StorageRef] = {}
         self._views: list[dict[_Key, fx.Node]] = []
         self._storage_of: dict[fx.Node, int] = {}
@@ -105,6 +106,8 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LIFT:
             return self._constant(func, args[0])
+        if _stream() != self._stream:
+            raise NotCapturable("an operator on another CUDA stream", user_line())
         traits = traits_of(func)
         names = [argument.name for argument in func._schema.arguments]
         given, self.given = (self.given, {}) if self.given else ({}, self.given)
@@ -295,11 +298,12 @@ class Recorder(TorchDispatchMode):
         """Arguments with nodes in place of tensors, numbers that were computed and generators."""
         if isinstance(value, torch.Tensor):
             scalar = scalar_of(value)
-            return scalar.node if scalar is not None else self.node_of(value)
+            return self.node_of(value) if scalar is None else self._mapped(symbolic(scalar))
         if isinstance(value, Symbolic):
             scalar = scalar_of(value)
             if scalar is None:
                 raise NotCapturable("a size that is not known yet", user_line())
+            scalar.check()
             return scalar.value if scalar.node is None else scalar.node
         if isinstance(value, (list, tuple)):
             return [self._mapped(item) for item in value]
@@ -434,6 +438,10 @@ class Recorder(TorchDispatchMode):
         self.inputs.append(Input(node.name, Kind.SCALAR, place, value=value))
         return symbolic(Scalar(self, value, node, frozenset({number})))
 
+    def late_scalar(self, value: float) -> Any:
+        """A number that is not the same in the next step, though nothing computes it."""
+        return symbolic(Scalar(self, value, None, late=True))
+
     def _item(self, mapped: list[Any], value: Any) -> Any:
         if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise NotCapturable("the value of a complex or symbolic tensor", user_line())
@@ -506,6 +514,10 @@ class Recorder(TorchDispatchMode):
     def _chains(
         self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, ...]:
+        if func._opname in _HIDDEN_STATE:
+            return ("hidden state",)
+        if func.namespace not in _KNOWN:
+            return (f"operators of {func.namespace}",)
         if not traits.draws(args, kwargs):
             return ()
         generator = kwargs.get("generator")
@@ -569,9 +581,16 @@ def _chain(device: torch.device) -> str:
 
 
 _RANDOM = "random "
+_KNOWN = frozenset({"aten", "prims", "prim", "torchvision"})
+_HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn"})
+"""They advance a dropout state that their schema does not show as written."""
 _ARGUMENTS = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+def _stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 def _value_of(tensor: torch.Tensor) -> Any:

@@ -17,6 +17,9 @@ import torch
 import torch.fx.experimental.sym_node  # installs the arithmetic of torch.SymFloat
 from torch import fx
 
+from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.not_capturable import NotCapturable
+
 Symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)
 Number = float | int | bool
 
@@ -26,6 +29,9 @@ class Recorder(Protocol):
 
     def arithmetic(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
         """A node that calls `function` on numbers and nodes of numbers."""
+
+    def refuse(self, refusal: NotCapturable) -> None:
+        """The step cannot be captured."""
 
     def escaped(self, scalar: Scalar, how: str) -> None:
         """The value of `scalar` was asked for, by a branch or a conversion."""
@@ -42,6 +48,7 @@ class Scalar:
         places: frozenset[int] = frozenset(),
         measured: bool = False,
         test: tuple[Callable[..., Any], Number] | None = None,
+        late: bool = False,
     ) -> None:
         self.recorder = recorder
         self.value = value
@@ -53,6 +60,20 @@ class Scalar:
         """Whether it depends on the content of a tensor."""
         self.test = test
         """Of a bool: how an input itself was compared, and with what."""
+
+        self.late = late
+        """A constant that a scheduler has set in this step."""
+
+    def check(self, where: str | None = None) -> None:
+        """Tells the recorder of a constant that other steps do not have."""
+        if self.late:
+            self.recorder.refuse(
+                NotCapturable(
+                    "a hyperparameter read after the scheduler's step",
+                    user_line() if where is None else where,
+                    "read it before, or call scheduler.step() outside the step",
+                )
+            )
 
     # What PyTorch asks of a node
 
@@ -110,6 +131,7 @@ class Scalar:
     # Where the value gets out
 
     def _escape(self, how: str) -> Number:
+        self.check()
         if self.node is not None:
             self.recorder.escaped(self, how)
         return self.value
@@ -149,6 +171,8 @@ class Scalar:
 
 def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scalar:
     value = function(*(operand.value for operand in operands))
+    for operand in operands:
+        operand.check()
     if isinstance(value, complex):
         raise TypeError("complex numbers are not recorded")
     first = operands[0]

@@ -1,5 +1,5 @@
-"""Learning-rate schedulers that a step calls: put off to the step's end, and called again after
-each run of its graph."""
+"""Learning-rate schedulers that a step calls: their steps are called again after each run of the
+step's graph, so within the step nothing may depend on what they set."""
 
 from __future__ import annotations
 
@@ -12,53 +12,42 @@ from torch.optim.lr_scheduler import LRScheduler
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.patching import Patches
+from memplan.runtime.compiled.scalars import scalar_of
 
 
-class Postponed:
-    """Calls of `scheduler.step()` that wait for the end of the step. `restore` puts the real
-    learning rates back, which are symbolic while a step is recorded."""
+class Schedules:
+    """Calls of `scheduler.step()` within a step. `restore` puts the real learning rates back, which
+    are symbolic while a step is recorded; `mark` makes them such that using one is refused."""
 
     def __init__(
-        self, refuse: Callable[[NotCapturable], None], restore: Callable[[], None]
+        self,
+        refuse: Callable[[NotCapturable], None],
+        restore: Callable[[], None],
+        mark: Callable[[], None],
     ) -> None:
         self._refuse = refuse
         self._restore = restore
-        self._waiting: list[tuple[LRScheduler, Callable[[], object]]] = []
+        self._mark = mark
         self.effects: list[Callable[[], object]] = []
 
     def watch(self, patches: Patches) -> None:
-        """Until the patches are undone, schedulers wait."""
+        """Until the patches are undone, they are noted."""
         for cls in _with_subclasses(LRScheduler):
             if "step" in vars(cls):
-                patches.replace(cls, "step", self._waiting_step(vars(cls)["step"]))
+                patches.replace(cls, "step", self._noted_step(vars(cls)["step"]))
             if "get_last_lr" in vars(cls):
                 patches.replace(cls, "get_last_lr", self._asked(vars(cls)["get_last_lr"]))
 
-    def run(self) -> None:
-        """What waits, now."""
-        self._restore()
-        while self._waiting:
-            _, call = self._waiting.pop(0)
-            call()
-
-    def before_update(self) -> None:
-        """An optimizer is about to step: it must see the new learning rate."""
-        if self._waiting:
-            self._give_up("an update after a scheduler's step")
-
-    def _give_up(self, construct: str) -> None:
-        self._refuse(NotCapturable(construct, user_line(), "call scheduler.step() last"))
-        self.run()
-
-    def _waiting_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _noted_step(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
+            self._restore()
             if args or kwargs:
-                self._give_up("a scheduler's step with an argument")
+                self._refuse(NotCapturable("a scheduler's step with an argument", user_line()))
                 return plain(scheduler, *args, **kwargs)
-            call = functools.partial(plain, scheduler)
-            self._waiting.append((scheduler, call))
-            self.effects.append(call)
+            plain(scheduler)
+            self.effects.append(functools.partial(plain, scheduler))
+            self._mark()
             return None
 
         return step
@@ -66,9 +55,13 @@ class Postponed:
     def _asked(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def get_last_lr(scheduler: LRScheduler) -> Any:
-            if any(waiting is scheduler for waiting, _ in self._waiting):
-                self._give_up("a learning rate read after the scheduler's step")
-            return plain(scheduler)
+            rates = plain(scheduler)
+            symbolic = [group["lr"] for group in scheduler.optimizer.param_groups]
+            scalars = [scalar_of(rate) for rate in symbolic]
+            if [None if one is None else one.value for one in scalars] == rates:
+                return symbolic
+            self._refuse(NotCapturable("get_last_lr() of a scheduler", user_line()))
+            return rates
 
         return get_last_lr
 
