@@ -1,5 +1,7 @@
 #include "planned/c_api.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -27,10 +29,17 @@ Device* existing(int number) {
   return row < kMostDevices ? devices[row].load(std::memory_order_acquire) : nullptr;
 }
 
+// A child of the process has no CUDA, and a lock may have been taken when it was forked: there is no
+// device in it, and what it releases stays.
+void forget_devices() {
+  for (std::atomic<Device*>& slot : devices) slot.store(nullptr, std::memory_order_relaxed);
+}
+
 [[gnu::noinline]] Device* new_device(int number) {
   if (number < 0 || static_cast<std::size_t>(number) >= kMostDevices) return nullptr;
   static std::mutex mutex;
   const std::lock_guard guard(mutex);
+  [[maybe_unused]] static const int told = pthread_atfork(nullptr, nullptr, &forget_devices);
   std::atomic<Device*>& slot = devices[static_cast<std::size_t>(number)];
   if (slot.load(std::memory_order_relaxed) == nullptr) {
     auto fresh = std::make_unique<Device>(number);

@@ -28,7 +28,9 @@ class Handover {
   void released_in(std::int32_t slot);
 
   // Whether this stream is the one that has been seen.
-  bool only(std::int32_t stream) const { return uses_.empty() && !streams_.empty() && streams_.back() == stream; }
+  bool only(std::int32_t stream) const {
+    return uses_.empty() && !streams_.empty() && streams_.back() == stream;
+  }
   bool several_streams() const { return !uses_.empty(); }
 
  private:

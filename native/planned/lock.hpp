@@ -19,7 +19,7 @@ class Lock {
   static constexpr int kShortest = 4, kLongest = 64;  // Pauses between attempts.
 
   // Attempts come at growing distances, so that the owner's next requests are not in each other's
-  // way; after about ten microseconds the owner calls the driver, or has lost its core.
+  // way; after some microseconds the owner calls the driver, or has lost its core.
   [[gnu::noinline]] void wait() {
     for (int pauses = kShortest;;) {
       for (int each = 0; each < pauses; ++each) pause();

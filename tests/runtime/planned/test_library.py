@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -163,6 +164,31 @@ def test_a_plan_without_requests_is_refused(library: Library) -> None:
         library.load(0, empty)
 
 
+def test_what_is_free_now_serves_before_more_memory_is_taken(library: Library) -> None:
+    """The plan has no room for a request whose place is taken; for a while its bytes are free."""
+    columns = ([20 * MIB] * 2, [0, 0], [0, 0], [0, 1], [3, 2], [0, 20 * MIB], [-1, -1])
+    part = AllocationPart(
+        requests=2,
+        prologue=0,
+        start=0,
+        clock=4,
+        arena_bytes=40 * MIB,
+        load_bytes=40 * MIB,
+        phases=["forward 0"],
+        columns=pack_requests(Requests(*[np.array(column, np.int64) for column in columns])),
+    )
+    library.load(0, part, in_round=True)
+    first = library.malloc(20 * MIB)
+    library.free(library.malloc(20 * MIB))
+    again = library.malloc(20 * MIB)
+    assert again - first == 20 * MIB
+    library.free(again)
+    library.free(library.malloc(20 * MIB))
+    seen = library.statistics(0)
+    assert seen is not None and (seen.hits, seen.adopted, seen.misses) == (3, 1, 0)
+    assert seen.reserved_peak == seen.arena_mapped == 40 * MIB
+
+
 def test_a_limit_holds(library: Library) -> None:
     library.set_limit(0, 64 * MIB)
     assert library.malloc(100 * MIB) == 0
@@ -181,3 +207,18 @@ def test_a_library_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "libmemplan_planned.so").write_bytes(b"\x7fELF")
     with pytest.raises(InternalError, match="cannot be used"):
         Library(tmp_path / "libmemplan_planned.so")
+
+
+def test_a_forked_child_has_no_device_and_releases_nothing(library: Library) -> None:
+    pointer = library.malloc(3 * MIB)
+    child = os.fork()
+    if child == 0:  # what is not true ends it with 1
+        library.free(pointer)
+        library.enter_phase(0, 0)
+        os._exit(0 if library.statistics(0) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    before = library.statistics(0)
+    assert before is not None and before.allocated == 3 * MIB
+    library.free(pointer)
+    after = library.statistics(0)
+    assert after is not None and after.allocated == 0
