@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from memplan.runtime.early import EarlyUpdates, updates
+from memplan.runtime.apply import AppliedEverywhere
+from memplan.runtime.early import EarlyUpdates, updates, watched
+from memplan.runtime.early.reads import _first_read
 from memplan.types.errors import EarlyUpdateError
-from memplan.types.plan import OrderPart
+from memplan.types.plan import OpOutput, OrderPart, RecomputeGroup, RecomputePart
 
 STEPS = 4
 Optimizers = list[optim.Optimizer]
@@ -29,11 +32,11 @@ class Loop:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = self.build()
+        self.model: Any = self.build()
         self.optimizers = self.optimize()
         self.seen: list[Any] = []
 
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         return nn.Sequential(
             nn.Linear(8, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 3)
         )
@@ -128,18 +131,18 @@ class ZeroFirst(Loop):
 
 
 class Tied(Loop):
-    def build(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+    def build(self) -> Any:
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
         model[2].weight = model[0].weight
         return model
 
 
 class Frozen(Loop):
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         model = super().build()
         model[0].weight.requires_grad_(False)
         model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-        model.forward = lambda x: nn.Sequential(*list(model.children()))(x)  # type: ignore[method-assign]
+        model.forward = lambda x: nn.Sequential(*list(model.children()))(x)
         return model
 
     def after(self, step: int) -> None:
@@ -354,7 +357,7 @@ class StepHooked(Loop):
 class Sparse(Loop):
     says = "sparse"
 
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         return nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Flatten(), nn.Linear(64, 3))
 
     make = staticmethod(lambda parameters: optim.SGD(parameters, 0.1))
@@ -403,7 +406,7 @@ class Reentrant(Loop):
             x = checkpoint(self.model[0], x.requires_grad_(), use_reentrant=True)
         return self.model[1](x)
 
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
 
 
@@ -603,7 +606,7 @@ class Applied:
 def applied(monkeypatch: pytest.MonkeyPatch) -> Applied:
     applied = Applied()
 
-    class Guard(updates.Guard):
+    class Guard(watched.Guard):
         def __init__(self, parameters: list[Tensor]) -> None:
             applied.early += len(parameters)
             super().__init__(parameters)
@@ -681,3 +684,31 @@ def test_a_first_step_that_reads_gradients_late_is_an_error_too(applied: Applied
 def test_fewer_updates_than_planned_are_said(applied: Applied) -> None:
     applied(Loop, 7)
     assert applied.notes and "6 of the 7 parameters" in applied.notes[0]
+
+
+def test_together_with_recomputation(applied: Applied) -> None:
+    """What backward recomputes it does before the weights that it needs are updated."""
+    drop = [OpOutput("aten.gelu.default", 0), OpOutput("aten.addmm.default", 0)]
+    part = RecomputePart(groups=[RecomputeGroup("model", drop)])
+    said: list[str] = []
+    with AppliedEverywhere(part, said.append):
+        found = applied(Loop).result()
+    assert same(found, Loop().run().result())
+    assert (applied.early, applied.notes, said) == (3 * 6, [], [])
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = 1\nif p.grad is not None:\n    p.grad = None\n", 0),
+        ("import torch\ntorch.autograd.grad(loss, x)\n", 0),
+        ("def log(p):\n    return p.grad.norm()\n", 2),
+        ("norm = sum(p.grad.norm() for p in ps if p.grad is not None)\n", 1),
+        ("p.grad *= 2\n", 1),
+        ("p.grad is None or (\n", 0),
+    ],
+)
+def test_source_that_reads_gradients(tmp_path: Path, source: str, line: int) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    assert _first_read(path) == line

@@ -51,13 +51,14 @@ def _first_read(path: Path) -> int:
         for operand in (node.left, *node.comparators)
     }
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    changed = {id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
     return min(
         (
             node.lineno
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute)
             and node.attr == "grad"
-            and isinstance(node.ctx, ast.Load)
+            and (isinstance(node.ctx, ast.Load) or id(node) in changed)
             and id(node) not in asks_only
             and id(node) not in called  # torch.autograd.grad(…)
         ),
