@@ -123,8 +123,10 @@ def test_the_goals_ask_for_what_is_told() -> None:
 
 def test_a_job_is_measured_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    arguments = "--job gpt2-medium --device cpu --small --deadline 1 --steps 2".split()
-    assert measure.main([str(out), *arguments]) == 0, out.read_text()
+    job, short = ("--job", "gpt2-medium"), ("--deadline", "1", "--steps", "2")
+    assert measure.main([str(out), *job, "--device", "cpu", "--small", *short]) == 0, (
+        out.read_text()
+    )
     found = json.loads(out.read_text())
     assert found["identical"]
     assert found["repeatable"]

@@ -267,6 +267,11 @@ def test_what_is_no_step_model_or_budget_is_said() -> None:
         ({"deadline_seconds": -1.0}, "deadline_seconds"),
         ({"model": []}, "no model"),
     ):
-        whole = {"train_step": step, "model": model, "optimizer": optimizer, **arguments}
+        whole: dict[str, Any] = {
+            "train_step": step,
+            "model": model,
+            "optimizer": optimizer,
+            **arguments,
+        }
         with pytest.raises(UsageError, match=said):
             memplan.compile(**whole)

@@ -31,7 +31,7 @@ class Scaled(nn.Module):
         self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.factor * self.config.power * len(self.config.names) + self.shift  # type: ignore[no-any-return]
+        return self.inner(x) * self.factor * self.config.power * len(self.config.names) + self.shift
 
 
 @dataclass

@@ -19,7 +19,7 @@ Step = Callable[..., Any]
 class Job:
     """A model, its optimizer, the step that trains it and what each call is given."""
 
-    model: torch.nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
     step: Step
     batches: Sequence[tuple[Any, ...]]

@@ -18,16 +18,13 @@ def without_old_gradients(program: StepProgram) -> StepProgram:
         for one in program.gradients
         if one.output is not None and (id(one.place.owner), one.place.key) in freed
     ]
-    still = {
-        leaf.output
-        for leaf in (*program.result_leaves, *program.rebound)
-        if leaf.output is not None
-    }
+    still = {leaf.output for leaf in program.result_leaves}
+    still |= {rebound.output for rebound in program.rebound}
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     outputs = graph.graph_copy(program.graph_module.graph, copied)
     assert isinstance(outputs, (tuple, list))
-    gone = {one.output for one in dropped} - still
+    gone = {gradient.output for gradient in dropped} - still
     graph.output(tuple(None if place in gone else one for place, one in enumerate(outputs)))
     storages = [replace(s, maker=copied.get(s.maker, s.maker)) for s in program.storages]
     return replace(
