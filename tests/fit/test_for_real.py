@@ -11,6 +11,7 @@ from memplan.types.plan_file import load_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "bench/fit_jobs/mlp.py"
+SMALL = ["--width", "64", "--blocks", "6", "--batch-size", "8192"]
 
 
 def memplan(*words: str) -> list[str]:
@@ -29,13 +30,13 @@ def memplan(*words: str) -> list[str]:
 def test_fit_then_run(tmp_path: Path) -> None:
     """Losses are the same bits, and the measured peak is within what the plan promises."""
     path = str(tmp_path / "job.plan")
-    answer = memplan("fit", "--gpu", "940MiB", "-o", path, SCRIPT)
+    answer = memplan("fit", "--gpu", "800MiB", "-o", path, SCRIPT, *SMALL)
     assert answer[0].startswith("fits with a plan: ")
-    assert answer[-1] == f"next: memplan run --plan {path} {SCRIPT}"
+    assert answer[-1] == f"next: memplan run --plan {path} {SCRIPT} {' '.join(SMALL)}"
     plan = load_plan(path)
     assert plan.recompute is not None and plan.recompute.groups
-    plain = memplan("run", SCRIPT, "--device", "cpu")
-    planned = memplan("run", "--plan", path, SCRIPT, "--device", "cpu")
+    on_cpu = [SCRIPT, *SMALL, "--device", "cpu"]
+    plain, planned = memplan("run", *on_cpu), memplan("run", "--plan", path, *on_cpu)
     losses = [[line for line in lines if line.startswith("loss")] for lines in (plain, planned)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     before, after = (int(lines[-1].removeprefix("peak ")) for lines in (plain, planned))
