@@ -92,6 +92,12 @@ def shapes(model: Any, optimizer: Any, x: Tensor) -> Any:
     return backward(model, optimizer, x[x[:, 0] > 0])  # here
 
 
+@refused("is sparse")
+def sparse(model: Any, optimizer: Any, x: Tensor) -> Any:
+    backward(model, optimizer, x)
+    _TABLE(torch.zeros(2, dtype=torch.long)).sum().backward()
+
+
 @refused("computed from tensors")
 def comparison(model: Any, optimizer: Any, x: Tensor) -> Any:
     backward(model, optimizer, x)
@@ -178,6 +184,7 @@ def returned(model: Any, optimizer: Any, x: Tensor) -> Any:
     return model
 
 
+_TABLE = nn.Embedding(4, 2, sparse=True)
 _ONES = [torch.ones(6).numpy()]
 _DRAWN = iter([torch.ones(6) for _ in range(9)])
 
@@ -375,6 +382,19 @@ def test_a_schedule_within_the_step_goes_on_with_it() -> None:
         assert got[1] == wanted[1] == rate
     same(job, plain)
     assert job.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"]
+
+
+def test_indexing_by_numbers_is_captured() -> None:
+    def body(model: Any, optimizer: Any, x: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x)[torch.arange(3), x.argmax(1)].sum()
+        loss.backward()
+        return loss.detach()
+
+    job, plain = job_of(body), job_of(body)
+    found = operators(job.program())
+    for batch in job.batches[2:]:
+        assert torch.equal(run(found, range(len(found.nodes)), batch), plain.step(*batch))
 
 
 def test_constants_are_made_anew_in_each_step() -> None:

@@ -44,6 +44,9 @@ def record_step(
     for leaf in arguments:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             recorder.refuse(NotCapturable("an argument that requires a gradient"))
+    for place, parameter in places.gradients:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            recorder.refuse(NotCapturable(f"{place.path} is sparse"))
     before = places.look()
     hyperparameters = Hyperparameters(recorder, optimizers)
     constructs = Constructs(recorder, hyperparameters)

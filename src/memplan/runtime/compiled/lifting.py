@@ -218,6 +218,7 @@ class Before:
         self.gradients = [
             (place, None if parameter.grad is None else Was(parameter.grad))
             for place, parameter in places.gradients
+            if parameter.grad is None or parameter.grad.layout is torch.strided
         ]
         self.tensors = [
             (kind, place, Was(place.read()))

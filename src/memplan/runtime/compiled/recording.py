@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         mapped_kwargs = self._mapped(kwargs)
         _check_supported(func)
         if not self._is_fixed((mapped, mapped_kwargs)):
-            _check_values(func)
+            _check_values(func, args)
         for name, scalar in given.items():
             if name in mapped_kwargs:
                 mapped_kwargs[name] = scalar.node
@@ -622,9 +622,9 @@ def _check_supported(func: Any) -> None:
         raise NotCapturable("a tensor whose storage is resized", user_line())
 
 
-def _check_values(func: Any) -> None:
+def _check_values(func: Any, args: tuple[Any, ...]) -> None:
     """Of an op on what differs between steps."""
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
         raise NotCapturable(
             f"a result whose shape depends on values ({func})",
             user_line(),
@@ -632,6 +632,14 @@ def _check_values(func: Any) -> None:
         )
     if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
         raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
+
+
+def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is an indexing by numbers: only one by a mask has a shape that depends on it."""
+    return func is aten.index.Tensor and not any(
+        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        for index in args[1]
+    )
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
