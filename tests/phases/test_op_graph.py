@@ -157,6 +157,23 @@ def test_gradients_that_meet_keep_their_order() -> None:
     assert any(_needs(graph, op, second) and _needs(graph, first, op) for op in sums)
 
 
+def test_what_python_reads_is_a_barrier() -> None:
+    def train() -> None:
+        model = mlp().to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 64, device="cuda")).square().sum()
+            loss.backward()
+            if loss.item() < 1e6:
+                optimizer.step()
+
+    graph = op_graph(record(train))
+    read = graph.name.index("aten._local_scalar_dense.default")
+    updates = [op for op, name in enumerate(graph.name) if op > read and "add_" in name]
+    assert len(updates) == 4 and all(_needs(graph, op, read) for op in updates)
+
+
 def _needs(graph: Graph, op: int, other: int) -> bool:
     waiting, found = [op], set[int]()
     while waiting:

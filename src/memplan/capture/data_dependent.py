@@ -23,14 +23,26 @@ _MAX_ROUTING_OPTIONS = 4096
 def local_scalar(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     """`.item()`, `float()`, `int()`, `bool()`: the known value, or an answer by origin."""
     tensor = args[0]
+    _read_by_host(mode, func, tensor)
     value = mode.values.of(tensor)
     if value is not None:
         return value.item()
     return mode.answers.scalar(tensor.dtype, mode.values.origin(tensor))
 
 
+def _read_by_host(mode: CaptureMode, func: Any, *tensors: torch.Tensor) -> None:
+    """An operator that asks for no memory, but what comes next may hang on what it says."""
+    read = mode.numbers(tensors)
+    if read:
+        builder = mode.recorder.builder
+        builder.begin_op(str(func), reads=read, stream=mode.recorder.stream)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        builder.op_work(flops=0, moved_bytes=moved)
+
+
 def equal(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
     """`torch.equal`."""
+    _read_by_host(mode, func, *args)
     left, right = (mode.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
     if left is not None and right is not None:
         return torch.equal(left, right)
