@@ -188,6 +188,26 @@ def test_steps_that_differ_are_an_assumption(tmp_path: Path) -> None:
     assert [a.kind for a in trace.meta.assumptions] == ["steady-step"]
 
 
+def test_a_second_optimizer_that_steps_now_and_then_is_no_unrest(tmp_path: Path) -> None:
+    """A critic that is trained in every step, an actor in every second."""
+    body = """
+actor = nn.Linear(512, 512, device="cuda")
+second = torch.optim.Adam(actor.parameters())
+for step in range(1000):
+    x = torch.ones(4, 512, device="cuda")
+    forward(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 2 == 0:
+        forward(actor(x)).backward()
+        second.step()
+        second.zero_grad()
+"""
+    trace = run(tmp_path, body)
+    assert "the last 2 asked for the same memory as the 2 before" in trace.meta.stop_reason
+    assert not trace.meta.assumptions
+
+
 def test_many_micro_batches_are_not_all_run(tmp_path: Path) -> None:
     body = """
 for step in range(50):

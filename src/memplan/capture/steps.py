@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +25,16 @@ _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps than that must do."""
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
+_LONGEST_ROUND = 5
+"""Steps of the first optimizer for one of another: five of a critic for one of a generator."""
 
 
 class StepWatcher:
     """Follows `Optimizer.step` calls through PyTorch's global optimizer hooks.
 
     A step is everything between the ends of two calls of the first optimizer that stepped. It is
-    steady when it asked for the same bytes on the same streams in the same order as the one before.
+    steady when it asked for the same bytes on the same streams in the same order as the one before,
+    or the last few did as the few before them: another optimizer may step every other time.
     """
 
     def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending | None) -> None:
@@ -45,9 +50,10 @@ class StepWatcher:
         self._forwards_in_a_step = 0
         self._first: int | None = None
         self._start = 0
-        self._previous: bytes | None = None
-        self._alive = 0
-        self._growth = 0
+        self._history: deque[tuple[bytes, int]] = deque(maxlen=2 * _LONGEST_ROUND + 1)
+        """Of the last steps: a digest of the requests, and the bytes alive at the end."""
+        self._round = 0
+        """The steps that repeat the same number of steps before them; 0 while there are none."""
         self._kept = 0
         self._grew_in = 0
         self._handles: list[Any] = []
@@ -125,10 +131,9 @@ class StepWatcher:
         end = len(recorder.builder)
         requests = recorder.builder.requests(self._start, end)
         self._start = end
-        self.steady = self.completed > _STATE_STEPS and requests == self._previous
-        self._previous = requests
-        self._growth = recorder.live_bytes - self._alive
-        self._alive = recorder.live_bytes
+        self._history.append((blake2b(requests).digest(), recorder.live_bytes))
+        self._round = self._steps_that_repeat()
+        self.steady = self._round > 0
         if self.ending is None:
             self.mode.answers.finishing = self.steady or self._out_of_patience()
             return
@@ -138,6 +143,20 @@ class StepWatcher:
             self.enough = True
             self.ending.begin(at_once=self.max_steps is not None)
 
+    def _steps_that_repeat(self) -> int:
+        """More than one where a loop has a second optimizer that steps less often."""
+        seen = [digest for digest, _ in self._history]
+        for count in range(1, _LONGEST_ROUND + 1):
+            first = self.completed - 2 * count  # the very first step is like no other
+            if first > 0 and seen[-count:] == seen[-2 * count : -count]:
+                return count
+        return 0
+
+    def _growth(self) -> int:
+        """Bytes that the last round of steps kept, of each step."""
+        alive = [nbytes for _, nbytes in self._history]
+        return (alive[-1] - alive[-1 - self._round]) // self._round
+
     def _seen_enough(self) -> bool:
         """Whether more steps would show nothing new; says why in `stop_reason`."""
         if self.max_steps is not None:
@@ -145,14 +164,20 @@ class StepWatcher:
                 return False
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
         elif self.steady and (self._on_default_stream() or self._out_of_patience()):
+            count, growth = self._round, self._growth()
+            alike = (
+                "last asked for the same memory as the step before"
+                if count == 1
+                else f"last {count} asked for the same memory as the {count} before"
+            )
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the "
-                "last asked for the same memory as the step before"
+                f"{alike}"
             )
-            if self._growth > 0:
+            if growth > 0:
                 self.mode.assumptions.add(
                     "growth",
-                    f"every step keeps {self._growth:,} bytes more than it frees (tensors kept "
+                    f"every step keeps {growth:,} bytes more than it frees (tensors kept "
                     f"in a list?); the peak is that of {self.completed} steps, and a longer run "
                     "needs more: --steps N",
                 )
