@@ -98,7 +98,7 @@ Place Arena::squeeze_in(std::int64_t bytes, std::int32_t stream) {
   std::int64_t span = std::min(refused_until_ - now(), plan_->clock());
   Place place;
   while (span > 1) {
-    span /= 4;
+    span /= 2;
     if (!adopt(rounded(bytes), stream, now() + std::max<std::int64_t>(span, 1), place)) continue;
     --counters_.misses;
     break;
