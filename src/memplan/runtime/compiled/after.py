@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from memplan.runtime.compiled.in_place import add_in_place
 from memplan.runtime.compiled.lifting import Before
 from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.op_limits import ITEM
 from memplan.runtime.compiled.program import (
     Gradient,
     Kind,
@@ -21,7 +22,7 @@ from memplan.runtime.compiled.program import (
     facts_of,
 )
 from memplan.runtime.compiled.random_state import read_random_state, write_random_state
-from memplan.runtime.compiled.recording import ITEM, Recorder
+from memplan.runtime.compiled.recording import Recorder
 from memplan.runtime.compiled.scalars import Symbolic, scalar_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -8,7 +8,6 @@ tensor, and views of the same place, are one node.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,19 +15,38 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.runtime.compiled.generators import Generators, chain_of
 from memplan.runtime.compiled.in_place import GEOMETRY
+from memplan.runtime.compiled.known_storages import KnownStorages
 from memplan.runtime.compiled.lifting import Found, Places
 from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.nested import (
+    copy_of,
+    geometry_of,
+    key_of,
+    nodes_in,
+    plain,
+    tensors_in,
+    with_paths,
+)
 from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.op_limits import (
+    HIDDEN_STATE,
+    ITEM,
+    KNOWN,
+    SHAPE_ONLY,
+    check_supported,
+    check_values,
+    current_stream,
+    flops_of,
+    value_of,
+)
 from memplan.runtime.compiled.program import (
     FACTS,
     By,
     Facts,
-    Geometry,
     Input,
     Kind,
     Pin,
@@ -42,16 +60,8 @@ from memplan.runtime.tape.replayable import Traits, traits_of
 from memplan.runtime.tape.storages import is_plain
 
 aten = torch.ops.aten
-ITEM = aten._local_scalar_dense.default
 LIFT = (aten.lift_fresh.default, aten.lift.default)
 LIFT_COPY = aten.lift_fresh_copy.default
-_Key = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    __slots__ = ("index", "key")
-    index: int
-    key: int
 
 
 class Recorder(TorchDispatchMode):
@@ -70,19 +80,14 @@ class Recorder(TorchDispatchMode):
         """Above 0 inside `optimizer.step()`."""
         self.given: dict[str, Scalar] = {}
         """Numbers that a call takes as plain floats only, by the name of the argument."""
-        self._stream = _stream()
-        self._live: dict[int, _StorageRef] = {}
-        self._views: list[dict[_Key, fx.Node]] = []
-        self._storage_of: dict[fx.Node, int] = {}
+        self._stream = current_stream()
+        self._known = KnownStorages(self.storages)
         self._placeholders: list[fx.Node] = []
         self._generators: dict[int, fx.Node] = {}
-        self._random: dict[str, torch.Tensor] = {}
-        """The state of each default generator after the last op that moved it."""
+        self._generator_states = Generators()
         self._flops = 0
         self._gate: tuple[fx.Node, Callable[[Any], Any]] | None = None
         self._gated: set[fx.Node] = set()
-        self._fixed: set[int] = set()
-        """Storages whose content is the same in each step: `torch.arange(8)`."""
 
     # The dispatcher's side
 
@@ -96,7 +101,7 @@ class Recorder(TorchDispatchMode):
                     return self._record(func, args, kwargs)
                 except NotCapturable as refusal:
                     self.refuse(refusal)
-            return func(*_plain(args), **_plain(kwargs))
+            return func(*plain(args), **plain(kwargs))
 
     def refuse(self, refusal: NotCapturable) -> None:
         """The first reason counts."""
@@ -106,16 +111,16 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in LIFT:
             return self._constant(func, args[0])
-        if _stream() != self._stream:
+        if current_stream() != self._stream:
             raise NotCapturable("an operator on another CUDA stream", user_line())
         traits = traits_of(func)
         names = [argument.name for argument in func._schema.arguments]
         given, self.given = (self.given, {}) if self.given else ({}, self.given)
         mapped = self._mapped(args)
         mapped_kwargs = self._mapped(kwargs)
-        _check_supported(func)
-        if not self._is_fixed((mapped, mapped_kwargs)):
-            _check_values(func, args)
+        check_supported(func)
+        if not self._known.is_fixed((mapped, mapped_kwargs)):
+            check_values(func, args)
         for name, scalar in given.items():
             if name in mapped_kwargs:
                 mapped_kwargs[name] = scalar.node
@@ -123,10 +128,10 @@ class Recorder(TorchDispatchMode):
                 mapped[names.index(name)] = scalar.node
         chains = self._chains(func, traits, args, kwargs)
         if func is ITEM:
-            return self._item(mapped, _value_of(args[0]))
-        result = func(*_plain(args), **_plain(kwargs))
-        self._drawn(chains)
-        self._flops = _flops(func, args, kwargs, result)
+            return self._item(mapped, value_of(args[0]))
+        result = func(*plain(args), **plain(kwargs))
+        self._generator_states.drawn(chains)
+        self._flops = flops_of(func, args, kwargs, result)
         self._emit(func, traits, (mapped, mapped_kwargs), args, result, chains)
         return result
 
@@ -139,15 +144,15 @@ class Recorder(TorchDispatchMode):
         result: Any,
         chains: tuple[str, ...],
     ) -> None:
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         if not outputs and not traits.written and not chains:
-            if result is None and any(True for _ in _tensors(args)):
+            if result is None and any(True for _ in tensors_in(args)):
                 raise NotCapturable(
                     f"{traits.name} returns nothing and says of no tensor that it writes it",
                     user_line(),
                 )
             return  # an answer about shapes, types or devices
-        new = [t for t in outputs if t.untyped_storage()._cdata not in self._live]
+        new = [t for t in outputs if t.untyped_storage()._cdata not in self._known.live]
         if not new and not traits.written and traits.statistics is None and not chains:
             self._alias(func, mapped, outputs, result)
             return
@@ -174,16 +179,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """An op that makes or writes something."""
         args, kwargs = mapped
-        used = self._storages_in((args, kwargs))
+        used = self._known.of_nodes((args, kwargs))
         written = self._written(traits, args, kwargs)
-        like = func._opname in _SHAPE_ONLY
-        fixed = not chains and self._is_fixed((args, kwargs), like)
+        like = func._opname in SHAPE_ONLY
+        fixed = not chains and self._known.is_fixed((args, kwargs), like)
         node = self._call(func, tuple(args), kwargs, effect=True)
         made = self._register(node, outputs, result, traits.name)
         if fixed:
-            self._fixed.update(made)
+            self._known.fixed.update(made)
         else:
-            self._fixed.difference_update(written)
+            self._known.fixed.difference_update(written)
         backward = torch._C._current_graph_task_id() != -1
         self.went_backward |= backward
         node.meta[FACTS] = Facts(
@@ -205,20 +210,20 @@ class Recorder(TorchDispatchMode):
         """Knows the tensors of a result, and the nodes that give them."""
         made = []
         several = not isinstance(result, torch.Tensor)
-        for path, tensor in _with_paths(result):
+        for path, tensor in with_paths(result):
             key = tensor.untyped_storage()._cdata
-            if key not in self._live:
-                made.append(self._storage(tensor, node, name))
-            index = self._live[key].index
-            geometry = _key(tensor)
-            if geometry in self._views[index]:
+            if key not in self._known.live:
+                made.append(self._known.add(tensor, node, name))
+            index = self._known.live[key].index
+            geometry = key_of(tensor)
+            if geometry in self._known.views[index]:
                 continue
             source = node
             if several:
                 for item in path:
                     source = self._free(source, item)
-            self._storage_of[source] = index
-            self._views[index][geometry] = source
+            self._known.of[source] = index
+            self._known.views[index][geometry] = source
             source.meta[GEOMETRY] = geometry_of(tensor)
         return tuple(made)
 
@@ -230,7 +235,7 @@ class Recorder(TorchDispatchMode):
         effect: bool = False,
     ) -> fx.Node:
         """A node, behind the gate that is closed around it."""
-        needs = any(node in self._gated for node in _nodes((args, kwargs)))
+        needs = any(node in self._gated for node in nodes_in((args, kwargs)))
         if self._gate is None or not (effect or needs):
             if needs:
                 raise NotCapturable("it uses what a scaler may leave out", user_line())
@@ -254,21 +259,6 @@ class Recorder(TorchDispatchMode):
         node.meta[FACTS] = Facts(free=True)
         return node
 
-    def _storage(self, tensor: torch.Tensor, maker: fx.Node, name: str) -> int:
-        storage = tensor.untyped_storage()
-        reference = _StorageRef(storage, self._died)
-        reference.key = storage._cdata
-        reference.index = len(self.storages)
-        self._live[reference.key] = reference
-        self.storages.append(StorageFacts(storage.nbytes(), tensor.device, maker, name))
-        self._views.append({})
-        return reference.index
-
-    def _died(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(storage, _StorageRef)
-        if self._live.get(storage.key) is storage:
-            del self._live[storage.key]
-
     def _alias(
         self,
         func: Any,
@@ -277,7 +267,7 @@ class Recorder(TorchDispatchMode):
         result: Any,
     ) -> None:
         """An op that only makes views: a node where there is none for that view yet."""
-        if all(self._known(tensor) for tensor in outputs):
+        if all(self._known.has(tensor) for tensor in outputs):
             return
         node = self._call(func, tuple(mapped[0]), mapped[1])
         self._register(node, outputs, result, "")
@@ -285,12 +275,8 @@ class Recorder(TorchDispatchMode):
 
     def _moved(self, args: tuple[Any, ...], traits: Traits) -> None:
         """An op that changes how a tensor lies on its storage and nothing in it, as `t_`."""
-        for tensor in _tensors(args):
+        for tensor in tensors_in(args):
             self.node_of(tensor)
-
-    def _known(self, tensor: torch.Tensor) -> bool:
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return found is not None and _key(tensor) in self._views[found.index]
 
     # Arguments
 
@@ -322,28 +308,28 @@ class Recorder(TorchDispatchMode):
                 f"a tensor of type {type(tensor).__name__}, layout {tensor.layout}",
                 user_line(),
             )
-        found = self._live.get(tensor.untyped_storage()._cdata)
+        found = self._known.live.get(tensor.untyped_storage()._cdata)
         if found is None:
             self._lift(tensor)
-            found = self._live[tensor.untyped_storage()._cdata]
-        key = _key(tensor)
-        node = self._views[found.index].get(key)
+            found = self._known.live[tensor.untyped_storage()._cdata]
+        key = key_of(tensor)
+        node = self._known.views[found.index].get(key)
         if node is None:
             node = self._view(found.index, tensor)
-            self._views[found.index][key] = node
+            self._known.views[found.index][key] = node
         return node
 
     def _view(self, index: int, tensor: torch.Tensor) -> fx.Node:
         """Another view of a storage, where no op was seen to make it."""
         conj, neg = tensor.is_conj(), tensor.is_neg()
-        for (dtype, _, _, _, other_conj, other_neg), node in self._views[index].items():
+        for (dtype, _, _, _, other_conj, other_neg), node in self._known.views[index].items():
             if dtype == tensor.dtype and conj == other_conj and neg == other_neg:
                 view = self._call(
                     aten.as_strided.default,
                     (node, list(tensor.size()), list(tensor.stride()), tensor.storage_offset()),
                 )
                 view.meta[FACTS] = Facts(free=True)
-                self._storage_of[view] = index
+                self._known.of[view] = index
                 return view
         raise NotCapturable("a tensor read as another type by means unseen", user_line())
 
@@ -362,10 +348,12 @@ class Recorder(TorchDispatchMode):
         """A tensor from before the step becomes an input."""
         tensor = found.tensor
         node = self._placeholder()
-        storage = self._live.get(tensor.untyped_storage()._cdata)
-        index = self._storage(tensor, node, found.place.path) if storage is None else storage.index
-        self._storage_of[node] = index
-        self._views[index].setdefault(_key(tensor), node)
+        storage = self._known.live.get(tensor.untyped_storage()._cdata)
+        index = (
+            self._known.add(tensor, node, found.place.path) if storage is None else storage.index
+        )
+        self._known.of[node] = index
+        self._known.views[index].setdefault(key_of(tensor), node)
         self.inputs.append(
             Input(
                 node.name,
@@ -411,21 +399,21 @@ class Recorder(TorchDispatchMode):
                 "pass it to the step as an argument",
             )
         result = func(tensor)
-        if self._known(result):
+        if self._known.has(result):
             return result
         if not is_plain(result):
             raise NotCapturable(f"a tensor of type {type(result).__name__}", user_line())
         node = self._placeholder()
-        copy = _copy(result)
+        copy = copy_of(result)
         place = Place("a constant", By.HELD, copy)
-        held = self._storage(copy, node, "a constant")
-        self._storage_of[node] = held
+        held = self._known.add(copy, node, "a constant")
+        self._known.of[node] = held
         self.inputs.append(
             Input(node.name, Kind.CONSTANT, place, held, geometry_of(copy), copy.device)
         )
         made = self._call(LIFT_COPY, (node,), effect=True)
         storages = self._register(made, [result], result, "torch.tensor")
-        self._fixed.update(storages)
+        self._known.fixed.update(storages)
         made.meta[FACTS] = Facts(reads=(held,), uses=(held,), makes=storages, source=user_line())
         return result
 
@@ -445,10 +433,10 @@ class Recorder(TorchDispatchMode):
     def _item(self, mapped: list[Any], value: Any) -> Any:
         if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise NotCapturable("the value of a complex or symbolic tensor", user_line())
-        if self._is_fixed(mapped):
+        if self._known.is_fixed(mapped):
             return value
         node = self._call(ITEM, tuple(mapped), effect=True)
-        used = self._storages_in(mapped)
+        used = self._known.of_nodes(mapped)
         node.meta[FACTS] = Facts(
             reads=used, uses=used, source=user_line(), update=self.updating > 0
         )
@@ -473,33 +461,17 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 self.pins[number, scalar.test] = Pin(one.place, one.value, scalar.test)
 
-    def _is_fixed(self, mapped: Any, like: bool = False) -> bool:
-        """Whether arguments are the same in each step. `like`: only shapes of tensors matter."""
-        for node in _nodes(mapped):
-            index = self._storage_of.get(node)
-            if index is None or not (like or index in self._fixed):
-                return False
-        return True
-
     def note_results(self) -> None:
         """Writes into each node's facts which storage it shows."""
         for node in self.graph.nodes:
-            if node in self._storage_of:
-                node.meta[FACTS] = replace(node.meta[FACTS], shows=self._storage_of[node])
+            if node in self._known.of:
+                node.meta[FACTS] = replace(node.meta[FACTS], shows=self._known.of[node])
 
     def is_gated(self, node: fx.Node) -> bool:
         """Whether there may be nothing where the node's result should be."""
         return node in self._gated
 
     # Facts
-
-    def _storages_in(self, mapped: Any) -> tuple[int, ...]:
-        seen: dict[int, None] = {}
-        for node in _nodes(mapped):
-            index = self._storage_of.get(node)
-            if index is not None:
-                seen[index] = None
-        return tuple(seen)
 
     def _written(self, traits: Traits, args: list[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
         found = []
@@ -509,211 +481,58 @@ class Recorder(TorchDispatchMode):
             mean, variance, flag = traits.statistics
             if flag >= len(args) or args[flag]:
                 found += [args[position] for position in (mean, variance) if position < len(args)]
-        return self._storages_in(found)
+        return self._known.of_nodes(found)
 
     def _chains(
         self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, ...]:
-        if func._opname in _HIDDEN_STATE:
+        if func._opname in HIDDEN_STATE:
             return ("hidden state",)
-        if func.namespace not in _KNOWN:
+        if func.namespace not in KNOWN:
             return (f"operators of {func.namespace}",)
         if not traits.draws(args, kwargs):
             return ()
         generator = kwargs.get("generator")
-        device = kwargs.get("device") or next((t.device for t in _tensors(args)), "cpu")
+        device = kwargs.get("device") or next((t.device for t in tensors_in(args)), "cpu")
         device = torch.device(device)
         if generator is not None and generator is not torch.default_generator:
             return (f"generator {id(generator):x}",)
-        self._check_random(device)
-        return (_chain(device),)
+        self._generator_states.check(device)
+        return (chain_of(device),)
 
     # Random numbers
-
-    def _check_random(self, device: torch.device) -> None:
-        """Nothing but recorded ops may move a generator. Raises NotCapturable."""
-        before = self._random.get(_chain(device))
-        with _disable_current_modes():
-            same = before is None or torch.equal(before, read_random_state(device))
-        if not same:
-            raise NotCapturable(
-                "random numbers are drawn or seeded where PyTorch's dispatcher does not see it",
-                user_line(),
-            )
-
-    def _drawn(self, chains: tuple[str, ...]) -> None:
-        for chain in chains:
-            if chain.startswith(_RANDOM):
-                device = torch.device(chain.removeprefix(_RANDOM))
-                self._random[chain] = read_random_state(device)
 
     def read_random_state(self, state: torch.Tensor, device: torch.device) -> None:
         """Python has read the state of the default generator."""
         if self.refusal is not None:
             return
         node = self._call(read_random_state, (device,), effect=True)
-        made = self._storage(state, node, "a random state")
+        made = self._known.add(state, node, "a random state")
         self.storages[made] = replace(self.storages[made], bytes=0)  # no operator makes it
-        self._views[made][_key(state)] = node
-        self._storage_of[node] = made
-        node.meta[FACTS] = Facts(makes=(made,), chains=(_chain(device),), source=user_line())
+        self._known.views[made][key_of(state)] = node
+        self._known.of[node] = made
+        node.meta[FACTS] = Facts(makes=(made,), chains=(chain_of(device),), source=user_line())
 
     def write_random_state(self, state: torch.Tensor, device: torch.device) -> None:
         """Python is about to set the state of the default generator."""
         if self.refusal is not None:
             return
-        if not self._known(state):
+        if not self._known.has(state):
             self.refuse(NotCapturable("a random state from before the step", user_line()))
             return
         given = self.node_of(state)
         node = self._call(write_random_state, (given, device), effect=True)
-        used = self._storages_in(given)
+        used = self._known.of_nodes(given)
         node.meta[FACTS] = Facts(
-            reads=used, uses=used, chains=(_chain(device),), source=user_line()
+            reads=used, uses=used, chains=(chain_of(device),), source=user_line()
         )
-        self._random[_chain(device)] = state
+        self._generator_states.moved(device, state)
 
 
-def _chain(device: torch.device) -> str:
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return f"{_RANDOM}{device}"
-
-
-_RANDOM = "random "
-_KNOWN = frozenset({"aten", "prims", "prim", "torchvision"})
-_HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn"})
-"""They advance a dropout state that their schema does not show as written."""
 _ARGUMENTS = (
     bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 
-def _stream() -> Any:
-    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-
-def _value_of(tensor: torch.Tensor) -> Any:
-    """Of one element. A fake tensor has none: what is computed from it serves sizes alone."""
-    try:
-        return ITEM(tensor)
-    except DataDependentOutputException:
-        return torch.ones((), dtype=tensor.dtype).item()
-
-
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    formula = flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-
-
-_SHAPE_ONLY = frozenset(
-    {
-        "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
-        "new_empty", "new_empty_strided",
-    }
-)  # fmt: skip
-"""Ops that read of their argument only how it lies."""
-
-
-def _check_supported(func: Any) -> None:
-    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        raise NotCapturable(f"communication between processes ({func})", user_line())
-    if func.namespace == "aten" and func._opname in ("resize_", "resize_as_", "_resize_output_"):
-        raise NotCapturable("a tensor whose storage is resized", user_line())
-
-
-def _check_values(func: Any, args: tuple[Any, ...]) -> None:
-    """Of an op on what differs between steps."""
-    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
-        raise NotCapturable(
-            f"a result whose shape depends on values ({func})",
-            user_line(),
-            "use torch.where or a mask in place of it",
-        )
-    if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
-        raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
-
-
-def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is an indexing by numbers: only one by a mask has a shape that depends on it."""
-    return func is aten.index.Tensor and not any(
-        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-        for index in args[1]
-    )
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    return Geometry(
-        tensor.dtype,
-        tuple(tensor.size()),
-        tuple(tensor.stride()),
-        int(tensor.storage_offset()),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def _key(tensor: torch.Tensor) -> _Key:
-    return (
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copied = tensor.detach().clone()
-    assert isinstance(copied, torch.Tensor)
-    return copied
-
-
 def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes), graph._root)
-
-
-def _plain(value: Any) -> Any:
-    """With numbers in place of symbolic ones."""
-    if isinstance(value, torch.Tensor):
-        scalar = scalar_of(value)
-        return value if scalar is None else scalar.value
-    if isinstance(value, Symbolic):
-        scalar = scalar_of(value)
-        return value if scalar is None else scalar.value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _with_paths(
-    value: Any, path: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from _with_paths(item, (*path, number))
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nodes(item)
-    elif isinstance(value, dict):
-        yield from _nodes(list(value.values()))

@@ -1,0 +1,71 @@
+"""What a graph may and may not hold of an op, and what is known of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils.flop_counter import flop_registry
+
+from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.not_capturable import NotCapturable
+
+aten = torch.ops.aten
+ITEM = aten._local_scalar_dense.default
+KNOWN = frozenset({"aten", "prims", "prim", "torchvision"})
+HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn"})
+"""They advance a dropout state that their schema does not show as written."""
+
+
+def current_stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def value_of(tensor: torch.Tensor) -> Any:
+    """Of one element. A fake tensor has none: what is computed from it serves sizes alone."""
+    try:
+        return ITEM(tensor)
+    except DataDependentOutputException:
+        return torch.ones((), dtype=tensor.dtype).item()
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+SHAPE_ONLY = frozenset(
+    {
+        "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+        "new_empty", "new_empty_strided",
+    }
+)  # fmt: skip
+"""Ops that read of their argument only how it lies."""
+
+
+def check_supported(func: Any) -> None:
+    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        raise NotCapturable(f"communication between processes ({func})", user_line())
+    if func.namespace == "aten" and func._opname in ("resize_", "resize_as_", "_resize_output_"):
+        raise NotCapturable("a tensor whose storage is resized", user_line())
+
+
+def check_values(func: Any, args: tuple[Any, ...]) -> None:
+    """Of an op on what differs between steps."""
+    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
+        raise NotCapturable(
+            f"a result whose shape depends on values ({func})",
+            user_line(),
+            "use torch.where or a mask in place of it",
+        )
+    if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
+        raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
+
+
+def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is an indexing by numbers: only one by a mask has a shape that depends on it."""
+    return func is aten.index.Tensor and not any(
+        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        for index in args[1]
+    )
