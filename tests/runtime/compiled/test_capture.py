@@ -18,6 +18,7 @@ from memplan.runtime.compiled.capture import capture_step
 from memplan.runtime.compiled.dependencies import operators
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import Kind, facts_of
+from memplan.runtime.compiled.recording import Recorder
 from tests.runtime.compiled.recorded import Job, job_of, residual_job, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
@@ -96,6 +97,16 @@ def shapes(model: Any, optimizer: Any, x: Tensor) -> Any:
 def sparse(model: Any, optimizer: Any, x: Tensor) -> Any:
     backward(model, optimizer, x)
     _TABLE(torch.zeros(2, dtype=torch.long)).sum().backward()
+
+
+@refused("what a scaler may leave out")
+def gated(model: Any, optimizer: Any, x: Tensor) -> Any:
+    """The closure's loss is of the update."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer.zero_grad()
+    scaler.scale(model(x).square().mean()).backward()
+    made: Any = scaler.step(optimizer, lambda: x.sum().clone())
+    return None if made is None else made.add_(1)  # here
 
 
 @refused("computed from tensors")
@@ -395,6 +406,26 @@ def test_indexing_by_numbers_is_captured() -> None:
     found = operators(job.program())
     for batch in job.batches[2:]:
         assert torch.equal(run(found, range(len(found.nodes)), batch), plain.step(*batch))
+
+
+def test_a_fault_of_ours_ends_the_recording_and_runs_no_operator_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise KeyError("ours")
+
+    def body(model: Any, optimizer: Any, x: Tensor) -> Any:
+        loss = backward(model, optimizer, x)
+        optimizer.step()
+        return loss.clone().add_(1)
+
+    job, plain = job_of(body), job_of(body)
+    monkeypatch.setattr(Recorder, "_emit", fail)
+    recorded = job.record()
+    assert recorded.program is None
+    assert "a fault of memplan: KeyError('ours')" in str(recorded.refusal)
+    assert torch.equal(recorded.result, plain.step(*plain.batches[1]))
+    same(job, plain)
 
 
 def test_constants_are_made_anew_in_each_step() -> None:

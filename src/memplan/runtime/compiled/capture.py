@@ -59,6 +59,8 @@ def record_step(
             program.effects.extend(constructs.schedules.effects)
         except NotCapturable as refusal:
             recorder.refuse(refusal)
+        except Exception as fault:
+            recorder.refuse(NotCapturable(f"a fault of memplan: {fault!r}", "", "please report it"))
     if recorder.refusal is not None:
         program = None
     return RecordedStep(_numbers(result), program, recorder.refusal)

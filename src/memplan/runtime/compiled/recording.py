@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -64,6 +64,17 @@ LIFT = (aten.lift_fresh.default, aten.lift.default)
 LIFT_COPY = aten.lift_fresh_copy.default
 
 
+class _Call(NamedTuple):
+    """An op about to run, and its arguments as nodes."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mapped: list[Any]
+    mapped_kwargs: dict[str, Any]
+    chains: tuple[str, ...]
+
+
 class Recorder(TorchDispatchMode):
     """Give it as a mode to one step; `refusal` tells why no graph came out, if none did."""
 
@@ -96,21 +107,34 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            if self.refusal is None and func.namespace != "profiler":
-                try:
-                    return self._record(func, args, kwargs)
-                except NotCapturable as refusal:
-                    self.refuse(refusal)
-            return func(*plain(args), **plain(kwargs))
+            watched = self.refusal is None and func.namespace != "profiler"
+            ready = self._guarded(self._prepare, func, args, kwargs) if watched else None
+            # The op runs once, whatever becomes of its recording.
+            result = value_of(args[0]) if func is ITEM else func(*plain(args), **plain(kwargs))
+            noted = None if ready is None else self._guarded(self._note, ready, result)
+            return result if noted is None else noted
+
+    def _guarded(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """A part of recording. What it raises ends the recording and not the step."""
+        try:
+            return part(*arguments)
+        except NotCapturable as refusal:
+            self.refuse(refusal)
+        except Exception as fault:
+            self.refuse(
+                NotCapturable(f"a fault of memplan: {fault!r}", user_line(), "please report it")
+            )
+        return None
 
     def refuse(self, refusal: NotCapturable) -> None:
         """The first reason counts."""
         if self.refusal is None:
             self.refusal = refusal
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """What must be known of an op before it runs."""
         if func in LIFT:
-            return self._constant(func, args[0])
+            return _Call(func, args, kwargs, [], {}, ())
         if current_stream() != self._stream:
             raise NotCapturable("an operator on another CUDA stream", user_line())
         traits = traits_of(func)
@@ -127,13 +151,21 @@ class Recorder(TorchDispatchMode):
             elif name in names and names.index(name) < len(mapped):
                 mapped[names.index(name)] = scalar.node
         chains = self._chains(func, traits, args, kwargs)
+        return _Call(func, args, kwargs, mapped, mapped_kwargs, chains)
+
+    def _note(self, call: _Call, result: Any) -> Any:
+        """Records an op that has run. Gives what to return in place of its result, if anything."""
+        func = call.func
+        if func in LIFT:
+            self._constant(call.args[0], result)
+            return None
         if func is ITEM:
-            return self._item(mapped, value_of(args[0]))
-        result = func(*plain(args), **plain(kwargs))
-        self._generator_states.drawn(chains)
-        self._flops = flops_of(func, args, kwargs, result)
-        self._emit(func, traits, (mapped, mapped_kwargs), args, result, chains)
-        return result
+            return self._item(call.mapped, result)
+        self._generator_states.drawn(call.chains)
+        self._flops = flops_of(func, call.args, call.kwargs, result)
+        mapped = call.mapped, call.mapped_kwargs
+        self._emit(func, traits_of(func), mapped, call.args, result, call.chains)
+        return None
 
     def _emit(
         self,
@@ -390,7 +422,7 @@ class Recorder(TorchDispatchMode):
             self._generators[id(generator)] = node
         return node
 
-    def _constant(self, func: Any, tensor: torch.Tensor) -> Any:
+    def _constant(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
         """A tensor made from Python data: each step gets a copy of its own."""
         if not tensor.untyped_storage().resizable():
             raise NotCapturable(
@@ -398,9 +430,8 @@ class Recorder(TorchDispatchMode):
                 user_line(),
                 "pass it to the step as an argument",
             )
-        result = func(tensor)
         if self._known.has(result):
-            return result
+            return
         if not is_plain(result):
             raise NotCapturable(f"a tensor of type {type(result).__name__}", user_line())
         node = self._placeholder()
@@ -415,7 +446,6 @@ class Recorder(TorchDispatchMode):
         storages = self._register(made, [result], result, "torch.tensor")
         self._known.fixed.update(storages)
         made.meta[FACTS] = Facts(reads=(held,), uses=(held,), makes=storages, source=user_line())
-        return result
 
     # Numbers
 
