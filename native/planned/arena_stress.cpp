@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "planned/arena.hpp"
+#include "planned/plan_columns.hpp"
 
 using namespace memplan::planned;
 
@@ -30,39 +31,10 @@ std::int64_t draw(Random& random, std::int64_t low, std::int64_t high) {
   std::exit(1);
 }
 
-struct MadePlan {
-  std::vector<std::int64_t> bytes, stream, phase, lower, upper, offset, space;
-  std::vector<std::int64_t> space_lower, space_upper, space_ranges{0}, ranges;
-  std::int64_t prologue = 0, start = 0, clock = 0, arena = 0, phases = 0;
-
-  memplan_plan view() const {
-    memplan_plan plan{};
-    plan.abi = MEMPLAN_ABI;
-    plan.requests = static_cast<std::int64_t>(bytes.size());
-    plan.prologue = prologue;
-    plan.start = start;
-    plan.clock = clock;
-    plan.arena_bytes = arena;
-    plan.phases = phases;
-    plan.bytes = bytes.data();
-    plan.stream = stream.data();
-    plan.phase = phase.data();
-    plan.lower = lower.data();
-    plan.upper = upper.data();
-    plan.offset = offset.data();
-    plan.space = space.data();
-    plan.spaces = static_cast<std::int64_t>(space_lower.size());
-    plan.space_lower = space_lower.data();
-    plan.space_upper = space_upper.data();
-    plan.space_ranges = space_ranges.data();
-    plan.ranges = ranges.data();
-    return plan;
-  }
-};
-
-MadePlan random_plan(Random& random) {
-  MadePlan plan;
-  plan.arena = kBlock * draw(random, 1, 400);
+PlanColumns random_plan(Random& random) {
+  PlanColumns plan;
+  plan.space_ranges = {0};
+  plan.arena_bytes = kBlock * draw(random, 1, 400);
   plan.phases = draw(random, 0, 4);
   plan.start = draw(random, 0, 200);
   plan.clock = draw(random, 1, 400);
@@ -71,9 +43,9 @@ MadePlan random_plan(Random& random) {
   for (std::int64_t spaces = draw(random, 0, 4); spaces > 0; --spaces) {
     plan.space_lower.push_back(0);
     plan.space_upper.push_back(plan.clock);
-    for (std::int64_t at = 0; at < plan.arena;) {
+    for (std::int64_t at = 0; at < plan.arena_bytes;) {
       const std::int64_t from = at + kBlock * draw(random, 0, 40), to = from + draw(random, 1, 9999);
-      if (to > plan.arena) break;
+      if (to > plan.arena_bytes) break;
       plan.ranges.insert(plan.ranges.end(), {from, to});
       at = rounded(to);
     }
@@ -85,7 +57,7 @@ MadePlan random_plan(Random& random) {
     const std::int64_t first = at < plan.prologue ? 0 : plan.start;
     const std::int64_t lower = first + draw(random, 0, at < plan.prologue ? plan.start + 1 : plan.clock);
     const std::int64_t bytes = unit * draw(random, 1, sizes + 1);
-    const std::int64_t places = (plan.arena - rounded(bytes)) / kBlock;
+    const std::int64_t places = (plan.arena_bytes - rounded(bytes)) / kBlock;
     const bool dynamic = spaces > 0 && draw(random, 0, 5) == 0;
     plan.bytes.push_back(bytes);
     plan.stream.push_back(draw(random, 0, 4) == 0 ? draw(random, 0, streams) * 7 : 0);
@@ -170,11 +142,11 @@ class Model {
 // A job that follows the plan at times, and at times does as it likes.
 void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
   Random random(seed);
-  const MadePlan made = random_plan(random);
-  const memplan_plan columns = made.view();
+  const PlanColumns made = random_plan(random);
+  const memplan_plan columns = made.columns();
   const bool in_round = draw(random, 0, 4) == 0;
   Arena arena(make_plan(columns), in_round);
-  Model model(made.arena, seed);
+  Model model(made.arena_bytes, seed);
   const std::int64_t strange = draw(random, 0, 40), held = draw(random, 1, 40);
   const std::int64_t streams = draw(random, 1, 5);
   std::int64_t at = in_round ? made.prologue : 0;
@@ -198,19 +170,19 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
       model.release(arena, live[which]);
       live.erase(live.begin() + static_cast<std::ptrdiff_t>(which));
     } else if (what < 96) {
-      const std::int64_t lower = draw(random, 0, made.arena), upper = lower + draw(random, 1, 9000);
+      const std::int64_t lower = draw(random, 0, made.arena_bytes), upper = lower + draw(random, 1, 9000);
       if (!arena.in_use(lower, upper) && model.in_use(lower, upper)) fail("free, but in use", seed);
       if (live.empty() && arena.in_use(lower, upper)) fail("in use, with nothing alive", seed);
     } else if (what < 98) {
       arena.enter_phase(static_cast<std::int32_t>(draw(random, -1, made.phases + 1)));
     } else {
-      const std::int64_t offset = draw(random, 0, made.arena);
+      const std::int64_t offset = draw(random, 0, made.arena_bytes);
       const bool known = std::find(live.begin(), live.end(), offset) != live.end();
       if (!known && arena.release(offset)) fail("something released that was not there", seed);
     }
   }
   for (const std::int64_t offset : live) model.release(arena, offset);
-  if (arena.in_use(0, made.arena)) fail("in use after everything was released", seed);
+  if (arena.in_use(0, made.arena_bytes)) fail("in use after everything was released", seed);
   sum.hits += arena.counters().hits;
   sum.dynamic += arena.counters().dynamic;
   sum.adopted += arena.counters().adopted;
@@ -221,21 +193,21 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
 // A plan with any one number changed is refused or served, never worse.
 void damage(std::uint64_t seed, std::int64_t& refused) {
   Random random(seed);
-  MadePlan made = random_plan(random);
+  PlanColumns made = random_plan(random);
   std::vector<std::int64_t>* columns[] = {&made.bytes, &made.stream, &made.phase, &made.lower,
                                           &made.upper, &made.offset, &made.space,
                                           &made.space_ranges, &made.ranges};
   auto& column = *columns[draw(random, 0, 9)];
   if (column.empty()) return;
   const std::int64_t values[] = {-1, -2, 0, 1, std::int64_t{1} << 62, -(std::int64_t{1} << 62),
-                                 made.arena, made.arena + 1, draw(random, 0, 100'000)};
+                                 made.arena_bytes, made.arena_bytes + 1, draw(random, 0, 100'000)};
   auto& value = column[static_cast<std::size_t>(draw(random, 0, static_cast<std::int64_t>(column.size())))];
   // The last of `space_ranges` is a length that the caller vouches for.
   if (&column == &made.space_ranges && &value == &column.back()) return;
   value = values[draw(random, 0, 9)];
   try {
-    Arena arena(make_plan(made.view()), false);
-    Model model(made.arena, seed);
+    Arena arena(make_plan(made.columns()), false);
+    Model model(made.arena_bytes, seed);
     for (int at = 0; at < 200; ++at) {
       const std::int64_t bytes = draw(random, 1, 20'000);
       model.place(arena, arena.place(bytes, 0), bytes, 0);

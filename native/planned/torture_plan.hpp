@@ -7,43 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "planned/c_api.h"
+#include "planned/plan_columns.hpp"
 
 namespace memplan::planned {
 
 // A random job of several streams and the plan for it: each row at the lowest place that is free over
 // its lifetime, which is all of the time for rows that outlive a round.
-struct TorturePlan {
-  std::vector<std::int64_t> bytes, stream, phase, lower, upper, offset, space;
-  std::vector<std::int64_t> space_lower, space_upper, space_ranges, ranges;
-  std::int64_t prologue = 0, start = 0, clock = 0, arena_bytes = 0;
-
-  std::size_t size() const { return bytes.size(); }
-
-  memplan_plan columns() const {
-    memplan_plan plan{};
-    plan.abi = MEMPLAN_ABI;
-    plan.requests = static_cast<std::int64_t>(size());
-    plan.prologue = prologue;
-    plan.start = start;
-    plan.clock = clock;
-    plan.arena_bytes = arena_bytes;
-    plan.phases = 2;
-    plan.bytes = bytes.data();
-    plan.stream = stream.data();
-    plan.phase = phase.data();
-    plan.lower = lower.data();
-    plan.upper = upper.data();
-    plan.offset = offset.data();
-    plan.space = space.data();
-    plan.spaces = static_cast<std::int64_t>(space_lower.size());
-    plan.space_lower = space_lower.data();
-    plan.space_upper = space_upper.data();
-    plan.space_ranges = space_ranges.data();
-    plan.ranges = ranges.data();
-    return plan;
-  }
-
+struct TorturePlan : PlanColumns {
   // The job's calls over so many rounds: a request's row, or ~row for its release.
   std::vector<std::int64_t> calls(int rounds) const {
     struct Call {
@@ -98,6 +68,7 @@ TorturePlan random_plan(Random& random, std::uint64_t streams) {
   }
   // The space is a range of its own at the arena's bottom.
   std::vector<std::size_t> placed;
+  plan.phases = 2;
   plan.arena_bytes = space_bytes;
   for (std::size_t row = 0; row < plan.size(); ++row) {
     const std::int64_t size = (plan.bytes[row] + kUnit - 1) / kUnit * kUnit;
