@@ -15,7 +15,7 @@ from memplan.order.baselines import baseline_orders, best
 from memplan.order.check_bound import check_bound
 from memplan.order.evaluate import peak, program_order
 from memplan.order.exhaustive import exhaustive_order
-from memplan.order.search import Clock, improve
+from memplan.order.search import Clock, Improved, improve
 from memplan.order.solve import solve
 from memplan.order.updates import early_updates
 from memplan.order.validate import order_fault
@@ -115,7 +115,7 @@ def test_leaves_lower_what_the_search_leaves(monkeypatch: pytest.MonkeyPatch) ->
     """Without the native search, leaves around the peak do the work."""
     monkeypatch.setattr(
         refine, "improve",
-        lambda graph, order, floor, clock: refine.Improved(order, peak(graph, order), floor),
+        lambda graph, order, floor, clock: Improved(order, peak(graph, order), floor),
     )  # fmt: skip
     graph = training_step(4, batch=1)
     found = refine.refine(graph, program_order(graph), 0, Clock(30.0), seed=0)

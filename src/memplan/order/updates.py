@@ -40,7 +40,8 @@ def early_updates(graph: Graph, order: I64) -> I64:
         if not count:
             ready(branch)
     for op in order[branch_of[order] < 0].tolist():
-        while pending and step.now + pending[0][0] <= step.most:
+        limit = max(step.most, step.now + step.takes([op]))  # of the running peak after this one
+        while pending and step.now + pending[0][0] <= limit:
             step.run(members[heapq.heappop(pending)[1]])
         step.run([op])
         for branch in waiting.get(op, ()):
