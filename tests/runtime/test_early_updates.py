@@ -284,8 +284,26 @@ class Closure(Loop):
         self.optimizers[0].step(lambda: torch.zeros(()))  # type: ignore[arg-type,return-value]
 
 
+class BackwardInClosure(Loop):
+    """As Lightning does."""
+
+    says = "closure"
+
+    def backward(self, step: int) -> None: ...
+
+    def update(self, step: int) -> None:
+        self.optimizers[0].step(self._closure)
+
+    def _closure(self) -> Any:
+        loss = self.loss()
+        self.optimizers[0].zero_grad()
+        loss.backward()
+        self.seen.append(loss.item())
+        return loss
+
+
 class LBFGS(Loop):
-    says = "LBFGS is not known"
+    says = "LBFGS is not known|closure"
     make = staticmethod(lambda parameters: optim.LBFGS(parameters))
 
     def update(self, step: int) -> None:
@@ -476,7 +494,8 @@ class ReadByBackward(Loop):
 
 REFUSED: list[Any] = [
     Clipped, ClippedByValue, Accumulated, AccumulatedAtOnce, Kept, NeverZeroed, Scaled, Closure,
-    LBFGS, OwnOptimizer, Logged, LoggedAfter, WeightsLogged, Evaluated, Hooked, StepHooked, Sparse,
+    BackwardInClosure, LBFGS,
+    OwnOptimizer, Logged, LoggedAfter, WeightsLogged, Evaluated, Hooked, StepHooked, Sparse,
     ScheduledBetween, Retained, Alternating, Reentrant, SkipsTheFirst, Replaced, ReplacedUnseen,
     TensorRate, SharedByTwo, UnderAutocast, ReadByBackward,
 ]  # fmt: skip
@@ -560,7 +579,13 @@ class StepHookedLate(Loop):
             self.optimizers[0].register_step_pre_hook(lambda *_: _double(self.model))
 
 
-NOTICED: list[Any] = [later(Retained), later(UnderAutocast), HookedLate, StepHookedLate]
+NOTICED: list[Any] = [
+    later(BackwardInClosure),
+    later(Retained),
+    later(UnderAutocast),
+    HookedLate,
+    StepHookedLate,
+]
 """In time: nothing has been updated yet."""
 
 

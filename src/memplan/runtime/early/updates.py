@@ -253,8 +253,10 @@ class EarlyUpdates:
         closure = any(x is not None for x in (*args[1:2], (kwargs or {}).get("closure")))
         if self._pending:
             self._hand_over(optimizer, closure=closure)
+        elif closure and not self._off:  # the backward pass may be in it
+            self._give_up("the optimizer's step is given a closure")
         elif self._watch is not None:
-            self._judge(optimizer, closure=closure)
+            self._judge(optimizer)
 
     def _hand_over(self, optimizer: Optimizer, *, closure: bool) -> None:
         """The step finds no gradients where the update has been made."""
@@ -274,14 +276,14 @@ class EarlyUpdates:
             self._guard.close()
             self._guard = None
 
-    def _judge(self, optimizer: Optimizer, *, closure: bool) -> None:
+    def _judge(self, optimizer: Optimizer) -> None:
         """The first step: whether the next ones may be early. Where it is the only optimizer, this
         one is made parameter by parameter too, for the least memory from the beginning."""
         assert self._watch is not None
         followed = self._followed.get(optimizer)
         if followed is None:
             return self._give_up("an optimizer steps that was not there before")
-        reason = self._why_not_early(optimizer, followed, closure=closure)
+        reason = self._why_not_early(optimizer, followed)
         if reason:
             return self._give_up(reason)
         self._stepped.add(optimizer)
@@ -296,10 +298,8 @@ class EarlyUpdates:
     def _releases_first(self) -> bool:
         return self._same_job and len(self._followed) == 1
 
-    def _why_not_early(self, optimizer: Optimizer, followed: Followed, *, closure: bool) -> str:
+    def _why_not_early(self, optimizer: Optimizer, followed: Followed) -> str:
         assert self._watch is not None
-        if closure:
-            return "the optimizer's step is given a closure"
         if optimizer in self._stepped:
             return "the optimizer steps twice"
         irregular = next(filter(None, (one.irregular() for one in followed.parameters)), "")
