@@ -23,6 +23,7 @@ import torch
 import memplan
 from bench.gpu_recompute_jobs.measure import _bits, _circumstances, _deterministic
 from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build
+from bench.recompute.tracker import measure, storage_bytes
 
 WARM_UP = 4
 """Calls of each before any is measured: the compiled step's first two run plainly."""
@@ -70,8 +71,6 @@ class Job:
         """Most bytes allocated during a step."""
         self.optimizer.zero_grad()
         if self.device.type != "cuda":
-            from bench.recompute.tracker import measure
-
             return measure(step, self.resident()).peak_bytes
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -147,6 +146,7 @@ def measured(job: Job) -> dict[str, Any]:
         "budget_bytes": options.budget_bytes,
         "operators": program.operators,
         "recomputed": program.recomputed,
+        "resident_bytes": storage_bytes(job.resident()),
         "compile_seconds": seconds,
         "order_seconds": program.order_seconds,
         "plain": {"peak_bytes": peaks["plain"], "seconds": statistics.median(plain)},

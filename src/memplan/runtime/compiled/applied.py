@@ -43,7 +43,7 @@ class AppliedProgram:
         had changed by then.
         """
         program = self.program
-        drawn = [generator.get_state() for generator in self._generators]
+        drawn = [generator.clone_state() for generator in self._generators]
         for place in program.frees:
             place.clear()
         try:
@@ -58,7 +58,7 @@ class AppliedProgram:
         self.calls += 1
         return program.result_of(outputs)
 
-    def _explain(self, error: BaseException, drawn: Sequence[torch.Tensor]) -> None:
+    def _explain(self, error: BaseException, drawn: Sequence[torch.Generator]) -> None:
         place = self._executable.failed_at(error)
         if place is None:
             return
@@ -66,7 +66,7 @@ class AppliedProgram:
         changed = self._changed_by(nodes[: place + 1])
         if not changed and _is_out_of_memory(error):
             for generator, state in zip(self._generators, drawn, strict=True):
-                generator.set_state(state)
+                generator.set_state(state.get_state())
             raise OutOfMemoryUnharmed(str(error).split("\n")[0]) from None
         node = nodes[place]
         source = facts_of(node).source
