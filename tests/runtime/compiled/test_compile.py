@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,32 @@ def test_several_models_and_optimizers() -> None:
     )
     assert course_of(job, step) == wanted
     assert step.report().compiled_calls == 4
+
+
+class Batch(UserDict[str, Tensor]):
+    """As Transformers' collators make them: a new one for each step."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.data[name]
+
+
+def test_batches_of_a_kind_of_dict_are_looked_into() -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+
+        def step(batch: Batch) -> Tensor:
+            loss = F.cross_entropy(model(batch.x), batch["y"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        given = [(Batch(x=x, y=y),) for x, y in batches((5, 6), count=7)]
+        return Job(model, optimizer, step, given)
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 5
 
 
 def test_methods_and_callable_objects_are_steps() -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from memplan.runtime.compiled.after import finish
+from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.constructs import Constructs, Hyperparameters
 from memplan.runtime.compiled.lifting import Places
 from memplan.runtime.compiled.not_capturable import NotCapturable
@@ -38,7 +39,7 @@ def record_step(
     kwargs = kwargs or {}
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = optimizers_of(optimizer)
-    arguments = pytree.tree_leaves((args, kwargs))
+    arguments, _ = flatten_arguments(args, kwargs)
     places = Places(train_step, models, optimizers, arguments)
     recorder = Recorder(places)
     for leaf in arguments:

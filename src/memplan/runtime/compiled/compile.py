@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
 from memplan.runtime.compiled.applied import AppliedProgram, OutOfMemoryUnharmed
+from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.capture import record_step
 from memplan.runtime.compiled.dependencies import operators
 from memplan.runtime.compiled.gradients import without_old_gradients
@@ -135,7 +136,7 @@ class CompiledStep(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._fallback:
             return self._plainly(args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten_arguments(args, kwargs)
         different = ""
         for place, applied in enumerate(self._programs):
             why = applied.guards.before_reading(leaves, spec)

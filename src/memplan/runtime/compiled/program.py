@@ -6,7 +6,7 @@ model's parameters trains the model; it must run without autograd and with autoc
 
 A call of the step is
 1. `values = [input.place.read(arguments) for input in program.inputs]`, where `arguments` are the
-   leaves of `tree_flatten((args, kwargs))`; then `place.clear()` for every place in `program.frees`
+   leaves of `flatten_arguments(args, kwargs)`; then `place.clear()` for each in `program.frees`
    (old gradients: the graph frees the tensor at its last use where nobody else holds it),
 2. `outputs = program.graph_module(*values)`: a tuple; or `forward` of a reordered graph,
 3. `program.store(outputs)`: gradients and replaced state are put in their places,
@@ -53,7 +53,7 @@ class By(StrEnum):
     ITEM_OF_ITEM = "item of item"
     """`owner[key[0]][key[1]]`: of a tuple in a dict; it cannot be replaced."""
     ARGUMENT = "argument"
-    """`key` is the leaf's number in `tree_flatten((args, kwargs))`; `owner` is None."""
+    """`key` is the leaf's number in `flatten_arguments(args, kwargs)`; `owner` is None."""
     HELD = "held"
     """`owner` is the value itself."""
 
@@ -226,7 +226,8 @@ class StepProgram:
     """What the step returned, for people; `None` where it returned nothing."""
 
     def read(self, arguments: Sequence[Any]) -> list[Any]:
-        """Arguments for the graph. `arguments`: leaves of `tree_flatten((args, kwargs))`."""
+        """Arguments for the graph. `arguments`: leaves of
+        `flatten_arguments(args, kwargs)`."""
         return [one.place.read(arguments) for one in self.inputs]
 
     def store(self, outputs: Sequence[Any]) -> None:
