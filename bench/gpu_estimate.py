@@ -11,7 +11,6 @@ fails or finds no time is told in the results, which are written after every job
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_jobs.jobs import JOBS
+from bench.gpu_options import gpu_is_missing, suite_parser
 from bench.results import ROOT, write_result
 from memplan.runtime import nvml
 
@@ -251,18 +251,13 @@ def run_jobs(suite: Suite, names: list[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all")
-    parser.add_argument("--only", default="", help="jobs whose name holds this text")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
-    options = parser.parse_args(arguments)
+    options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
     names = [name for name in JOBS if options.only in name]
     if options.dry_run:
         for name in names:
             print(f"{name}: python {SCRIPT.relative_to(ROOT)} {JOBS[name]}")
         return 0
-    if nvml.used_bytes() is None:
-        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+    if gpu_is_missing():
         return 2
     with tempfile.TemporaryDirectory() as work:
         suite = Suite(Path(work), budget=options.budget)

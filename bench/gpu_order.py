@@ -11,7 +11,6 @@ after every process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -23,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
+from bench.gpu_options import gpu_is_missing, suite_parser
 from bench.gpu_recompute import CUBLAS_WORKSPACE
 from bench.results import write_result
-from memplan.runtime import nvml
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
 OPTIMIZERS = ("adam", "adamw-fused")
@@ -141,18 +140,13 @@ def summarize(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all")
-    parser.add_argument("--only", default="", help="jobs whose name holds this text")
-    parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
-    options = parser.parse_args(arguments)
+    options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
     names = [name for name in JOBS if options.only in name]
     if options.dry_run:
         for name in names:
             print(" ".join(Task(name).command(Path("-"))))
         return 0
-    if nvml.used_bytes() is None:
-        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+    if gpu_is_missing():
         return 2
     with tempfile.TemporaryDirectory() as work:
         suite = Suite(Path(work), budget=options.budget)

@@ -12,7 +12,6 @@ written after every job.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
+from bench.gpu_options import gpu_is_missing, suite_parser
 from bench.results import ROOT, write_result
-from memplan.runtime import nvml
 
 SCRIPT = ROOT / "bench" / "gpu_run_jobs" / "train.py"
 JOBS = (
@@ -336,20 +335,16 @@ def summarize_batches(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all")
-    parser.add_argument("--only", default="", help="jobs whose name holds this text")
+    parser = suite_parser(__doc__, BUDGET_SECONDS)
     parser.add_argument("--part", choices=("steps", "batches"), help="both when not said")
     parser.add_argument("--gpu", default="", help="the card, for captures; h100 and so on")
-    parser.add_argument("--dry-run", action="store_true", help="print the jobs, run none")
     options = parser.parse_args(arguments)
     names = [name for name in JOBS if options.only in name]
     if options.dry_run:
         for name in names:
             print(" ".join(script(Path("-"), name, 0, STEPS)))
         return 0
-    if nvml.used_bytes() is None:
-        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+    if gpu_is_missing():
         return 2
     with tempfile.TemporaryDirectory() as work:
         suite = Suite(Path(work), gpu=options.gpu, budget=options.budget)
