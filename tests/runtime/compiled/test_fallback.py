@@ -6,10 +6,14 @@ from __future__ import annotations
 import inspect
 import logging
 import random
+import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -162,6 +166,134 @@ def data_dependent_shape(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return step
 
 
+def timing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        time.perf_counter()  # mark: time
+        return plain(x, y)
+
+    return step
+
+
+def python_generator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    own = random.Random(3)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * own.random(), y)  # mark: own random
+
+    return step
+
+
+def new_generator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return plain(x + torch.randn(x.shape, generator=generator), y)  # mark: new generator
+
+    return step
+
+
+def seeding_a_method(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        torch.default_generator.manual_seed(5)
+        return plain(F.dropout(x), y)  # mark: seeded
+
+    return step
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+
+def counting_in_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    kept = Slotted()
+    kept.count = 0
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        kept.count += 1  # mark: slots
+        return plain(x * kept.count, y)
+
+    return step
+
+
+def counting_in_a_class(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    class Settings:
+        number = 0
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        Settings.number += 1  # mark: class
+        return plain(x * Settings.number, y)
+
+    return step
+
+
+def counting_in_numpy(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    counts = np.zeros(2)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        counts[0] += 1
+        return plain(x * float(counts[0]), y)
+
+    return step
+
+
+def losses_in_a_deque(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    losses: deque[Tensor] = deque(maxlen=1)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = plain(x, y)
+        before = list(losses)
+        losses.append(loss)
+        return loss, len(before)
+
+    return step
+
+
+def state_in_a_tuple(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    hidden = (torch.zeros(6), torch.zeros(6))
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        nonlocal hidden
+        loss = plain(x + hidden[0], y)
+        hidden = (x.mean(0), hidden[0])  # mark: tuple
+        return loss
+
+    return step
+
+
+def threading_a_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        x = x.clone()
+        part = threading.Thread(target=lambda: x.mul_(2))
+        part.start()  # mark: thread
+        part.join()
+        return plain(x, y)
+
+    return step
+
+
+def rounding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return round(plain(x, y).item(), 3)  # mark: round
+
+    return step
+
+
 CASES: dict[str, tuple[Any, str, str]] = {
     "branch": (branching, "branch", "mark: branch"),
     "global": (counting, "global counter", "mark: global"),
@@ -175,6 +307,17 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "random": (python_random, "random", ""),
     "hook": (hooked, "hook on the gradient of 0.weight", ""),
     "shape": (data_dependent_shape, "", "mark: shape"),
+    "time": (timing, "the time", "mark: time"),
+    "own random": (python_generator, "Python's random", "mark: own random"),
+    "new generator": (new_generator, "generator", "mark: new generator"),
+    "seeded": (seeding_a_method, "seeded", "mark: seeded"),
+    "slots": (counting_in_slots, "kept.count", "mark: slots"),
+    "class": (counting_in_a_class, "Settings.number", "mark: class"),
+    "numpy": (counting_in_numpy, "counts", ""),
+    "deque": (losses_in_a_deque, "losses", ""),
+    "tuple": (state_in_a_tuple, "hidden", "mark: tuple"),
+    "thread": (threading_a_part, "a thread", "mark: thread"),
+    "round": (rounding, "round()", "mark: round"),
 }
 
 

@@ -40,6 +40,7 @@ class _Outputs:
 
 def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     """The program of a step that was recorded to its end. Raises NotCapturable."""
+    recorder.generator_states.check_all()
     outputs = _Outputs()
     gradients, frees = _gradients(recorder, before, outputs)
     rebound = _rebound(recorder, before, outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from memplan.runtime.compiled.after import finish
 from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.constructs import Constructs, Hyperparameters
-from memplan.runtime.compiled.lifting import Places
+from memplan.runtime.compiled.lifting import Alias, Places
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import RecordedStep, StepProgram
 from memplan.runtime.compiled.recording import Recorder
@@ -49,6 +49,7 @@ def record_step(
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             recorder.refuse(NotCapturable(f"{place.path} is sparse"))
     before = places.look()
+    aliases = places.aliases()
     hyperparameters = Hyperparameters(recorder, optimizers)
     constructs = Constructs(recorder, hyperparameters)
     with hyperparameters, constructs, recorder:
@@ -58,6 +59,10 @@ def record_step(
         try:
             program = finish(recorder, before, result)
             program.effects.extend(constructs.schedules.effects)
+            program.gradients_before.extend(
+                (place, was is not None) for place, was in before.gradients
+            )
+            program.aliases.extend(_of_inputs(aliases, program))
         except NotCapturable as refusal:
             recorder.refuse(refusal)
         except Exception as fault:
@@ -85,6 +90,16 @@ def capture_step(
         assert recorded.refusal is not None
         raise recorded.refusal
     return recorded.program
+
+
+def _of_inputs(groups: list[list[Alias]], program: StepProgram) -> Iterator[list[Alias]]:
+    """Of places that share a storage, those whose sharing matters to a program."""
+    inputs = {id(one.place) for one in program.inputs}
+    freed = {id(place) for place in program.frees}
+    for group in groups:
+        kept = [alias for alias in group if id(alias[0]) not in freed]
+        if len(kept) > 1 and any(id(place) in inputs for place, _ in kept):
+            yield kept
 
 
 def optimizers_of(optimizer: Optimizers) -> list[Optimizer]:

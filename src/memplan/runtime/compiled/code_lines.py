@@ -33,6 +33,12 @@ def is_of_user(thing: types.FunctionType | types.ModuleType) -> bool:
     return not is_installed(thing.__code__.co_filename)
 
 
+def is_user_class(cls: type) -> bool:
+    """Whether the user wrote it."""
+    module = sys.modules.get(cls.__module__)
+    return isinstance(module, types.ModuleType) and is_of_user(module)
+
+
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     """A function's code and that of the functions it defines."""
     yield code

@@ -237,6 +237,14 @@ class CompiledStep(Generic[P, R]):
                 self._refuse(why)
         elif changes := self._changes(state, recorded.program):
             self._not_settled(changes[0])
+        elif (lost := self._lost(state, recorded.program)) is not None:
+            self._refuse(
+                NotCapturable(
+                    f"it puts another tensor into {lost.where}, out of memplan's sight",
+                    lost.line,
+                    "keep it in an attribute of the model, or write it in place: copy_",
+                )
+            )
         else:
             program = recorded.program
             values = program.read(leaves)
@@ -264,8 +272,14 @@ class CompiledStep(Generic[P, R]):
     def _changes(self, state: PythonState, program: StepProgram) -> list[Change]:
         for one in program.inputs:
             if one.kind is Kind.SCALAR:
-                state.let_change(one.place.owner, one.place.key)
+                key = one.place.key
+                state.let_change(one.place.owner, key[0] if isinstance(key, tuple) else key)
         return state.changed()
+
+    def _lost(self, state: PythonState, program: StepProgram) -> Change | None:
+        """A tensor that the recorded step has put where a run of the program would not."""
+        kept = {id(one.place.read()) for one in program.rebound}
+        return next(state.lost_tensors(kept), None)
 
     def _apply(self, program: StepProgram, guards: Guards) -> None:
         self._unsettled = 0

@@ -77,7 +77,7 @@ def _token(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return (
             type(leaf), tuple(leaf.shape), _strides(leaf), leaf.dtype, leaf.device,
-            leaf.requires_grad,
+            leaf.requires_grad, leaf.is_inference(),
         )  # fmt: skip
     if isinstance(leaf, float):
         return float, leaf.hex()
@@ -115,9 +115,10 @@ def _words(token: Any) -> str:
         return f"another {token.name}"
     if len(token) == 2:
         return repr(float.fromhex(token[1]) if token[0] is float else token[1])
-    _, shape, stride, dtype, device, requires_grad = token
+    _, shape, stride, dtype, device, requires_grad, inference = token
     text = f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}, strides {list(stride)}"
-    return text + (", requires grad" if requires_grad else "")
+    text += ", requires grad" if requires_grad else ""
+    return text + (", of inference mode" if inference else "")
 
 
 class Inputs:
@@ -206,12 +207,44 @@ def _geometry_words(geometry: Geometry) -> str:
     return f"{list(geometry.shape)} {kind}, strides {list(geometry.stride)}"
 
 
+def aliases_difference(program: StepProgram, leaves: Sequence[Any]) -> str:
+    """Whether places that shared a storage do so as they did, in words; empty where they do."""
+    for group in program.aliases:
+        first: torch.Tensor | None = None
+        offset = 0
+        for place, (dtype, size, stride, start) in group:
+            try:
+                tensor = place.read(leaves)
+            except (KeyError, IndexError, AttributeError):
+                tensor = None
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                return f"{place.path} is no longer the tensor it was"
+            if first is None:
+                first, offset = tensor, int(tensor.storage_offset()) - start
+            if (
+                tensor.untyped_storage()._cdata != first.untyped_storage()._cdata
+                or int(tensor.storage_offset()) - start != offset
+                or (tensor.dtype, tensor.size(), tensor.stride()) != (dtype, size, stride)
+            ):
+                return f"{place.path} shares its memory with {group[0][0].path} in another way"
+    return ""
+
+
 class Gradients:
     """Which parameters had a gradient before the step, where the step does not free it first."""
 
     def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._parameters = list(parameters)
         self._there = [parameter.grad is not None for _, parameter in self._parameters]
+
+    def and_of(self, places: Iterable[tuple[Place, bool]]) -> Gradients:
+        """And those of tensors that are not in the model but were there before the step."""
+        known = {id(parameter) for _, parameter in self._parameters}
+        for place, there in places:
+            if id(place.owner) not in known:
+                self._parameters.append((place.path.removesuffix(".grad"), place.owner))
+                self._there.append(there)
+        return self
 
     def without(self, freed: Iterable[Place]) -> Gradients:
         """Those that are not freed before the graph runs."""
@@ -248,10 +281,11 @@ class Guards:
         """`values`: of the program's inputs, now. The rest is from before the captured step."""
         self._arguments = arguments
         self._state = state
-        self._gradients = gradients.without(program.frees)
+        self._gradients = gradients.and_of(program.gradients_before).without(program.frees)
         self._settings = settings
         self._pins = program.pins
         self._inputs = Inputs(program, values)
+        self._program = program
 
     def before_reading(self, leaves: Sequence[Any], spec: TreeSpec) -> str:
         """What is different of all but the inputs' values; empty where nothing is."""
@@ -267,8 +301,15 @@ class Guards:
         for pin in self._pins:
             if (value := pin.place.read(leaves)) != pin.value or type(value) is not type(pin.value):
                 return f"{pin.place.path} is {value!r} instead of {pin.value!r}"
+        if different := aliases_difference(self._program, leaves):
+            return different
         return self._gradients.difference()
 
     def of_inputs(self, values: Sequence[Any]) -> str:
         """What is different of the inputs' values."""
+        for one, value in zip(self._program.inputs, values, strict=True):
+            if one.kind is Kind.SCALAR and type(value) is not type(one.value):
+                return (
+                    f"{one.place.path} is a {type(value).__name__}, no {type(one.value).__name__}"
+                )
         return self._inputs.difference(values)

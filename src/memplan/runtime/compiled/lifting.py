@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memplan.runtime.compiled.code_lines import is_of_user, names_in
+from memplan.runtime.compiled.generators import is_default
 from memplan.runtime.compiled.program import By, Kind, Place
 
 _MOST_OBJECTS = 200_000
@@ -44,6 +45,10 @@ class Places:
         self._by_storage: dict[int, list[tuple[Kind, Place, weakref.ref[Any]]]] = {}
         self._optimizers = optimizers
         self._ids: set[int] = set()
+        self._filled: set[tuple[int, Any]] = set()
+        """Places that are known, by their owner and key."""
+        self.generators: list[torch.Generator] = []
+        """Random generators that were there before the step, but for the devices' defaults."""
         self.gradients: list[tuple[Place, torch.Tensor]] = []
         """Places of `.grad`, and the parameters that they belong to."""
         for number, model in enumerate(models):
@@ -54,14 +59,31 @@ class Places:
         for number, value in enumerate(arguments):
             place = Place(f"argument {number}", By.ARGUMENT, None, number)
             self._add(Kind.ARGUMENT, place, value)
-        for place, value in reachable([("step", step), *(("model", model) for model in models)]):
-            if id(value) not in self._ids:
+            if isinstance(value, torch.Generator):
+                self.generators.append(value)
+        roots = [("step", step), *(("model", model) for model in models)]
+        roots += [(f"argument {number}", value) for number, value in enumerate(arguments)]
+        for place, value in reachable(roots):
+            if isinstance(value, torch.Generator):
+                self.generators.append(value)
+            elif not isinstance(value, nn.Parameter) or id(value) not in self._ids:
                 self._add(Kind.REACHED, place, value)
                 self._parameter(place.path, value)
+        self.generators = [one for one in self.generators if not is_default(one)]
 
     def look(self) -> Before:
         """How everything known is now."""
         return Before(self, self._optimizers)
+
+    def aliases(self) -> list[list[Alias]]:
+        """Of each storage that lies in several places: these places, and which view each has."""
+        groups = []
+        for held in self._by_storage.values():
+            pairs = [(place, reference()) for _, place, reference in held]
+            group = [(place, view_of(tensor)) for place, tensor in pairs if tensor is not None]
+            if len(group) > 1:
+                groups.append(group)
+        return groups
 
     def find(self, tensor: torch.Tensor) -> Found | None:
         """What is kept on the tensor's storage, the same view of it where there is one."""
@@ -79,6 +101,10 @@ class Places:
 
     def _add(self, kind: Kind, place: Place, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            filled = (id(place.owner), repr(place.key))
+            if place.by is not By.ARGUMENT and filled in self._filled:
+                return
+            self._filled.add(filled)
             self.known.append((kind, place))
             self._ids.add(id(value))
             key = value.untyped_storage()._cdata
@@ -126,17 +152,21 @@ class Places:
                     self._add(Kind.OPTIMIZER_STATE, place, value)
 
 
+View = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+Alias = tuple[Place, View]
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    return tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
 def _same_view(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return (
-        one.dtype == two.dtype
-        and one.size() == two.size()
-        and one.stride() == two.stride()
-        and one.storage_offset() == two.storage_offset()
-    )
+    return view_of(one) == view_of(two)
 
 
-def reachable(roots: list[tuple[str, Any]]) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Tensors in closures, in globals that the code names, and in attributes and items of these."""
+def reachable(roots: list[tuple[str, Any]]) -> Iterator[tuple[Place, Any]]:
+    """Tensors and random generators in closures, in globals that the code names, and in attributes
+    and items of these."""
     seen: set[int] = set()
     waiting = list(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -145,7 +175,7 @@ def reachable(roots: list[tuple[str, Any]]) -> Iterator[tuple[Place, torch.Tenso
             continue
         seen.add(id(value))
         for place, item in _items(path, value):
-            if isinstance(item, torch.Tensor):
+            if isinstance(item, (torch.Tensor, torch.Generator)):
                 yield place, item
             elif not isinstance(item, (bool, int, float, str, bytes, type)):
                 waiting.append((place.path, item))

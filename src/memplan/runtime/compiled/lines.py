@@ -12,7 +12,8 @@ _OURS = str(Path(__file__).parents[2])
 
 
 @functools.cache
-def _is_of_user(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether code of that file is neither a library's nor memplan's."""
     return not file.startswith(_OURS) and not is_installed(file)
 
 
@@ -20,7 +21,7 @@ def user_line() -> str:
     """`file:line` of the innermost frame of the user's code; empty where there is none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_of_user(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -219,6 +219,11 @@ class StepProgram:
     gradients: list[Gradient] = field(default_factory=list)
     rebound: list[Rebound] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
+    gradients_before: list[tuple[Place, bool]] = field(default_factory=list)
+    """Places of `.grad`, and whether there was one before the step."""
+    aliases: list[list[tuple[Place, tuple[Any, ...]]]] = field(default_factory=list)
+    """Places of one storage, that of an input; with the view (type, shape, strides and offset) that
+    each had."""
     effects: list[Callable[[], object]] = field(default_factory=list)
     result_spec: pytree.TreeSpec | None = None
     result_leaves: list[Leaf] = field(default_factory=list)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import enum
 import operator
+import random
+import sys
 import types
+import weakref
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from memplan.runtime.compiled.code_lines import is_user_class
 
 MISSING = object()
 TENSOR = object()
@@ -16,8 +22,10 @@ TENSOR = object()
 POSITION = object()
 """Key of how far an iterator has come."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
-LONGEST = 4096
+LONGEST = 100_000
 """Items of a sequence that are looked at one by one; of a longer one, its length and ends."""
+LARGEST = 1 << 20
+"""Bytes of an array of Python's or NumPy's that are looked at; a larger one of NumPy is not."""
 ITERATORS: tuple[type, ...] = (
     types.GeneratorType, type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})),
     type(iter({}.values())), type(iter({}.items())), type(iter("")), enumerate, zip, map, filter,
@@ -34,20 +42,22 @@ def same(before: Any, after: Any) -> bool:
     others than before do not, but for those that a step makes anew: small, plain ones."""
     if before is TENSOR or before is MISSING or after is MISSING:
         return before is TENSOR and isinstance(after, torch.Tensor)
+    if isinstance(before, torch.Tensor):
+        return before is after  # in a container that is another one: its place is another, too
     if type(before) is not type(after):
         return False
     if isinstance(before, (list, tuple)):
         return len(before) == len(after) <= LONGEST and all(
-            one is two or same(held(one), two) for one, two in zip(before, after, strict=True)
+            one is two or same(one, two) for one, two in zip(before, after, strict=True)
         )
     if isinstance(before, dict):
         return before.keys() == after.keys() and all(
-            same(held(value), after[key]) for key, value in before.items()
+            same(value, after[key]) for key, value in before.items()
         )
     if isinstance(before, types.MethodType):
         return bool(before == after)
     if isinstance(before, float):
-        return before == after or (before != before and after != after)
+        return bool(before.hex() == after.hex())
     if isinstance(before, (*PLAIN, torch.Size, torch.dtype, torch.device, range, slice)):
         return bool(before == after)
     return before is after
@@ -85,6 +95,72 @@ def position(value: Any) -> dict[Any, Any]:
     except (TypeError, AttributeError, ValueError):
         return {POSITION: operator.length_hint(value, -1)}
     return {POSITION: state[0] if state else repr(arguments)}
+
+
+def slots_of(value: object) -> list[str]:
+    """Names of the attributes that lie in slots, of the user's own classes."""
+    found: list[str] = []
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        if is_user_class(base):
+            found += [slots] if isinstance(slots, str) else [*slots]
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def attributes(value: object, names: list[str]) -> dict[Any, Any]:
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def of_class(cls: type) -> dict[Any, Any]:
+    return {key: item for key, item in vars(cls).items() if key not in _OF_CLASSES}
+
+
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__annotations__"}
+
+
+def of_referent(reference: weakref.ref[torch.Tensor]) -> dict[Any, Any]:
+    tensor = reference()
+    return {} if tensor is None else dict(vars(tensor))
+
+
+def content_of(value: Any) -> Callable[[], dict[Any, Any]] | None:
+    """How to read what an object keeps outside of Python's attributes, as text or bytes; None where
+    it is no such object."""
+    if isinstance(value, random.Random):
+        return lambda: {POSITION: repr(value.getstate())}
+    if isinstance(value, (bytearray, array)):
+        return lambda: {POSITION: bytes(memoryview(value)[:LARGEST])}
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        return lambda: {POSITION: repr(value.bit_generator.state)}
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: {POSITION: repr(value.get_state(legacy=False))}
+    if isinstance(value, numpy.ndarray) and value.nbytes <= LARGEST:
+        return lambda: {POSITION: value.tobytes()}
+    return None
+
+
+def global_hooks() -> list[tuple[str, dict[Any, Any]]]:
+    """PyTorch's hooks on all modules and on all optimizers."""
+    return [
+        (name, found)
+        for module in ("torch.nn.modules.module", "torch.optim.optimizer")
+        for space in (vars(sys.modules[module]),)
+        for name, found in space.items()
+        if name.startswith("_global_") and "hook" in name and isinstance(found, dict)
+    ]
+
+
+def hooks_on(tensor: torch.Tensor | None) -> int:
+    """How many hooks a parameter's gradient has."""
+    if tensor is None:
+        return 0
+    return len(tensor._backward_hooks or ()) + len(tensor._post_accumulate_grad_hooks or ())
+
+
+def tensor_hooks(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: hooks_on(item) for name, item in own["_parameters"].items()}
 
 
 HOOKS = tuple(key for key in vars(torch.nn.Module()) if "hooks" in key)
@@ -131,6 +207,15 @@ def plain_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         for key, value in state.items()
         if not isinstance(value, torch.Tensor)
     }
+
+
+def ids_of_state(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Which dicts hold its state: `load_state_dict` makes new ones."""
+    return [id(optimizer.state), *map(id, optimizer.state.values())]
+
+
+def state_ids(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return dict(enumerate(ids_of_state(optimizer)))
 
 
 def cells(function: types.FunctionType) -> dict[Any, Any]:

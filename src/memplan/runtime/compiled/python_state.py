@@ -7,9 +7,11 @@ it was captured with must be the same at each call, and a step must not change a
 from __future__ import annotations
 
 import operator
+import os
 import re
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from memplan.runtime.compiled import python_items as items
-from memplan.runtime.compiled.code_lines import is_of_user, names_in, stores
+from memplan.runtime.compiled.code_lines import is_of_user, is_user_class, names_in, stores
 
 MOST_NODES = 50_000
 _OPAQUE = (
@@ -51,7 +53,7 @@ class Change:
 class _Node:
     """A container, and what it held."""
 
-    __slots__ = ("compare", "expected", "items", "owner", "quick", "read", "where")
+    __slots__ = ("compare", "expected", "items", "owner", "quick", "read", "tensors", "where")
 
     def __init__(
         self,
@@ -68,7 +70,11 @@ class _Node:
         self.where = where
         self.read = read
         self.quick = quick
-        self.items = {key: items.held(value) for key, value in read().items()}
+        now = read()
+        self.items = {key: items.held(value) for key, value in now.items()}
+        self.tensors = {
+            key: weakref.ref(value) for key, value in now.items() if isinstance(value, torch.Tensor)
+        }
         self.expected = tuple(self.items.values())
 
     def is_same(self) -> bool:
@@ -113,6 +119,8 @@ class PythonState:
         self._queue: deque[tuple[str, object]] = deque()
         self._queue.extend(roots.items())
         self._queue.append((getattr(step, "__name__", "step"), step))
+        for name, everywhere in items.global_hooks():
+            self._dict(name, everywhere)
         while self._queue and len(self._nodes) < MOST_NODES:
             self._visit(*self._queue.popleft())
         self._watch_modules()
@@ -138,6 +146,23 @@ class PythonState:
                 line = stores(self._codes, name)
                 yield Change(where, name, items.words(before), items.words(after), line)
 
+    def lost_tensors(self, kept: Collection[int]) -> Iterator[Change]:
+        """Tensors that were replaced since this was made, by others than `kept` (ids). Asked once:
+        what has been there is forgotten then."""
+        for node in self._nodes:
+            tensors, node.tensors = node.tensors, {}
+            if not tensors:
+                continue
+            now = node.read()
+            for key, reference in tensors.items():
+                after = now.get(key)
+                same = after is not None and reference() is after
+                if isinstance(after, torch.Tensor) and not same and id(after) not in kept:
+                    where = _join(node.where, key)
+                    name = re.split(r"[ .]", node.where.rstrip("."))[-1].split("[")[0]
+                    line = stores(self._codes, name)
+                    yield Change(where, name, "a tensor", "another tensor", line)
+
     # Following
 
     def _visit(self, where: str, value: object) -> None:
@@ -155,6 +180,10 @@ class PythonState:
             self._queue.extend((where, part) for part in (value.__func__, value.__self__))
         elif isinstance(value, types.FunctionType):
             self._function(where, value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._queue.append((where, value.__func__))
+        elif isinstance(value, property):
+            self._queue.append((where, value.fget))
         elif isinstance(value, dict):
             self._dict(where, value)
         elif isinstance(value, tuple) and all(isinstance(item, items.PLAIN) for item in value):
@@ -165,9 +194,17 @@ class PythonState:
             self._add(where, partial(items.as_set, value))
         elif isinstance(value, items.ITERATORS) or type(value).__module__ == "itertools":
             self._add(where, partial(items.position, value))
-        elif not isinstance(value, (torch.Tensor, type, types.ModuleType)) and _is_followed(value):
-            self._add(where, lambda: vars(value), vars(value).values)
-            self._class(where, type(value))
+        elif isinstance(value, type):
+            self._seen.discard(id(value))
+            self._class(value)
+        elif (content := items.content_of(value)) is not None:
+            self._nodes.append(_Node(where, content))
+        elif not isinstance(value, (torch.Tensor, types.ModuleType)) and _is_followed(value):
+            if hasattr(value, "__dict__"):
+                self._add(where, lambda: vars(value), vars(value).values)
+            if slots := items.slots_of(value):
+                self._add(where, partial(items.attributes, value, slots))
+            self._class(type(value))
 
     def _add(
         self,
@@ -189,11 +226,18 @@ class PythonState:
         self._add(where, lambda: own, own.values)
         self._add(where, partial(items.by_key, own["_modules"]), own["_modules"].values)
         self._modules[where] = own
-        self._class(where, type(module))
+        self._class(type(module))
 
     def _watch_modules(self) -> None:
         """What all modules have in dicts of their own, at once."""
         parameters = [own["_parameters"] for own in self._modules.values()]
+        for where, own in self._modules.items():
+            for name, tensor in own["_parameters"].items():
+                if tensor is not None and vars(tensor):
+                    reference = weakref.ref(tensor)
+                    self._nodes.append(
+                        _Node(f"{where}.{name}", partial(items.of_referent, reference))
+                    )
         buffers = [own["_buffers"] for own in self._modules.values()]
         hooks = [own[key] for own in self._modules.values() for key in items.HOOKS]
         for what, read, quick in (
@@ -201,6 +245,11 @@ class PythonState:
                 "parameters",
                 items.ids,
                 lambda: [id(p) for held in parameters for p in held.values()],
+            ),
+            (
+                "hooks on the gradients",
+                items.tensor_hooks,
+                lambda: [items.hooks_on(p) for held in parameters for p in held.values()],
             ),
             ("buffers", items.names, lambda: [name for held in buffers for name in held]),
             (
@@ -218,6 +267,8 @@ class PythonState:
         self._add(where, lambda: own, own.values)
         self._add(f"{where}.param_groups", partial(items.sequence, optimizer.param_groups))
         self._add(f"{where}.state", partial(items.plain_state, optimizer))
+        read, quick = partial(items.state_ids, optimizer), partial(items.ids_of_state, optimizer)
+        self._nodes.append(_Node(f"{where}.state (as a dict)", read, quick, eq))
         for group in optimizer.param_groups:
             held = group["params"]
             self._seen.add(id(held))
@@ -230,16 +281,18 @@ class PythonState:
                 )
             )
 
-    def _class(self, where: str, cls: type) -> None:
-        """Methods of the user's own classes read globals and closures too."""
+    def _class(self, cls: type) -> None:
+        """The user's own classes have attributes, and methods that read globals and closures."""
         for base in cls.__mro__:
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
-            for name, method in vars(base).items():
-                function = getattr(method, "__func__", getattr(method, "fget", method))
-                if isinstance(function, types.FunctionType) and is_of_user(function):
-                    self._queue.append((f"{base.__name__}.{name}", function))
+            if is_user_class(base):
+                read, quick = partial(items.of_class, base), vars(base).values
+                self._add(base.__name__, read, quick)
+            elif methods := [name for name in ("forward", "step") if name in vars(base)]:
+                read = partial(items.attributes, base, methods)
+                self._nodes.append(_Node(base.__name__, read))
 
     def _function(self, where: str, function: types.FunctionType) -> None:
         wrapped = getattr(function, "__wrapped__", None)
@@ -262,8 +315,21 @@ class PythonState:
         space = function.__globals__
         self._globals("", space, names)
         for name in names & space.keys():
-            if isinstance(space[name], types.ModuleType) and is_of_user(space[name]):
-                self._globals(f"{name}.", vars(space[name]), names)
+            module = space[name]
+            if isinstance(module, types.ModuleType):
+                if is_of_user(module):
+                    self._globals(f"{name}.", vars(module), names)
+                else:
+                    self._library(name, module, names)
+
+    def _library(self, name: str, module: types.ModuleType, names: set[str]) -> None:
+        """What a library's functions are, which the user may replace; not what they hold."""
+        space = vars(module)
+        here = [other for other in names if other in space]
+        read, quick = partial(items.some, space, here), partial(items.some_values, space, here)
+        self._nodes.append(_Node(f"{name}.", read, quick))
+        if module is os and {"environ", "getenv"} & names:
+            self._dict("os.environ", vars(os.environ)["_data"])
 
     def _globals(self, prefix: str, space: dict[str, Any], names: set[str]) -> None:
         here = [name for name in names if name in space]
@@ -275,7 +341,7 @@ class PythonState:
 
 
 def _is_followed(value: object) -> bool:
-    if not hasattr(value, "__dict__") or isinstance(value, LRScheduler):
+    if isinstance(value, LRScheduler) or not (hasattr(value, "__dict__") or items.slots_of(value)):
         return False  # a scheduler in the step is called again after it; see `capture`
     home = type(value).__module__
     if home.split(".")[0] == "torch":

@@ -17,7 +17,13 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.runtime.compiled.generators import Generators, chain_of
+from memplan.runtime.compiled.generators import (
+    Generators,
+    address_of,
+    chain_of,
+    chain_of_own,
+    is_default,
+)
 from memplan.runtime.compiled.in_place import GEOMETRY
 from memplan.runtime.compiled.known_storages import KnownStorages
 from memplan.runtime.compiled.lifting import Found, Places
@@ -95,7 +101,7 @@ class Recorder(TorchDispatchMode):
         self._known = KnownStorages(self.storages)
         self._placeholders: list[fx.Node] = []
         self._generators: dict[int, fx.Node] = {}
-        self._generator_states = Generators()
+        self.generator_states = Generators(places.generators)
         self._flops = 0
         self._gate: tuple[fx.Node, Callable[[Any], Any]] | None = None
         self._gated: set[fx.Node] = set()
@@ -161,7 +167,7 @@ class Recorder(TorchDispatchMode):
             return None
         if func is ITEM:
             return self._item(call.mapped, result)
-        self._generator_states.drawn(call.chains)
+        self.generator_states.drawn(call.chains)
         self._flops = flops_of(func, call.args, call.kwargs, result)
         mapped = call.mapped, call.mapped_kwargs
         self._emit(func, traits_of(func), mapped, call.args, result, call.chains)
@@ -414,12 +420,12 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _generator(self, generator: torch.Generator) -> fx.Node:
-        node = self._generators.get(id(generator))
+        node = self._generators.get(address_of(generator))
         if node is None:
             node = self._placeholder()
             place = Place("a random generator", By.HELD, generator)
             self.inputs.append(Input(node.name, Kind.CONSTANT, place))
-            self._generators[id(generator)] = node
+            self._generators[address_of(generator)] = node
         return node
 
     def _constant(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
@@ -525,10 +531,12 @@ class Recorder(TorchDispatchMode):
         generator = kwargs.get("generator")
         device = kwargs.get("device") or next((t.device for t in tensors_in(args)), "cpu")
         device = torch.device(device)
-        if generator is not None and generator is not torch.default_generator:
-            return (f"generator {id(generator):x}",)
-        self._generator_states.check(device)
-        return (chain_of(device),)
+        if generator is not None and not is_default(generator):
+            chain = chain_of_own(generator)
+        else:
+            chain = chain_of(device)
+        self.generator_states.check(chain)
+        return (chain,)
 
     # Random numbers
 
@@ -556,7 +564,7 @@ class Recorder(TorchDispatchMode):
         node.meta[FACTS] = Facts(
             reads=used, uses=used, chains=(chain_of(device),), source=user_line()
         )
-        self._generator_states.moved(device, state)
+        self.generator_states.moved(device, state)
 
 
 _ARGUMENTS = (

@@ -195,6 +195,35 @@ def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scala
     )
 
 
+def _escaping(name: str, function: Callable[..., Any]) -> None:
+    def method(self: Scalar, *others: Any) -> Any:
+        plain = [other.value if isinstance(other, Scalar) else other for other in others]
+        value = function(self._escape(f"{name}() of a number read from a tensor"), *plain)
+        return Scalar(self.recorder, value, None)
+
+    setattr(Scalar, name, method)
+
+
+def _integer_if(value: float) -> bool:
+    return value.is_integer()
+
+
+_ESCAPING: dict[str, Callable[..., Any]] = {
+    "round": round,
+    "is_integer": _integer_if,
+    "sym_int": int,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "sym_asin": math.asin,
+    "sym_acos": math.acos,
+    "sym_atan": math.atan,
+}
+for _name, _function in _ESCAPING.items():
+    _escaping(_name, _function)
+
 for _name in ("__str__", "str"):
     setattr(Scalar, _name, Scalar._graph_repr)
 

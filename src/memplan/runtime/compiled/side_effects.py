@@ -8,11 +8,13 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from memplan.capture.patching import Patches
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.outside_world import OutsideWorld
 
 _QUIET = ("memplan", "torch", "py.warnings", "asyncio")
 """Loggers whose lines are not the step's."""
@@ -27,14 +29,21 @@ class SideEffects:
         self._patches = Patches()
         self._random: list[object] = []
         self._thread = threading.get_ident()
+        self._outside = OutsideWorld(lambda what, hint: self._note(what, user_line(), hint))
 
     def __enter__(self) -> Self:
         self._random = _random_states()
         self._patches.set(builtins, "print", self._noting("print()", builtins.print))
         self._patches.set(logging.Logger, "handle", self._handle(logging.Logger.handle))
+        start = self._noting("a thread", threading.Thread.start)
+        self._patches.set(threading.Thread, "start", start)
+        submit = self._noting("a thread", ThreadPoolExecutor.submit)
+        self._patches.set(ThreadPoolExecutor, "submit", submit)
+        self._outside.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._outside.__exit__()
         self._patches.undo()
         for name, before, after in zip(
             ("random", "numpy.random"), self._random, _random_states(), strict=False
