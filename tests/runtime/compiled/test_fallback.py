@@ -208,6 +208,7 @@ def seeding_a_method(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 class Slotted:
     __slots__ = ("count",)
+    count: int
 
 
 def counting_in_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

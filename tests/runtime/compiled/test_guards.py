@@ -110,6 +110,49 @@ def without_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
+class OfClass(nn.Module):
+    """Reads an attribute of its class, and one of a parameter."""
+
+    power = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+        weight: Any = self.inner.get_submodule("0").weight
+        weight.factor = 1.0
+        self.masks = {"first": torch.ones(4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor: Any = self.inner.get_submodule("0").weight
+        return self.inner(x) * self.power * factor.factor * self.masks["first"]
+
+
+def of_class() -> nn.Module:
+    OfClass.power = 2.0
+    return OfClass()
+
+
+def set_power(job: Job) -> None:
+    OfClass.power = 3.0
+
+
+def set_factor(job: Job) -> None:
+    job.model.inner.get_submodule("0").weight.factor = 3.0
+
+
+def new_masks(job: Job) -> None:
+    """Another dict with the same keys."""
+    job.model.masks = {"first": torch.full((4,), 0.5)}
+
+
+def load_state(job: Job) -> None:
+    """Dicts of its own for each parameter's state."""
+    state = job.optimizer.state_dict()
+    for one in state["state"].values():
+        one["exp_avg"] = one["exp_avg"] * 2
+    job.optimizer.load_state_dict(state)
+
+
 CHANGES: dict[str, tuple[Callable[[], Job], str]] = {
     "training flag": (changed(Norm, lambda j: j.model.eval(), (4, 3, 6, 6)), "training"),
     "one layer's flag": (
@@ -136,6 +179,10 @@ CHANGES: dict[str, tuple[Callable[[], Job], str]] = {
         changed(perceptron, lambda j: j.optimizer.zero_grad(), step_of=without_zeroing),
         "has no gradient before the step",
     ),
+    "class": (changed(of_class, set_power), "OfClass.power"),
+    "parameter's attribute": (changed(of_class, set_factor), "factor"),
+    "replaced dict": (changed(of_class, new_masks), "masks"),
+    "optimizer's state": (changed(perceptron, load_state), "optimizer.state"),
     "deterministic": (
         changed(perceptron, lambda j: torch.use_deterministic_algorithms(True)),
         "deterministic",
@@ -167,7 +214,18 @@ def test_what_changes_between_calls_is_captured_again(
 
 
 @pytest.mark.parametrize(
-    "what", ["attribute", "config", "list", "weight decay", "hook", "training flag", "dropout"]
+    "what",
+    [
+        "attribute",
+        "config",
+        "list",
+        "weight decay",
+        "hook",
+        "training flag",
+        "dropout",
+        "class",
+        "replaced dict",
+    ],
 )
 def test_the_bits_differ_where_a_guard_is_missing(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +235,114 @@ def test_the_bits_differ_where_a_guard_is_missing(
     monkeypatch.setattr(guards.Guards, "of_inputs", lambda *_: "")
     with pytest.raises(AssertionError, match="after step 4"):
         run_both(CHANGES[what][0], order=False)
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_one_tensor_given_twice_is_not_two(shared: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor two halves of one tensor, which lie as the same half given twice does."""
+
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+
+        def step(x: Tensor, z: Tensor) -> Tensor:
+            loss = (model(x) * model(z).detach()).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        whole = [x for x, _ in batches((10, 6), count=7)]
+        calls = [(x[:5], x[:5] if (n < 3) == (shared == 0) else x[5:]) for n, x in enumerate(whole)]
+        return Job(model, optimizer, step, calls)
+
+    compiled, _ = run_both(make)
+    assert len(again(caplog)) == 1
+    assert compiled.report().compiled_calls == 4
+
+
+def test_two_names_of_one_tensor_are_two_when_they_part() -> None:
+    """An LSTM's two states start as one tensor of zeros."""
+
+    def make() -> Job:
+        model = nn.LSTMCell(6, 4)
+        optimizer = adam(model.parameters())
+        model.hidden = model.cell = torch.zeros(5, 4)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            hidden, cell = model(x, (model.hidden, model.cell))
+            loss = F.cross_entropy(hidden, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.hidden, model.cell = hidden.detach(), cell.detach()
+            return loss.detach()
+
+        job = Job(model, optimizer, step, batches((5, 6), count=7))
+        done = 0
+
+        def after() -> None:
+            nonlocal done
+            done += 1
+            if done == 1:
+                model.hidden = model.cell = torch.zeros(5, 4)
+
+        job.after = after
+        return job
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 4
+
+
+def test_a_scaler_that_the_step_holds_does_not_hinder() -> None:
+    """Not where it leaves an update out, either: the fifth batch has an infinity."""
+
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        calls = batches((5, 6), count=7)
+        calls[4] = (calls[4][0] * float("inf"), calls[4][1])
+        return Job(model, optimizer, step, calls)
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 5
+
+
+def test_a_hook_on_a_gradient_that_comes_later_is_seen() -> None:
+    def hook(job: Job) -> None:
+        job.model.get_submodule("0").weight.register_hook(lambda gradient: gradient * 2)
+
+    with pytest.warns(UserWarning, match="a hook on the gradient"):
+        compiled, _ = run_both(changed(perceptron, hook))
+    assert compiled.report().fallback
+
+
+def test_draws_of_a_generator_of_ones_own_stay_in_order() -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        plain = cross_entropy(model, optimizer)
+        own = torch.Generator().manual_seed(2)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            first = torch.randn(4, generator=own)
+            loss = plain(x + torch.randn(x.shape, generator=own), y)
+            return loss, first, torch.rand(3, generator=own)
+
+        return Job(model, optimizer, step, batches((5, 6)))
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 4
 
 
 def test_an_old_shape_comes_back_to_its_program(caplog: pytest.LogCaptureFixture) -> None:

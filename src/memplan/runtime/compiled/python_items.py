@@ -111,6 +111,11 @@ def attributes(value: object, names: list[str]) -> dict[Any, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
+def of_scaler(scaler: torch.amp.GradScaler) -> dict[Any, Any]:
+    """But for what it notes within a step, and forgets at its end."""
+    return {key: item for key, item in vars(scaler).items() if key != "_per_optimizer_states"}
+
+
 def of_class(cls: type) -> dict[Any, Any]:
     return {key: item for key, item in vars(cls).items() if key not in _OF_CLASSES}
 

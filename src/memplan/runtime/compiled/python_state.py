@@ -194,6 +194,8 @@ class PythonState:
             self._add(where, partial(items.as_set, value))
         elif isinstance(value, items.ITERATORS) or type(value).__module__ == "itertools":
             self._add(where, partial(items.position, value))
+        elif isinstance(value, torch.amp.GradScaler):
+            self._add(where, partial(items.of_scaler, value))
         elif isinstance(value, type):
             self._seen.discard(id(value))
             self._class(value)
