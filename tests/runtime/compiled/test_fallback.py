@@ -398,6 +398,28 @@ def test_wrapped_models_are_refused_by_name(wrapper: str) -> None:
     assert compiled.report().plain_calls == 1
 
 
+def test_the_type_of_a_number_is_no_business_of_a_step() -> None:
+    """The recorded call itself has another type there, so nothing may come after it."""
+    model = perceptron()
+    optimizer = adam(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        value = loss.item()
+        (loss * (2.0 if isinstance(value, float) else 1.0)).backward()  # mark: type
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    compiled = memplan.compile(step, model=model, optimizer=optimizer)
+    batch = batches((5, 6))[0]
+    compiled(*batch)
+    with pytest.warns(UserWarning, match=f"{line_of('mark: type')}: .*the type of a number"):
+        compiled(*batch)
+    compiled(*batch)
+    assert compiled.report().compiled_calls == 0
+
+
 def test_what_is_no_step_model_or_budget_is_said() -> None:
     model = perceptron()
     optimizer = adam(model.parameters())

@@ -1,5 +1,5 @@
 """Sees a step ask what no graph can: the time, the system's random numbers, a file, the state of a
-random generator."""
+random generator, whether a number that stays symbolic is a float."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memplan.runtime.compiled.lines import is_users_file
+from memplan.runtime.compiled.scalars import Symbolic
 
 _CLOCKS = tuple(
     getattr(time, name)
@@ -48,9 +49,12 @@ class OutsideWorld:
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call":
             return
+        users = is_users_file(frame.f_code.co_filename)
         what = _asked(function)
-        if what and (what in _ANYWHERE or is_users_file(frame.f_code.co_filename)):
+        if what and (users or what in _ANYWHERE):
             self._note(what, "ask outside the step, and pass it as an argument")
+        if users and function is isinstance and _has_number(frame):
+            self._note(_TYPE, "return the number, and look at its type outside the step")
 
 
 def _asked(function: Any) -> str:
@@ -71,6 +75,13 @@ def _asked(function: Any) -> str:
     return ""
 
 
+def _has_number(frame: FrameType) -> bool:
+    """Whether one of its variables is a number read from a tensor: `isinstance(x, float)` is false
+    of such while the step is recorded, and which variable was asked about is not told."""
+    return any(isinstance(value, Symbolic) for value in frame.f_locals.values())
+
+
+_TYPE = "it asks for the type of a number read from a tensor"
 _TIME = "it asks for the time"
 _SYSTEM = "it draws the system's random numbers"
 _RANDOM = "it draws from a generator of Python's random"
