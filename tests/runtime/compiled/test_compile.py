@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -283,6 +285,15 @@ def test_batches_of_a_kind_of_dict_are_looked_into() -> None:
 
     compiled, _ = run_both(make)
     assert compiled.report().compiled_calls == 5
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compiled_step_says_that_it_cannot_be_copied(copied: Callable[[Any], Any]) -> None:
+    model = perceptron()
+    optimizer = adam(model.parameters())
+    step = memplan.compile(cross_entropy(model, optimizer), model=model, optimizer=optimizer)
+    with pytest.raises(TypeError, match="compile the step of the copy"):
+        copied(step)
 
 
 def test_methods_and_callable_objects_are_steps() -> None:

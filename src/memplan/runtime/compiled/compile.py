@@ -133,6 +133,12 @@ class CompiledStep(Generic[P, R]):
         self._later = 0
         self._fallback = ""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a compiled step trains the very model that it was made for and cannot be copied or "
+            "pickled: compile the step of the copy"
+        )
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._fallback:
             return self._plainly(args, kwargs)
