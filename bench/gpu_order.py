@@ -12,7 +12,6 @@ after every process.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -21,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
+from bench.gpu_estimate import Execute, execute
 from bench.gpu_options import gpu_is_missing, suite_parser
-from bench.gpu_recompute import CUBLAS_WORKSPACE
+from bench.gpu_recompute import found_by
 from bench.results import write_result
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
@@ -31,7 +30,6 @@ OPTIMIZERS = ("adam", "adamw-fused")
 BUDGET_PART = 0.8
 """Of what the ordered step holds at its peak beyond weights, optimizer state and inputs."""
 BUDGET_SECONDS = 540.0
-TASK_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,8 @@ class Suite:
     def perform(self, task: Task) -> dict[str, Any]:
         """What the task's process found, or `error`."""
         left = self.budget - (self.clock() - self.started)
-        if left < LEAST_SECONDS:
-            return {"error": "no time left"}
         out = self.work / f"{task.name}.json"
-        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE}
-        code, _, stderr = self.run(task.command(out), env, min(TASK_SECONDS, left))
-        if not out.exists():
-            return {"error": f"exit code {code}: {stderr[-1500:]}"}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        return found_by(self.run, task.command(out), out, left)
 
     def run_all(self, names: list[str]) -> None:
         """Each network with each optimizer, then within a budget; saved after every task."""

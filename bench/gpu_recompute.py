@@ -52,6 +52,18 @@ class Task:
         return "-".join((self.job, self.kind, *(a for a in self.arguments[1:] if a[:2] != "--")))
 
 
+def found_by(run: Execute, command: list[str], out: Path, left: float) -> dict[str, Any]:
+    """What a process writes to `out`, or `error`. `left`: seconds of the suite."""
+    if left < LEAST_SECONDS:
+        return {"error": "no time left"}
+    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE}
+    code, _, stderr = run(command, env, min(TASK_SECONDS, left))
+    if not out.exists():
+        return {"error": f"exit code {code}: {stderr[-1500:]}"}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
 @dataclass
 class Suite:
     """One run of the suite: its clock, its work folder and what it has found so far."""
@@ -75,15 +87,8 @@ class Suite:
     def perform(self, task: Task) -> dict[str, Any]:
         """What the task's process found, or `error`."""
         left = self.budget - (self.clock() - self.started)
-        if left < LEAST_SECONDS:
-            return {"error": "no time left"}
         out = self.work / f"{task.name}.json"
-        env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE}
-        code, _, stderr = self.run(self.command(task, out), env, min(TASK_SECONDS, left))
-        if not out.exists():
-            return {"error": f"exit code {code}: {stderr[-1500:]}"}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        return found_by(self.run, self.command(task, out), out, left)
 
     def run_all(self, names: list[str]) -> None:
         """References first, what they make possible next; saved after every task."""
