@@ -23,6 +23,12 @@ from memplan.runtime.tape.decisions import HOLD, Decisions
 from memplan.runtime.tape.functions import top_hooks, watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
 from memplan.runtime.tape.needed import Needed, needed_by
+from memplan.runtime.tape.op_effects import (
+    note_generator,
+    touches_cuda,
+    updated_statistics,
+    written_tensors,
+)
 from memplan.runtime.tape.real_cuda import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
@@ -179,13 +185,13 @@ class Recording(TorchDispatchMode):
             return self._run_unrecorded(func, traits, args, kwargs)
         record = OpRecord(func, number, nth, args, kwargs)
         can = traits.replayable and not self._opaque and not self._on_another_stream()
-        written = _written_tensors(traits, args, kwargs) if traits.written else []
+        written = written_tensors(traits, args, kwargs) if traits.written else []
         for tensor in written:
             can &= self._before_writing(tensor)
         can = can and self._freeze_arguments(record, traits, written)
         if can and traits.draws(args, kwargs):
-            _note_generator(record, args, kwargs, self._symbolic)
-        statistics = _updated_statistics(traits, args) if traits.statistics else []
+            note_generator(record, args, kwargs, self._symbolic)
+        statistics = updated_statistics(traits, args) if traits.statistics else []
         for tensor in statistics:
             self._before_writing(tensor)
         result = func(*args, **kwargs)
@@ -216,9 +222,9 @@ class Recording(TorchDispatchMode):
         self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What it makes is unknown: whoever reads it keeps it."""
-        written = _written_tensors(traits, args, kwargs) if traits.written else []
+        written = written_tensors(traits, args, kwargs) if traits.written else []
         if traits.statistics:
-            written += _updated_statistics(traits, args)
+            written += updated_statistics(traits, args)
         for tensor in written:
             self._before_writing(tensor)
         result = func(*args, **kwargs)
@@ -236,7 +242,7 @@ class Recording(TorchDispatchMode):
 
     def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
-        if self._on_cuda and not _touches_cuda(args, kwargs):
+        if self._on_cuda and not touches_cuda(args, kwargs):
             return -1
         nth = self._counts.get(traits.name, 0)
         self._counts[traits.name] = nth + 1
@@ -407,62 +413,3 @@ def _keep_dynamo_out() -> None:
 
 
 _keep_dynamo_out()
-
-
-def _touches_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op reads a tensor on CUDA or makes one there."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "cuda":
-        return True
-    return any(tensor.is_cuda for item in args for tensor in flat_tensors(item)) or any(
-        tensor.is_cuda for item in kwargs.values() for tensor in flat_tensors(item)
-    )
-
-
-def _written_tensors(
-    traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    """The tensors that an op writes to by its schema, each storage once."""
-    found: dict[int, torch.Tensor] = {}
-    for position, name in traits.written:
-        given = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in filter(is_plain, flat_tensors(given)):
-            found.setdefault(tensor.untyped_storage()._cdata, tensor)
-    return list(found.values())
-
-
-def _updated_statistics(traits: Traits, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The running statistics that a batch norm is about to update."""
-    if traits.statistics is None or not args[traits.statistics[2]]:
-        return []
-    return [args[position] for position in traits.statistics[:2] if args[position] is not None]
-
-
-def _note_generator(
-    record: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: bool
-) -> None:
-    """Remember the state of the generator that a random op is about to draw from."""
-    generator = next(
-        (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)), None
-    )
-    if generator is None:
-        tensor = next(iter(flat_tensors(list(args))), None)
-        device = tensor.device if tensor is not None else kwargs.get("device")
-        device = torch.device(device or "cpu")
-        if symbolic and device.type != "cpu":
-            return
-        generator = default_generator(device)
-    if symbolic:  # nothing is drawn, but the state takes its place on the host
-        if generator.device.type == "cpu":
-            size = generator.get_state().size()
-            record.state = torch.empty_strided(size, (1,), dtype=torch.uint8, device="cpu")
-        return
-    record.generator = generator
-    record.state = generator.get_state()
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
