@@ -18,7 +18,7 @@ from memplan.runtime.compiled.capture import capture_step
 from memplan.runtime.compiled.dependencies import operators
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import Kind, facts_of
-from memplan.runtime.compiled.recording import Recorder
+from memplan.runtime.compiled.recording.operators import Operators
 from tests.runtime.compiled.recorded import Job, job_of, residual_job, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
@@ -420,7 +420,7 @@ def test_a_fault_of_ours_ends_the_recording_and_runs_no_operator_twice(
         return loss.clone().add_(1)
 
     job, plain = job_of(body), job_of(body)
-    monkeypatch.setattr(Recorder, "_emit", fail)
+    monkeypatch.setattr(Operators, "add", fail)
     recorded = job.record()
     assert recorded.program is None
     assert "a fault of memplan: KeyError('ours')" in str(recorded.refusal)

@@ -40,29 +40,29 @@ class _Outputs:
 
 def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     """The program of a step that was recorded to its end. Raises NotCapturable."""
-    recorder.generator_states.check_all()
+    recorder.random.states.check_all()
     outputs = _Outputs()
     gradients, frees = _gradients(recorder, before, outputs)
     rebound = _rebound(recorder, before, outputs)
     leaves, spec = pytree.tree_flatten(result)
     result_leaves = [_leaf(recorder, leaf, outputs) for leaf in leaves]
-    if any(recorder.is_gated(node) for node in outputs.nodes):
+    if any(recorder.graph.is_gated(node) for node in outputs.nodes):
         raise NotCapturable("it uses what a scaler may leave out")
-    graph = recorder.graph
+    graph = recorder.graph.fx
     graph.output(tuple(outputs.nodes))
     _drop_unused(recorder)
-    recorder.note_results()
-    add_in_place(graph, recorder.storages)
+    recorder.tensors.note_results()
+    add_in_place(graph, recorder.tensors.storages)
     graph.lint()
     module = fx.GraphModule(nn.Module(), graph, "Step")
     return StepProgram(
         graph_module=module,
-        inputs=recorder.inputs,
-        storages=recorder.storages,
+        inputs=recorder.graph.inputs,
+        storages=recorder.tensors.storages,
         frees=frees,
         gradients=gradients,
         rebound=rebound,
-        pins=list(recorder.pins.values()),
+        pins=list(recorder.numbers.pins.values()),
         result_spec=spec,
         result_leaves=result_leaves,
         result_name=type(result).__name__,
@@ -83,7 +83,7 @@ def _gradients(
             if was is not None:
                 gradients.append(Gradient(place, None))
             continue
-        gradients.append(Gradient(place, outputs.number(recorder.node_of(now))))
+        gradients.append(Gradient(place, outputs.number(recorder.tensors.node_of(now))))
     return gradients, frees
 
 
@@ -101,7 +101,7 @@ def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebo
             raise NotCapturable(
                 f"{place.path} is replaced in the step", "", "write it in place: copy_, add_"
             )
-        rebound.append(Rebound(place, outputs.number(recorder.node_of(now))))
+        rebound.append(Rebound(place, outputs.number(recorder.tensors.node_of(now))))
     for name in before.new_state():
         raise NotCapturable(
             f"the optimizer made {name} in this step", "", "let one plain step come first"
@@ -111,11 +111,11 @@ def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebo
 
 def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
     if isinstance(leaf, torch.Tensor):
-        if leaf.requires_grad and not recorder.went_backward:
+        if leaf.requires_grad and not recorder.operators.went_backward:
             raise NotCapturable(
                 "it returns a tensor to call backward on", "", "call backward inside the step"
             )
-        return Leaf(outputs.number(recorder.node_of(leaf)))
+        return Leaf(outputs.number(recorder.tensors.node_of(leaf)))
     if isinstance(leaf, Symbolic):
         scalar = scalar_of(leaf)
         if scalar is not None:
@@ -135,16 +135,16 @@ def _drop_unused(recorder: Recorder) -> None:
     are kept where nothing is random."""
     drawing = {
         chain
-        for node in recorder.graph.nodes
+        for node in recorder.graph.fx.nodes
         if node.op not in ("placeholder", "output") and node.target is not write_random_state
         for chain in facts_of(node).chains
         if node.target is not read_random_state
     }
-    for node in reversed(recorder.graph.nodes):
+    for node in reversed(recorder.graph.fx.nodes):
         if node.op == "output" or node.users:
             continue
         if node.target is write_random_state and not drawing & {*facts_of(node).chains}:
-            recorder.graph.erase_node(node)
+            recorder.graph.fx.erase_node(node)
             continue
         if (
             node.op == "placeholder"
@@ -152,6 +152,6 @@ def _drop_unused(recorder: Recorder) -> None:
             or node.target is ITEM
             or node.target is read_random_state
         ):
-            recorder.graph.erase_node(node)
-    kept = {node.name for node in recorder.graph.nodes if node.op == "placeholder"}
-    recorder.inputs[:] = [one for one in recorder.inputs if one.name in kept]
+            recorder.graph.fx.erase_node(node)
+    kept = {node.name for node in recorder.graph.fx.nodes if node.op == "placeholder"}
+    recorder.graph.inputs[:] = [one for one in recorder.graph.inputs if one.name in kept]

@@ -108,10 +108,10 @@ class Constructs(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.recorder.updating += 1
+        self.recorder.graph.updating += 1
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.recorder.updating -= 1
+        self.recorder.graph.updating -= 1
 
 
 def _is_python(data: Any) -> bool:
@@ -146,10 +146,10 @@ class Hyperparameters:
         value = group[key]
         lifted: Any
         if type(value) is float:
-            lifted = self.recorder.scalar_input(Place(path, By.ITEM, group, key), value)
+            lifted = self.recorder.numbers.input(Place(path, By.ITEM, group, key), value)
         elif type(value) is tuple and all(type(item) is float for item in value):
             lifted = tuple(
-                self.recorder.scalar_input(
+                self.recorder.numbers.input(
                     Place(f"{path}[{n}]", By.ITEM_OF_ITEM, group, (key, n)), item
                 )
                 for n, item in enumerate(value)
@@ -161,7 +161,7 @@ class Hyperparameters:
 
     def mark(self) -> None:
         """A scheduler has changed them: whoever uses one from now on is refused."""
-        late = self.recorder.late_scalar
+        late = self.recorder.numbers.late
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             for key in _CHANGING & group.keys():
                 value = group[key]

@@ -46,7 +46,7 @@ def watch_scaler(recorder: Recorder, patches: Patches) -> None:
                 )
             )
             return None
-        with recorder.gated(scalar.node, unless):
+        with recorder.graph.gated(scalar.node, unless):
             return optimizer.step(*args, **kwargs)
 
     patches.replace(torch.amp.GradScaler, "_maybe_opt_step", maybe_step)

@@ -24,7 +24,7 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
             place = device_of(device)
             with _unwatched():
                 state = read_random_state(place)
-                recorder.read_random_state(state, place)
+                recorder.guarded(recorder.random.read, state, place)
             return state
 
         return read
@@ -33,7 +33,7 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
         def write(new_state: torch.Tensor, device: Any = None) -> None:
             place = device_of(device)
             with _unwatched():
-                recorder.write_random_state(new_state, place)
+                recorder.guarded(recorder.random.write, new_state, place)
                 write_random_state(new_state, place)
 
         return write

@@ -1,0 +1,70 @@
+"""The Python numbers of a recorded step as nodes: hyperparameters, and what tensors give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.runtime.compiled.known_storages import KnownStorages
+from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.not_capturable import NotCapturable
+from memplan.runtime.compiled.op_limits import ITEM
+from memplan.runtime.compiled.program import FACTS, Facts, Input, Kind, Pin, Place
+from memplan.runtime.compiled.recording.step_graph import StepGraph
+from memplan.runtime.compiled.scalars import Scalar, symbolic
+
+
+class Numbers:
+    """Makes the step's symbolic numbers, and is whom they tell what Python does with them."""
+
+    def __init__(
+        self, graph: StepGraph, known: KnownStorages, refuse: Callable[[NotCapturable], None]
+    ) -> None:
+        self.pins: dict[tuple[int, Any], Pin] = {}
+        self.refuse = refuse
+        self._graph = graph
+        self._known = known
+
+    def input(self, place: Place, value: float) -> Any:
+        """A Python number that may be another one at each step."""
+        node = self._graph.placeholder()
+        number = len(self._graph.inputs)
+        self._graph.inputs.append(Input(node.name, Kind.SCALAR, place, value=value))
+        return symbolic(Scalar(self, value, node, frozenset({number})))
+
+    def late(self, value: float) -> Any:
+        """A number that is not the same in the next step, though nothing computes it."""
+        return symbolic(Scalar(self, value, None, late=True))
+
+    def item(self, mapped: list[Any], value: Any) -> Any:
+        """What `tensor.item()` gives, whose arguments are `mapped` and whose result is `value`."""
+        if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise NotCapturable("the value of a complex or symbolic tensor", user_line())
+        if self._known.is_fixed(mapped):
+            return value
+        node = self._graph.call(ITEM, tuple(mapped), effect=True)
+        used = self._known.of_nodes(mapped)
+        node.meta[FACTS] = Facts(
+            reads=used, uses=used, source=user_line(), update=self._graph.updating > 0
+        )
+        return symbolic(Scalar(self, value, node, measured=True))
+
+    def arithmetic(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+        return self._graph.free(function, arguments)
+
+    def escaped(self, scalar: Scalar, how: str) -> None:
+        if scalar.measured:
+            self.refuse(
+                NotCapturable(
+                    how, user_line(), "keep such code out of the step, or run the step plainly"
+                )
+            )
+            return
+        for number in scalar.places:
+            one = self._graph.inputs[number]
+            known = self.pins.get((number, None))
+            if known is None:
+                self.pins[number, scalar.test] = Pin(one.place, one.value, scalar.test)
