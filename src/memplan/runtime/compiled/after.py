@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
         raise NotCapturable("it uses what a scaler may leave out")
     graph = recorder.graph.fx
     graph.output(tuple(outputs.nodes))
-    _drop_unused(recorder)
+    foreseen = recorder.numbers.escapes.foreseen()
+    _drop_unused(recorder, set() if foreseen is None else foreseen.inputs)
     recorder.tensors.note_results()
     add_in_place(graph, recorder.tensors.storages)
     graph.lint()
@@ -63,6 +65,7 @@ def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
         gradients=gradients,
         rebound=rebound,
         pins=list(recorder.numbers.pins.values()),
+        foreseen=foreseen,
         result_spec=spec,
         result_leaves=result_leaves,
         result_name=type(result).__name__,
@@ -130,9 +133,9 @@ def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
     )
 
 
-def _drop_unused(recorder: Recorder) -> None:
-    """Views and numbers that nothing needs, and inputs that only they needed; random states that
-    are kept where nothing is random."""
+def _drop_unused(recorder: Recorder, needed: Collection[str]) -> None:
+    """Views and numbers that nothing needs, and inputs that only they needed, but for those that
+    are `needed`, by name; random states that are kept where nothing is random."""
     drawing = {
         chain
         for node in recorder.graph.fx.nodes
@@ -141,7 +144,7 @@ def _drop_unused(recorder: Recorder) -> None:
         if node.target is not read_random_state
     }
     for node in reversed(recorder.graph.fx.nodes):
-        if node.op == "output" or node.users:
+        if node.op == "output" or node.users or node.name in needed:
             continue
         if node.target is write_random_state and not drawing & {*facts_of(node).chains}:
             recorder.graph.fx.erase_node(node)

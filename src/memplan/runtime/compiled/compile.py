@@ -36,6 +36,9 @@ MOST_PROGRAMS = 8
 _MOST_UNSETTLED = 3
 """Steps in a row that change Python values, before the step is taken for one that always does."""
 
+_MOST_SURPRISES = 3
+"""Calls in a row whose foreseen values are none of those that were recorded."""
+
 _MOST_LATER = 20
 """Recorded steps of which each says that another one may do: a scaler that skips its updates."""
 
@@ -130,6 +133,7 @@ class CompiledStep(Generic[P, R]):
         self._programs: list[AppliedProgram] = []
         self._plain_calls = 0
         self._unsettled = 0
+        self._surprises = 0
         self._later = 0
         self._fallback = ""
 
@@ -143,17 +147,27 @@ class CompiledStep(Generic[P, R]):
         if self._fallback:
             return self._plainly(args, kwargs)
         leaves, spec = flatten_arguments(args, kwargs)
-        different = ""
+        different = surprise = ""
         for place, applied in enumerate(self._programs):
             why = applied.guards.before_reading(leaves, spec)
             if not why:
                 values = applied.program.read(leaves)
                 why = applied.guards.of_inputs(values)
             if not why:
+                why = applied.guards.of_foreseen(values)
+                surprise = surprise or why
+            if not why:
                 if place:
                     self._programs.insert(0, self._programs.pop(place))
                 return self._run(applied, values, args, kwargs)
             different = different or why
+        self._surprises += bool(surprise)
+        if self._surprises > _MOST_SURPRISES:
+            self._give_up(
+                f"{surprise}, and was yet another one in each of the calls before",
+                "keep such code out of the step, or make it tensor operations",
+            )
+            return self._plainly(args, kwargs)
         return self._first_time(different, leaves, spec, args, kwargs)
 
     def report(self) -> CompileReport:
@@ -187,6 +201,7 @@ class CompiledStep(Generic[P, R]):
         except OutOfMemoryUnharmed as error:
             self._give_up(f"out of memory in the compiled step ({error}); nothing was changed")
             return self._plainly(args, kwargs)
+        self._surprises = 0
         return result
 
     def _plainly(self, args: Any, kwargs: dict[str, Any]) -> R:

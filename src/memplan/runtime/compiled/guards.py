@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec
 
+from memplan.runtime.compiled.foreseen import ForeseenValues
 from memplan.runtime.compiled.program import Geometry, Input, Kind, Place, StepProgram
 from memplan.runtime.compiled.python_state import PythonState
 from memplan.runtime.tape.functions import top_hooks
@@ -285,6 +286,7 @@ class Guards:
         self._settings = settings
         self._pins = program.pins
         self._inputs = Inputs(program, values)
+        self._foreseen = ForeseenValues(program)
         self._program = program
 
     def before_reading(self, leaves: Sequence[Any], spec: TreeSpec) -> str:
@@ -313,3 +315,8 @@ class Guards:
                     f"{one.place.path} is a {type(value).__name__}, no {type(one.value).__name__}"
                 )
         return self._inputs.difference(values)
+
+    def of_foreseen(self, values: Sequence[Any]) -> str:
+        """What is different of the values that get out of tensors. Asked last: `values` are such as
+        the program takes."""
+        return self._foreseen.difference(values)

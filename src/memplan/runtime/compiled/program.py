@@ -206,6 +206,25 @@ class Facts:
     """One of several that a foreach or fused op was split into."""
 
 
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """Values that got out of tensors, and the graph that gives them before a step begins."""
+
+    graph: fx.Graph
+    """Its placeholders are inputs of the program, by name; it returns the values."""
+    values: tuple[bool | int | float, ...]
+    """When captured."""
+    what: tuple[str, ...]
+    """For people: how each got out, and on which line."""
+    writes: frozenset[int]
+    """Storages that the graph changes."""
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of the inputs that it needs."""
+        return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
+
+
 @dataclass(eq=False)
 class StepProgram:
     """A captured step. `graph_module.graph` is in program order; every node but the output carries
@@ -219,6 +238,7 @@ class StepProgram:
     gradients: list[Gradient] = field(default_factory=list)
     rebound: list[Rebound] = field(default_factory=list)
     pins: list[Pin] = field(default_factory=list)
+    foreseen: Foreseen | None = None
     gradients_before: list[tuple[Place, bool]] = field(default_factory=list)
     """Places of `.grad`, and whether there was one before the step."""
     aliases: list[list[tuple[Place, tuple[Any, ...]]]] = field(default_factory=list)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.runtime.compiled.foreseen import Escapes
 from memplan.runtime.compiled.known_storages import KnownStorages
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
@@ -24,6 +25,7 @@ class Numbers:
         self, graph: StepGraph, known: KnownStorages, refuse: Callable[[NotCapturable], None]
     ) -> None:
         self.pins: dict[tuple[int, Any], Pin] = {}
+        self.escapes = Escapes(graph.fx, graph.inputs, known.storages)
         self.refuse = refuse
         self._graph = graph
         self._known = known
@@ -57,14 +59,21 @@ class Numbers:
 
     def escaped(self, scalar: Scalar, how: str) -> None:
         if scalar.measured:
-            self.refuse(
-                NotCapturable(
-                    how, user_line(), "keep such code out of the step, or run the step plainly"
+            if not self._is_foreseen(scalar, how):
+                self.refuse(
+                    NotCapturable(
+                        how, user_line(), "keep such code out of the step, or run the step plainly"
+                    )
                 )
-            )
             return
         for number in scalar.places:
             one = self._graph.inputs[number]
             known = self.pins.get((number, None))
             if known is None:
                 self.pins[number, scalar.test] = Pin(one.place, one.value, scalar.test)
+
+    def _is_foreseen(self, scalar: Scalar, how: str) -> bool:
+        node = scalar.node
+        if node is None or self._graph.is_gated(node):
+            return False
+        return self.escapes.add(node, scalar.value, f"{how} ({user_line()})")
