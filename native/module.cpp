@@ -1,11 +1,11 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <utility>
 
 #include "caching/replay.hpp"
+#include "columns.hpp"
 #include "order/bindings.hpp"
 #include "order/min_cut_bindings.hpp"
 #include "packing/bindings.hpp"
@@ -17,21 +17,9 @@ using namespace memplan::caching;
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutColumn = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> view(const Column<T>& column, std::size_t size) {
-  if (column.shape(0) != size) throw std::invalid_argument("columns differ in length");
-  return {column.data(), size};
-}
-
-std::span<std::int64_t> view(const OutColumn<std::int64_t>& column, std::size_t size) {
-  if (column.shape(0) != size) throw std::invalid_argument("columns differ in length");
-  return {column.data(), size};
-}
+using memplan::Column;
+using memplan::OutColumn;
+using memplan::view;
 
 std::int64_t field(const nb::dict& values, const char* name) {
   return nb::cast<std::int64_t>(values[name]);
@@ -59,7 +47,7 @@ Settings settings_from(const nb::dict& values) {
 // Rows of (address, bytes, stream, small, expandable).
 std::vector<InitialSegment> segments_from(const Column<std::int64_t>& rows) {
   std::vector<InitialSegment> segments;
-  const std::span<const std::int64_t> values = view(rows, rows.shape(0));
+  const std::span<const std::int64_t> values = view(rows);
   if (values.size() % 5 != 0) throw std::invalid_argument("segments have five fields");
   for (std::size_t i = 0; i < values.size(); i += 5) {
     segments.push_back({values[i], values[i + 1], static_cast<std::int32_t>(values[i + 2]),
@@ -70,7 +58,7 @@ std::vector<InitialSegment> segments_from(const Column<std::int64_t>& rows) {
 
 // Rows of (segment, bytes, requested, in use, storage or -1).
 void blocks_from(const Column<std::int64_t>& rows, ReplayInput& input) {
-  const std::span<const std::int64_t> values = view(rows, rows.shape(0));
+  const std::span<const std::int64_t> values = view(rows);
   if (values.size() % 5 != 0) throw std::invalid_argument("blocks have five fields");
   for (std::size_t i = 0; i < values.size(); i += 5) {
     const auto row = static_cast<std::int64_t>(input.blocks.size());

@@ -1,13 +1,10 @@
 #include "order/bindings.hpp"
 
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
-#include <atomic>
-#include <span>
 #include <stdexcept>
 #include <vector>
 
+#include "columns.hpp"
 #include "order/graph.hpp"
 #include "order/search.hpp"
 #include "order/watch.hpp"
@@ -17,15 +14,9 @@ namespace nb = nanobind;
 namespace memplan::order {
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OutColumn = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flag = nb::ndarray<std::uint8_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-auto view(const T& column) {
-  return std::span(column.data(), column.shape(0));
-}
+using Column = memplan::Column<std::int64_t>;
+using OutColumn = memplan::OutColumn<std::int64_t>;
+using Flags = memplan::Column<std::uint8_t>;
 
 nb::tuple search(const Column& scratch, const Column& before_start, const Column& before,
                  const Column& bytes, const Column& maker, const Flags& lasts,

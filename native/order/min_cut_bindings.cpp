@@ -1,12 +1,12 @@
 #include "order/min_cut_bindings.hpp"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
+#include "columns.hpp"
 #include "order/min_cut.hpp"
 #include "order/narrow.hpp"
 #include "order/watch.hpp"
@@ -16,15 +16,9 @@ namespace nb = nanobind;
 namespace memplan::order {
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OutColumn = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flag = nb::ndarray<std::uint8_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-auto view(const T& column) {
-  return std::span(column.data(), column.shape(0));
-}
+using Column = memplan::Column<std::int64_t>;
+using OutColumn = memplan::OutColumn<std::int64_t>;
+using Flags = memplan::Column<std::uint8_t>;
 
 // Minimum cuts of one graph; calls from several threads are for the caller to keep apart.
 class Cuts {

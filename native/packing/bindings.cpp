@@ -1,6 +1,5 @@
 #include "packing/bindings.hpp"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "columns.hpp"
 #include "packing/solve.hpp"
 
 namespace nb = nanobind;
@@ -16,13 +16,8 @@ namespace nb = nanobind;
 namespace memplan::packing {
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OutColumn = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flag = nb::ndarray<std::uint8_t, nb::shape<1>, nb::c_contig, nb::device::cpu>;
-
-std::span<const std::int64_t> view(const Column& column) {
-  return {column.data(), column.shape(0)};
-}
+using Column = memplan::Column<std::int64_t>;
+using OutColumn = memplan::OutColumn<std::int64_t>;
 
 const char* name_of(Status status) {
   switch (status) {

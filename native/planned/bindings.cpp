@@ -1,10 +1,9 @@
 #include "planned/bindings.hpp"
 
-#include <nanobind/ndarray.h>
-
 #include <cstddef>
 #include <stdexcept>
 
+#include "columns.hpp"
 #include "planned/arena.hpp"
 
 namespace nb = nanobind;
@@ -12,16 +11,15 @@ namespace nb = nanobind;
 namespace memplan::planned {
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using OutColumn = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Column = memplan::Column<std::int64_t>;
+using OutColumn = memplan::OutColumn<std::int64_t>;
 
 // Numbers as in memplan.layout.serve.
 enum Action : std::int64_t { kRequest = 0, kRelease = 1, kPhase = 2 };
 
+// Never converted: the plan points into the array, and a copy would not outlive this call.
 const std::int64_t* column(const nb::dict& columns, const char* name, std::size_t length) {
-  const auto found = nb::cast<Column>(columns[name]);
-  if (found.shape(0) != length) throw std::invalid_argument("columns differ in length");
-  return found.data();
+  return view(nb::cast<Column>(columns[name], false), length).data();
 }
 
 memplan_plan plan_of(const nb::dict& numbers, const nb::dict& columns) {

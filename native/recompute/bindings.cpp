@@ -1,11 +1,12 @@
 #include "recompute/bindings.hpp"
 
-#include <nanobind/ndarray.h>
-
 #include <atomic>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
+#include <vector>
 
+#include "columns.hpp"
 #include "recompute/model.hpp"
 #include "recompute/search.hpp"
 #include "recompute/segments.hpp"
@@ -14,16 +15,6 @@ namespace nb = nanobind;
 
 namespace memplan::recompute {
 namespace {
-
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using OutColumn = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> view(const Column<T>& column) {
-  return {column.data(), column.shape(0)};
-}
 
 template <typename T>
 void same_size(const T& column, std::size_t size) {
@@ -54,8 +45,7 @@ class SharedModel {
     {
       nb::gil_scoped_release unlocked;
       const std::lock_guard<std::mutex> lock(mutex_);
-      outcome = model_.evaluate(view(group), view(held), {row_bytes.data(), row_bytes.shape(0)},
-                                {group_seconds.data(), group_seconds.shape(0)});
+      outcome = model_.evaluate(view(group), view(held), view(row_bytes), view(group_seconds));
     }
     return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
                           outcome.replayed_ops);
@@ -83,9 +73,8 @@ class SharedModel {
     {
       nb::gil_scoped_release unlocked;
       const std::lock_guard<std::mutex> lock(mutex_);
-      outcome = recompute::search(model_, settings, view(drops), view(holds),
-                                  {group.data(), group.shape(0)}, {held.data(), held.shape(0)},
-                                  cancelled_);
+      outcome = recompute::search(model_, settings, view(drops), view(holds), view(group),
+                                  view(held), cancelled_);
     }
     return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
                           outcome.replayed_ops);

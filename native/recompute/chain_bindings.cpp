@@ -1,11 +1,10 @@
-#include <nanobind/ndarray.h>
-
 #include <cstdint>
 #include <span>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "columns.hpp"
 #include "recompute/bindings.hpp"
 #include "recompute/chain.hpp"
 
@@ -14,12 +13,7 @@ namespace nb = nanobind;
 namespace memplan::recompute {
 namespace {
 
-using Column = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::span<const std::int64_t> view(const Column& column, std::size_t size) {
-  if (column.shape(0) != size) throw std::invalid_argument("columns differ in length");
-  return {column.data(), size};
-}
+using Column = memplan::Column<std::int64_t>;
 
 nb::tuple least_peak(const Column& keep, const Column& kept, const Column& unsaved,
                      const Column& backward, const Column& forward,
