@@ -10,8 +10,6 @@ namespace {
 
 constexpr std::size_t kMostClimbed = 64;  // operators looked at to find one that can run
 
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
 }  // namespace
 
 Descent::Descent(const Graph& graph, State& state, Direction direction,

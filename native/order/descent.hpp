@@ -43,7 +43,9 @@ class Descent {
     return forward_ ? state_.can_add(op) : state_.can_remove(op);
   }
   bool passed(Op op) const { return state_.has(op) == forward_; }
-  std::span<const Op> next_of(Op op) const { return forward_ ? graph_.after[op] : graph_.before[op]; }
+  std::span<const Op> next_of(Op op) const {
+    return forward_ ? graph_.after[op] : graph_.before[op];
+  }
   std::span<const Op> needs_of(Op op) const {
     return forward_ ? graph_.before[op] : graph_.after[op];
   }

@@ -1,5 +1,6 @@
 #include "order/graph.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -7,8 +8,6 @@
 
 namespace memplan::order {
 namespace {
-
-std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 // Rows of a CSR column as pairs. Every item is below `limit`.
 void unfold(std::span<const std::int64_t> start, std::span<const std::int64_t> items,
@@ -29,6 +28,22 @@ void unfold(std::span<const std::int64_t> start, std::span<const std::int64_t> i
       item_of.push_back(static_cast<std::int32_t>(items[at(i)]));
     }
   }
+}
+
+void check_bytes(const Columns& columns) {
+  std::int64_t total = 0;
+  const auto add = [&total](std::int64_t bytes) {
+    if (bytes < 0 || bytes >= kInfinite - total) {
+      throw std::invalid_argument("a graph's bytes are negative or too many");
+    }
+    total += bytes;
+  };
+  add(columns.base_bytes);
+  for (const std::int64_t bytes : columns.bytes) add(bytes);
+  const auto [least, most] = std::minmax_element(columns.scratch.begin(), columns.scratch.end());
+  if (most == columns.scratch.end()) return;
+  add(*least);  // none is negative, so the difference cannot overflow
+  add(*most - *least);
 }
 
 }  // namespace
@@ -52,6 +67,7 @@ Graph::Graph(const Columns& columns) : base(columns.base_bytes) {
       values >= at(std::numeric_limits<std::int32_t>::max())) {
     throw std::invalid_argument("a graph is too large");
   }
+  check_bytes(columns);
   std::vector<std::int32_t> later, earlier;
   unfold(columns.before_start, columns.before, ops, ops, later, earlier);
   for (std::size_t i = 0; i < later.size(); ++i) {

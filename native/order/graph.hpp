@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -9,6 +10,11 @@ namespace memplan::order {
 
 using Op = std::int32_t;
 using Value = std::int32_t;
+
+inline std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+// More than all bytes of a graph together: what is infinite beside them, and no sum overflows.
+constexpr std::int64_t kInfinite = std::numeric_limits<std::int64_t>::max() / 4;
 
 // Columns of `memplan.types.graph.Graph`.
 struct Columns {
@@ -27,8 +33,7 @@ struct Columns {
 class Rows {
  public:
   std::span<const std::int32_t> operator[](std::int32_t row) const {
-    const auto at = static_cast<std::size_t>(row);
-    return {items_.data() + start_[at], items_.data() + start_[at + 1]};
+    return {items_.data() + start_[at(row)], items_.data() + start_[at(row) + 1]};
   }
   // Row `from[i]` gets `to[i]`; within a row the order is that of i.
   Rows(std::size_t rows, const std::vector<std::int32_t>& from,
@@ -43,8 +48,8 @@ class Rows {
 // A step whose operators may run in any order that keeps to their dependencies.
 class Graph {
  public:
-  // Throws std::invalid_argument for columns that contradict each other or are not in an order
-  // that keeps to the dependencies.
+  // Throws std::invalid_argument for columns that contradict each other, are not in an order that
+  // keeps to the dependencies, or have too many bytes.
   explicit Graph(const Columns& columns);
 
   Op ops() const { return static_cast<Op>(transient.size()); }

@@ -1,7 +1,6 @@
 #include "order/min_cut.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace memplan::order {
 
@@ -98,15 +97,7 @@ std::int64_t FlowNetwork::push(std::vector<std::int32_t>& path) {
 }
 
 MinCut::MinCut(const Graph& graph)
-    : graph_(&graph), side_(at(graph.ops())), node_(at(graph.ops())) {
-  std::int64_t total = 0;
-  for (const std::int64_t bytes : graph.bytes) {
-    if (bytes < 0 || bytes >= FlowNetwork::kInfinite - total) {
-      throw std::invalid_argument("the values' bytes are negative or too many");
-    }
-    total += bytes;
-  }
-}
+    : graph_(&graph), side_(at(graph.ops())), node_(at(graph.ops())) {}
 
 std::int64_t MinCut::solve(Op op, std::span<const Op> also_before,
                            std::span<const Op> also_after) {
@@ -180,7 +171,7 @@ void MinCut::add_value(Value value) {
     const std::int32_t node = network_.add_node();
     network_.add_arc(from, node, bytes);
     from = node;
-    capacity = FlowNetwork::kInfinite;
+    capacity = kInfinite;
   }
   for (std::size_t place = 0; place < users.size(); ++place) {
     if (side_[at(users[place])] != Side::kOpen) continue;
@@ -196,7 +187,7 @@ void MinCut::add_dependencies(Op op) {
   for (std::size_t place = 0; place < before.size(); ++place) {
     if (side_[at(before[place])] != Side::kOpen) continue;
     const std::int32_t node = node_of(before[place]);
-    add_entry(network_.add_arc(node_[at(op)], node, FlowNetwork::kInfinite), Answer::kBack,
+    add_entry(network_.add_arc(node_[at(op)], node, kInfinite), Answer::kBack,
               start + place);
   }
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
@@ -12,8 +11,6 @@ namespace memplan::order {
 // A maximum flow on arcs that come in pairs, one the reverse of the other: Dinic 1970.
 class FlowNetwork {
  public:
-  static constexpr std::int64_t kInfinite = std::numeric_limits<std::int64_t>::max() / 4;
-
   void clear(std::int32_t nodes);
   std::int32_t add_node();
   // Returns the arc's number.
@@ -25,7 +22,6 @@ class FlowNetwork {
   std::int64_t flow(std::int32_t arc) const { return room_[at(arc) + 1]; }
 
  private:
-  static std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
   bool find_levels(std::int32_t source, std::int32_t sink);
   std::int64_t augment(std::int32_t source, std::int32_t sink, std::int64_t enough);
   std::int64_t push(std::vector<std::int32_t>& path);
@@ -54,7 +50,6 @@ struct FlowColumns {
 // (with what is there before the step) and v with its descendants.
 class MinCut {
  public:
-  // Throws std::invalid_argument where the values' bytes together are too many.
   explicit MinCut(const Graph& graph);
 
   // Bytes alive beside the base and what `op` makes and takes for itself. Operators in
@@ -79,7 +74,6 @@ class MinCut {
     std::int64_t bytes;
   };
 
-  static std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
   void mark(Op op, const Rows& rows, Side side);
   void add_value(Value value);
   void add_dependencies(Op op);

@@ -5,8 +5,6 @@
 namespace memplan::order {
 namespace {
 
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
 void mark_reached(Op op, const Rows& rows, std::vector<std::uint8_t>& marks) {
   std::vector<Op> queue{op};
   for (std::size_t i = 0; i < queue.size(); ++i) {
@@ -27,7 +25,7 @@ Narrowing::Narrowing(const Graph& graph, MinCut& cut, const std::atomic<bool>& s
 bool Narrowing::run(Op pivot, std::int64_t budget) {
   before_.clear();
   after_.clear();
-  least_ = FlowNetwork::kInfinite;
+  least_ = kInfinite;
   mark_related(pivot);
   do {
     if (!cut_pivot(pivot, budget)) return false;

@@ -10,8 +10,6 @@
 namespace memplan::order {
 namespace {
 
-std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
-
 std::vector<std::int64_t> held_by(const Graph& graph, const std::vector<Op>& order) {
   State state(graph);
   std::vector<std::int64_t> held;

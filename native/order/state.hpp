@@ -27,7 +27,6 @@ class State {
   void remove(Op op);
 
  private:
-  static std::size_t at(std::int32_t index) { return static_cast<std::size_t>(index); }
   std::int32_t users(Value value) const {
     return static_cast<std::int32_t>(graph_->users[value].size());
   }
