@@ -43,6 +43,11 @@ class AppliedGradient(Tensor):
             return cls(args[0], **{k: v for k, v in (kwargs or {}).items() if k in _KEPT})
         raise too_late(f"{func} asks for a gradient")
 
+    def _gone(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise too_late("something outside of PyTorch's operators asks for a gradient")
+
+    numpy = tolist = data_ptr = __array__ = __dlpack__ = __reduce_ex__ = _gone
+
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"AppliedGradient({'x'.join(map(str, self.shape))})"
 
@@ -53,8 +58,8 @@ _KEPT = ("dtype", "device")
 def too_late(what: str) -> EarlyUpdateError:
     """The error for a job that needs what is gone; `what` it does, as a sentence without an end."""
     return EarlyUpdateError(
-        f"{what} whose parameter the plan has already updated in the backward pass: going on would "
-        "change the job's numbers",
+        f"{what}, and the plan has already updated the parameter in the backward pass: going on "
+        "would change the job's numbers",
         'run without the plan, or delete its part "order": the job does in a later step what it '
         "did not do in its first",
     )

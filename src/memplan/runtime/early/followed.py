@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memplan.runtime.early.applied_gradient import AppliedGradient
-from memplan.runtime.early.one_parameter import settings, update
+from memplan.runtime.early.one_parameter import settings, update, why_not_step
+from memplan.runtime.early.watched import storage_of
 
 
 class Parameter:
@@ -27,12 +29,24 @@ class Parameter:
         self.applied: AppliedGradient | None = None
         self._seen: tuple[int, int] = (0, 0)
         """Storage and version of the gradient when it was complete."""
+        self._left: tuple[tuple[int, int], list[Any]] = (0, 0), []
+        """Storage and version of the parameter after its update, and its optimizer's state."""
 
     @property
     def tensor(self) -> Tensor:
         tensor = self._tensor()
         assert tensor is not None, "the optimizer that holds it is alive"
         return tensor
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What the optimizer keeps for it."""
+        return [value for value in self._state_values() if isinstance(value, Tensor)]
+
+    def _state_values(self) -> list[Any]:
+        optimizer, tensor = self.optimizer(), self.tensor
+        known = optimizer is not None and tensor in optimizer.state
+        return list(optimizer.state[tensor].values()) if optimizer is not None and known else []
 
     def begin(self) -> None:
         self.ready, self.updated = 0, False
@@ -61,10 +75,18 @@ class Parameter:
         assert optimizer is not None, "it is about to step"
         with torch.no_grad():
             update(optimizer, optimizer.param_groups[self._group], tensor)
-        if self.applied is None or self.applied.device != tensor.device:
+        if self.applied is None or not _alike(self.applied, tensor):
             self.applied = AppliedGradient(tensor)
         tensor.grad = self.applied
         self.updated = True
+        self._left = _state(tensor), self._state_values()
+
+    def is_as_left(self) -> bool:
+        """Whether it and its optimizer's state are those that the update has left."""
+        now, (parameter, state) = self._state_values(), self._left
+        return _state(self.tensor) == parameter and (
+            len(now) == len(state) and all(map(operator.is_, now, state))
+        )
 
     def may_be_updated(self) -> bool:
         """Whether its gradient is such that an update alone does what one with the others does."""
@@ -80,7 +102,14 @@ class Parameter:
 class Followed:
     """An optimizer whose parameters have hooks."""
 
-    def __init__(self, optimizer: Optimizer, on_ready: Callable[[Parameter], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        on_ready: Callable[[Parameter], None],
+        on_state: Callable[[str], None],
+    ) -> None:
+        """`on_ready` is called when a gradient is complete, `on_state` before the optimizer's state
+        is saved or loaded as a whole, with the name of the function."""
         self._optimizer = weakref.ref(optimizer)
         self._key = _key(optimizer)
         self.parameters = [
@@ -93,6 +122,10 @@ class Followed:
             one.tensor.register_post_accumulate_grad_hook(_Ready(one, on_ready))
             for one in self.parameters
         ]
+        handles += [
+            optimizer.register_state_dict_pre_hook(lambda _: on_state("state_dict")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: on_state("load_state_dict")),
+        ]
         self.close = weakref.finalize(optimizer, _remove, handles)
         """Takes the hooks away; as does the end of the optimizer."""
         self.settings: list[dict[str, Any]] = []
@@ -100,7 +133,7 @@ class Followed:
 
     @property
     def changed(self) -> bool:
-        """Whether the optimizer has other parameters than those that are followed."""
+        """Whether the optimizer has other parameters, or elsewhere, than those followed."""
         optimizer = self._optimizer()
         return optimizer is None or _key(optimizer) != self._key
 
@@ -113,8 +146,9 @@ class Followed:
     def why_not(self) -> str:
         """Why no update may be early in the backward pass that begins; empty where all may."""
         optimizer = self._optimizer()
-        if optimizer is None or optimizer._optimizer_step_pre_hooks:
-            return "something is hooked on the optimizer's step"
+        assert optimizer is not None, "a training loop is about to use it"
+        if reason := why_not_step(optimizer):
+            return reason
         for one in self.parameters:
             tensor = one.tensor
             if tensor.grad is not None:
@@ -158,15 +192,23 @@ class _Ready:
             self._on_ready(self._parameter)
 
 
-def _state(gradient: Tensor) -> tuple[int, int]:
+def _state(tensor: Tensor) -> tuple[int, int]:
     """Storage and version."""
-    dense = gradient.layout is torch.strided
-    return gradient.untyped_storage()._cdata if dense else 0, gradient._version
+    return storage_of(tensor), tensor._version
 
 
-def _key(optimizer: Optimizer) -> list[tuple[int, ...]]:
-    """Changes with the optimizer's groups and the parameters in them."""
+def _alike(applied: AppliedGradient, tensor: Tensor) -> bool:
+    return (
+        applied.device == tensor.device
+        and applied.dtype == tensor.dtype
+        and applied.shape == tensor.shape
+        and applied.stride() == tensor.stride()
+    )
+
+
+def _key(optimizer: Optimizer) -> list[list[tuple[int, int]]]:
+    """Changes with the optimizer's groups, the parameters in them and where their values are."""
     return [
-        (len(tensors), *(id(tensor) for tensor in (*tensors[:1], *tensors[-1:])))
-        for tensors in (group["params"] for group in optimizer.param_groups)
+        [(id(tensor), storage_of(tensor)) for tensor in group["params"]]
+        for group in optimizer.param_groups
     ]

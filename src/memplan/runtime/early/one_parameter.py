@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from memplan.runtime.early.watched import storage_of
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
     {
@@ -38,24 +42,50 @@ def why_not(optimizer: Optimizer) -> str:
     name = kind.__name__
     if kind not in PER_PARAMETER:
         return f"{name} is not known to update each parameter by itself"
-    if optimizer._optimizer_step_pre_hooks:
-        return f"something is hooked on the step of {name}"
     own_step = vars(optimizer).get("step")
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         return f"the step of this {name} has been replaced"
+    if reason := why_not_step(optimizer):
+        return reason
     seen: set[int] = set()
+    reasons = (_why_not_group(group, seen) for group in optimizer.param_groups)
+    return next(filter(None, reasons), "")
+
+
+def why_not_step(optimizer: Optimizer) -> str:
+    """Why its next step could see a difference; empty where it cannot."""
+    if (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or not all(map(_is_ours, _global_optimizer_pre_hooks.values()))
+    ):
+        return "something is hooked on the optimizer's step"
     for group in optimizer.param_groups:
-        reason = _why_not_group(group, seen)
-        if reason:
-            return reason
+        if any(isinstance(value, Tensor) for value in group.values()):
+            return "a hyperparameter of the optimizer is a tensor"
     return ""
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("memplan.")
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether an update of one changes another. Each fills one range of memory."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        first = int(tensor.storage_offset())
+        ranges.setdefault(storage_of(tensor), []).append((first, first + tensor.numel()))
+    return any(
+        before[1] > after[0]
+        for in_one in ranges.values()
+        for before, after in itertools.pairwise(sorted(in_one))
+    )
 
 
 def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
     if group.get("differentiable"):
         return "the optimizer is differentiable"
-    if any(isinstance(value, Tensor) for value in settings(group).values()):
-        return "a hyperparameter of the optimizer is a tensor"
     devices = set()
     for parameter in group["params"]:
         if type(parameter) not in (Tensor, torch.nn.Parameter, FakeTensor):

@@ -15,8 +15,6 @@ an update, and what cannot be undone, raises EarlyUpdateError before it can use 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,9 +30,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.runtime.early.applied_gradient import too_late
 from memplan.runtime.early.followed import Followed, Parameter
-from memplan.runtime.early.one_parameter import why_not
+from memplan.runtime.early.one_parameter import share_memory, why_not
 from memplan.runtime.early.reads import reads_gradients
-from memplan.runtime.early.watched import Guard, Watch
+from memplan.runtime.early.saved_weights import touches, used_late
+from memplan.runtime.early.surroundings import in_autocast, why_not_now, why_not_this
+from memplan.runtime.early.watched import Guard, InBackward, Watch, leave_idle
 from memplan.types.plan import OrderPart
 
 
@@ -71,14 +71,14 @@ class EarlyUpdates:
     def __enter__(self) -> EarlyUpdates:
         self._thread = threading.get_ident()
         self._modes = _get_current_dispatch_mode_stack()
-        self._backward = torch.autograd.backward
+        self._run: Any = vars(torch.autograd)["_engine_run_backward"]
         self._add_group = Optimizer.add_param_group
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         run, add = self._run_backward, self._group_added
-        torch.autograd.backward = run  # the engine has no hook for its beginning and end
+        _set_run(run)  # the engine has no hook for its beginning and end
 
         @functools.wraps(self._add_group)
         def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
@@ -88,13 +88,14 @@ class EarlyUpdates:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        torch.autograd.backward = self._backward
+        _set_run(self._run)
         Optimizer.add_param_group = self._add_group  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
         self._stop()
         if self._guard is not None:
             self._guard.close()
+        leave_idle()
 
     def _stop(self) -> None:
         """No more updates in backward passes to come."""
@@ -131,19 +132,60 @@ class EarlyUpdates:
 
     # The backward pass
 
-    def _run_backward(self, *args: Any, **kwargs: Any) -> None:
-        mine = threading.get_ident() == self._thread
-        if self._off or not mine or torch._C._current_graph_task_id() != -1:
-            return self._backward(*args, **kwargs)
-        self._begin(*args, **kwargs)
+    def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the engine is called, with roots, their gradients, whether to keep and to create a
+        graph, and chosen inputs: for gradients that are returned too."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._run_nested(tensors, *args, **kwargs)
+        if not kwargs.get("accumulate_grad"):
+            return self._run(tensors, *args, **kwargs)
+        if threading.get_ident() != self._thread:
+            self._elsewhere(tensors)
+            return self._run(tensors, *args, **kwargs)
+        leave_idle()
+        if not self._off:
+            self._begin(tensors, why_not_this(*args))
+        if self._off or not self._followed:
+            return self._run(tensors, *args, **kwargs)
         try:
-            self._in_backward = not self._off
-            return self._backward(*args, **kwargs)
+            self._in_backward = True
+            with InBackward(self._used_in_backward):
+                return self._run(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
             self._end()
 
-    def _begin(self, *args: Any, **kwargs: Any) -> None:
+    def _run_nested(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Within another backward pass, on a GPU in a thread of autograd: a checkpoint of the old
+        kind, or a function with a backward of its own."""
+        if not self._in_backward:
+            return self._run(tensors, *args, **kwargs)
+        if kind := used_late(tensors, self._tensors()):
+            self._used_late(f"{kind} in a backward pass within another")
+        with InBackward(self._used_in_backward):  # PyTorch has left it
+            return self._run(tensors, *args, **kwargs)
+
+    def _used_late(self, what: str) -> None:
+        if self._watch is None:
+            raise too_late(f"{what} may use a value")
+        self._watch.found(f"{what} may use a parameter after its gradient is complete")
+
+    def _used_in_backward(self, func: Any, tensor: torch.Tensor) -> None:
+        seer = self._watch or self._guard
+        assert seer is not None, "one of them belongs to every backward pass"
+        seer.used(func, tensor)
+
+    def _elsewhere(self, tensors: Any) -> None:
+        """A backward pass begins in another thread."""
+        known = (t for o in self._training() for g in o.param_groups for t in g["params"])
+        if self._off or not touches(tensors, known):
+            return
+        if self._pending or (self._in_backward and self._watch is None):
+            raise too_late("a backward pass in another thread needs a value")
+        self._give_up("the backward pass runs in another thread than the program began in")
+
+    def _begin(self, tensors: Any, reason: str) -> None:
+        """`reason`: why, going by what the pass is asked for, nothing may be early."""
         if self._pending:
             raise too_late("another backward pass begins before optimizer.step() and needs a value")
         if self._watch is not None:
@@ -152,13 +194,21 @@ class EarlyUpdates:
             return
         if any(one.tensor.grad is one.applied is not None for one in self._all()):
             raise too_late("a backward pass adds to a gradient")
-        reason = _why_not_now(self._modes) or _why_not_this(*args, **kwargs)
-        if reason:
+        if reason := reason or why_not_now(self._modes):
             self._give_up(reason)
         elif self._armed and not any(f.changed for f in self._followed.values()):
             self._begin_followed()
         else:
             self._begin_watch()
+        if self._off or not self._followed:
+            return
+        if kind := used_late(tensors, self._tensors()):
+            self._give_up(f"{kind} may use a parameter after its gradient is complete")
+        elif self._watch is None:
+            self._guard = Guard()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [one.tensor for one in self._all()]
 
     def _all(self) -> list[Parameter]:
         return [one for followed in self._followed.values() for one in followed.parameters]
@@ -181,16 +231,17 @@ class EarlyUpdates:
         reason = next(filter(None, map(why_not, optimizers)), "")
         if not reason:
             for optimizer in optimizers:
-                self._followed[optimizer] = Followed(optimizer, self._is_ready)
+                self._followed[optimizer] = Followed(optimizer, self._is_ready, self._as_a_whole)
             self._begin_followed()
             tensors = [id(one.tensor) for one in self._all()]
             reason = "" if len(set(tensors)) == len(tensors) else "a parameter has two optimizers"
-        if reason:
+            parameters = (t for o in optimizers for g in o.param_groups for t in g["params"])
+            reason = reason or ("parameters share memory" if share_memory(parameters) else "")
+        if reason and not self._off:
             self._give_up(reason)
         if not self._off:
             self._stepped.clear()
             self._watch = Watch()
-            self._watch.open()
 
     def _end_watch(self) -> None:
         """The backward pass after the one that was watched begins."""
@@ -219,24 +270,29 @@ class EarlyUpdates:
         """A gradient is complete; called by the engine, on a GPU in a thread of its own."""
         if not self._in_backward:
             return
-        tensor = one.tensor
-        if self._watch is not None:
-            assert tensor.grad is not None
-            one.gradient_is_complete(tensor.grad)
-            self._watch.is_ready(tensor, tensor.grad)
-            return
-        if one.updated:
-            raise too_late("a second part comes for a gradient")
-        if one.may_be_updated() and not torch.is_autocast_enabled(tensor.device.type):
-            one.update()
-            self._pending.append(one)
+        with torch._C.DisableTorchFunction():
+            tensor = one.tensor
+            if self._watch is not None:
+                assert tensor.grad is not None
+                one.gradient_is_complete(tensor.grad)
+                self._watch.is_ready(tensor, tensor.grad, one.state)
+                return
+            if one.updated:
+                raise too_late("a second part comes for a gradient")
+            if one.may_be_updated() and not torch.is_autocast_enabled(tensor.device.type):
+                assert self._guard is not None
+                self._pending.append(one)
+                one.update()
+                self._guard.add([tensor, *one.state])
 
     def _end(self) -> None:
         """It is over, by whatever way: until the optimizer's step nothing may use what has been
         updated."""
-        if not self._pending:
+        if self._watch is not None:
+            self._watch.open()
+        if not self._pending or self._guard is None:
+            self._guard = None
             return
-        self._guard = Guard([one.tensor for one in self._pending])
         self._guard.open()
         if not self._compared and self._on_note is not None:
             self._compared = True
@@ -266,15 +322,28 @@ class EarlyUpdates:
         if followed is None:
             raise too_late("another optimizer steps and may ask for a gradient")
         if followed.settings_changed():
-            raise too_late("hyperparameters change before optimizer.step(), for a parameter")
-        for one in [one for one in self._pending if one.optimizer() is optimizer]:
+            raise too_late("hyperparameters change before optimizer.step()")
+        mine = [one for one in self._pending if one.optimizer() is optimizer]
+        for one in mine:
             if one.tensor.grad is not one.applied:
                 raise too_late("something replaces a gradient")
+            if not one.is_as_left():
+                raise too_late("something replaces a value or the optimizer's state")
+        for one in mine:
             one.tensor.grad = None
         self._pending = [one for one in self._pending if one.optimizer() is not optimizer]
-        if not self._pending and self._guard is not None:
+        assert self._guard is not None
+        self._guard.forget([tensor for one in mine for tensor in (one.tensor, *one.state)])
+        if not self._pending:
             self._guard.close()
             self._guard = None
+
+    def _as_a_whole(self, function: str) -> None:
+        """The optimizer's state is saved or loaded."""
+        if self._pending:
+            raise too_late(f"{function}() of the optimizer comes before its step and uses a value")
+        if self._watch is not None and len(self._stepped) < len(self._followed):
+            self._watch.found(f"{function}() of the optimizer is called before its step")
 
     def _judge(self, optimizer: Optimizer) -> None:
         """The first step: whether the next ones may be early. Where it is the only optimizer, this
@@ -309,7 +378,7 @@ class EarlyUpdates:
             return "a gradient is sparse or laid out in another way than its parameter"
         if followed.settings_changed():
             return "hyperparameters change between the backward pass and the optimizer's step"
-        if _in_autocast():
+        if in_autocast():
             return "the optimizer steps under autocast"
         where = reads_gradients()
         return f"{where} reads gradients" if where else ""
@@ -325,43 +394,10 @@ class EarlyUpdates:
             return
         self._watch.paused -= 1
         for one in followed.parameters:
-            self._watch.forget(one.tensor)
+            self._watch.forget(one.tensor, one.state)
         if self._releases_first:
             self._arm()
 
 
-def _why_not_now(modes: list[Any]) -> str:
-    """What is around the backward pass."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "the job runs as one of several ranks"
-    if _has_compiled():
-        return "torch.compile returns gradients all at once"
-    if _get_current_dispatch_mode_stack() != modes:
-        return "the backward pass runs under a dispatch mode"
-    if _in_autocast():
-        return "the backward pass runs under autocast"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "the backward pass is captured as a CUDA graph"
-    return ""
-
-
-_SIGNATURE = inspect.signature(torch.autograd.backward)
-
-
-def _why_not_this(*args: Any, **kwargs: Any) -> str:
-    """What `torch.autograd.backward` is asked for."""
-    asked = _SIGNATURE.bind(*args, **kwargs).arguments
-    if asked.get("retain_graph") or asked.get("create_graph"):
-        return "the backward pass keeps its graph"
-    return "the backward pass is for chosen inputs" if asked.get("inputs") is not None else ""
-
-
-def _in_autocast() -> bool:
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-
-
-def _has_compiled() -> bool:
-    """Whether Dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(dynamo, "counters", None)
-    return counters is not None and bool(counters["frames"]["total"])
+def _set_run(run: Any) -> None:
+    vars(torch.autograd)["_engine_run_backward"] = run

@@ -1,16 +1,23 @@
-"""Dispatch modes that see what a job does with tensors it will not have under early updates."""
+"""Modes that see what a job does with tensors it will not have under early updates.
+
+After the backward pass they are dispatch modes, which see every operator. In the backward pass they
+must not be: some of autograd's formulas (those of `prod` and `cumprod` among them) look whether one
+is active and then compute in another way, with other bits. There a function mode sees what Python
+code does, and `saved_weights` has asked the graph about the rest.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from memplan.runtime.early.applied_gradient import too_late
@@ -33,10 +40,10 @@ class _Mode(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Where another mode was entered meanwhile and lies above it, it stays and is idle."""
-        if self._open and _get_current_dispatch_mode_stack()[-1:] == [self]:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Where another mode was entered meanwhile and lies above it, or where this is another
+        thread, it stays and is idle until `leave_idle`."""
         self._open = False
+        leave_idle()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,6 +57,14 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
 
+def leave_idle() -> None:
+    """Takes away what has been closed and lies on top now."""
+    while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], _Mode):
+        if stack[-1]._open:
+            return
+        stack[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
 class Watch(_Mode):
     """Notes the first use of a parameter or its gradient between the moment at which that gradient
     is complete and the optimizer's step."""
@@ -61,43 +76,94 @@ class Watch(_Mode):
         self.finding = ""
         self._ready: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
-    def is_ready(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._ready[_storage(parameter)] = weakref.ref(parameter), "a parameter"
-        self._ready[_storage(gradient)] = weakref.ref(gradient), "a gradient"
+    def is_ready(self, parameter: Tensor, gradient: Tensor, state: list[Tensor]) -> None:
+        """`state`: the optimizer's for this parameter."""
+        for tensor in state:
+            self._ready[storage_of(tensor)] = weakref.ref(tensor), "the optimizer's state"
+        self._ready[storage_of(parameter)] = weakref.ref(parameter), "a parameter"
+        self._ready[storage_of(gradient)] = weakref.ref(gradient), "a gradient"
 
-    def forget(self, parameter: Tensor) -> None:
+    def forget(self, parameter: Tensor, state: list[Tensor]) -> None:
         """It has been updated; its gradient goes on being watched."""
-        self._ready.pop(_storage(parameter), None)
+        for tensor in (parameter, *state):
+            self._ready.pop(storage_of(tensor), None)
+
+    def found(self, finding: str) -> None:
+        self.finding = self.finding or finding
 
     def used(self, func: Any, tensor: Tensor) -> None:
         if self.paused or self.finding or not self._ready:
             return
-        known = self._ready.get(_storage(tensor))
+        known = self._ready.get(storage_of(tensor))
         of = known[0]() if known is not None else None
-        if known is None or of is None or _storage(of) != _storage(tensor):
+        if known is None or of is None or storage_of(of) != storage_of(tensor):
             return
-        if torch._C._current_autograd_node() is not None and _accumulates(func, known[1]):
-            self.finding = "gradients are accumulated over several backward passes"
-        else:
-            self.finding = f"{_name(func)}{_where()} uses {known[1]} before the optimizer does"
+        self.finding = f"{_name(func)}{_where()} uses {known[1]} before the optimizer does"
 
 
 class Guard(_Mode):
-    """Raises EarlyUpdateError where something uses a parameter that has been updated early."""
+    """Raises EarlyUpdateError where something uses what has been updated early."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._parameters = parameters
-        self._storages = {_storage(parameter) for parameter in parameters}
+        self._storages: set[int] = set()
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """A parameter and its optimizer's state; they outlive the guard."""
+        self._storages.update(map(storage_of, tensors))
+
+    def forget(self, tensors: list[Tensor]) -> None:
+        """Their optimizer has stepped."""
+        self._storages.difference_update(map(storage_of, tensors))
 
     def used(self, func: Any, tensor: Tensor) -> None:
-        if _storage(tensor) in self._storages:
+        if storage_of(tensor) in self._storages:
             raise too_late(
                 f"{_name(func)}{_where()} comes before optimizer.step() and uses a value"
             )
 
 
-def _storage(tensor: Tensor) -> int:
+class InBackward(TorchFunctionMode):
+    """Tells `used` of the tensors that Python code gives to PyTorch: hooks, functions with a
+    backward of their own, recomputed forward passes. Follows autograd into its threads."""
+
+    def __init__(self, used: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self._used = used
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in _ABOUT_TENSORS:
+            for tensor in _tensors((args, kwargs)):
+                self._used(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+
+_ABOUT_TENSORS = frozenset(
+    {
+        "__get__",  # of a property: `grad`, `shape`, … ; what comes from `data` or `T` is seen
+        "__hash__",
+        "__len__",
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "numel",
+        "register_hook",
+        "size",
+        "storage_offset",
+        "stride",
+        "type",
+    }
+)
+"""Functions that read no values."""
+
+
+def storage_of(tensor: Tensor) -> int:
     """Identity of the storage; 0 for tensors that have none."""
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -115,17 +181,10 @@ def _tensors(item: Any) -> Iterator[Tensor]:
         yield from _tensors(list(item.values()))
 
 
-def _accumulates(func: Any, what: str) -> bool:
-    return what == "a gradient" and func in (
-        torch.ops.aten.add_.Tensor,
-        torch.ops.aten.add.Tensor,
-    )
-
-
 def _name(func: Any) -> str:
     if "_amp_" in str(func):
         return "a GradScaler"
-    return str(func)
+    return str(func) if isinstance(func, torch._ops.OpOverload) else resolve_name(func) or str(func)
 
 
 def _where() -> str:
