@@ -91,6 +91,41 @@ def test_a_plan_for_another_job_is_said_and_harmless(job: Path) -> None:
     assert "2 of the 3 values that the plan drops were met" in planned.stderr
 
 
+WHERE = """
+import atexit, os, pickle, sys, threading
+
+class Here: pass
+
+def late():
+    assert pickle.loads(pickle.dumps(Here)) is Here
+    print("late")
+
+atexit.register(late)
+main = sys.modules["__main__"]
+print(__file__, sys.argv, sys.path[0], __spec__, __package__, vars(main) is globals())
+os.chdir("/")
+raise ValueError
+"""
+
+
+def test_the_script_is_main_as_ever(job: Path) -> None:
+    (job / "below").mkdir()
+    (job / "below" / "where.py").write_text(WHERE)
+    plain = run(job, "below/where.py", "x")
+    planned = memplan(job, "--plan", "job.plan", "below/where.py", "x")
+    assert (planned.returncode, planned.stdout) == (1, plain.stdout)
+    assert planned.stderr == plain.stderr and plain.stdout.endswith("late\n")
+
+
+def test_what_never_began_has_no_traceback(job: Path) -> None:
+    (job / "wrong.py").write_text("print(1")
+    wrong = memplan(job, "--plan", "job.plan", "wrong.py")
+    assert (wrong.returncode, wrong.stderr) == (1, run(job, "wrong.py").stderr)
+    (job / "package").mkdir()
+    none = memplan(job, "--plan", "job.plan", "-m", "package")
+    assert none.returncode == 1 and none.stderr.startswith("ImportError: No module named package")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -3,6 +3,7 @@ GPU here, so the allocator is one that keeps books alone."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -14,6 +15,10 @@ import torch
 
 from memplan.cli.app import main
 from memplan.runtime.planned import install, pluggable
+from memplan.runtime.planned.files import RunFiles
+from memplan.runtime.planned.install import PlannedRun
+from memplan.runtime.planned.job import Job
+from memplan.runtime.planned.recording import observed_meta
 from memplan.types.plan_file import load_plan
 from memplan.types.trace_file import load_trace
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
@@ -42,6 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(pluggable, "why_not", lambda: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     library: Any = FakeLibrary()
@@ -116,6 +122,8 @@ def test_a_plan_for_other_arguments_is_told(
         (["--record", "there.trace", "train.py"], "there.trace exists"),
         (["--stats", "none/job.json", "train.py"], "does not exist"),
         (["--plan", "broken.plan", "train.py"], "not a plan of memplan"),
+        (["--record", "job.json", "--stats", "job.json", "train.py"], "name the same file"),
+        (["-f", "--stats", "train.py", "train.py"], "is what this command reads"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_script_begins(
@@ -125,6 +133,44 @@ def test_what_cannot_be_is_said_before_the_script_begins(
     (folder / "broken.plan").write_text("{}")
     assert run(*words) == 125
     assert what in capsys.readouterr().err
+
+
+def test_what_others_have_written_meanwhile_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text(JOB + "\nopen('job.trace', 'x'), open('job.json', 'x')")
+    assert run("--record", "job.trace", "--stats", "job.json", "train.py") == 0
+    said = capsys.readouterr().err
+    assert "job.json exists by now: writing job.2.json" in said
+    assert "wrote job.2.trace; next: memplan plan -o job.2.plan" in said
+    assert load_trace(folder / "job.2.trace").meta.optimizer_steps == 6
+    assert not (folder / "job.trace").read_bytes() and not (folder / "job.json").read_bytes()
+
+
+def test_one_file_that_cannot_be_written_does_not_cost_the_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "train.py").write_text(JOB + "\nimport os\nos.rmdir('out')\nsys.stderr.close()")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert run("--record", "job.trace", "--stats", "out/job.json", "train.py") == 0
+    assert load_trace(folder / "job.trace").meta.optimizer_steps == 6
+
+
+def test_a_child_that_the_script_forks_writes_nothing(folder: Path) -> None:
+    library: Any = install._Process.library
+    job = Job(library, [0], observed_meta([], "", "", ""))
+    job._process = -1
+    RunFiles(stats=folder / "job.json").finish(PlannedRun(job), pytest.fail)
+    assert not (folder / "job.json").exists()
+
+
+def test_a_job_without_device_memory_has_no_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("")
+    assert run("train.py") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_recording_beside_a_plan_of_allocation_is_refused(

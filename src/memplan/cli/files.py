@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from memplan.types.errors import UsageError
@@ -14,7 +15,7 @@ def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     """The absolute path to write to: the user's program may change the directory meanwhile.
 
     Raises UsageError when something is there and `force` is not set, when it is the file `reads`
-    that the command reads, or when the folder is missing.
+    that the command reads, or when the folder is missing or may not be written to.
     """
     path = _named(text).absolute()
     if reads and path.exists() and Path(reads).exists() and path.samefile(reads):
@@ -22,6 +23,8 @@ def output_path(text: str, *, force: bool, reads: str = "") -> Path:
     refuse_existing(path, overwrite=force)
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent} does not exist", f"mkdir -p {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path.parent} may not be written to", "another folder")
     return path
 
 

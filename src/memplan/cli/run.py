@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from memplan.cli.files import output_path, plan_path
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
+from memplan.cli.run_signals import finished
 from memplan.types.errors import EarlyUpdateError, MemplanError, UsageError
 
 if TYPE_CHECKING:
@@ -64,18 +66,20 @@ def run(args: argparse.Namespace) -> int:
         raise NotStartedError(error.message, error.hint) from error
     from memplan.runtime.script import run_program
 
-    try:
-        with running:
-            run_program(program.kind, program.name, program.argv, plan, _note)
-    except SystemExit as stop:
-        return _exit_code(stop)
-    except EarlyUpdateError:
-        raise
-    except Exception as error:
-        _print_as_python_would(error)
-        return 1
-    finally:
+    def finish() -> None:
+        running.close()
         files.finish(running, _note)
+
+    with finished(finish, also_by_signal=files.any):
+        try:
+            run_program(program.kind, program.name, program.argv, plan, _note)
+        except SystemExit as stop:
+            return _exit_code(stop)
+        except EarlyUpdateError:
+            raise
+        except Exception as error:
+            _print_as_python_would(error)
+            return 1
     return 0
 
 
@@ -93,9 +97,11 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
             "--record alone, or with a plan of memplan fit",
         )
     trace, stats = (
-        output_path(of_rank(text), force=args.force, reads=name) if text else None
+        _output(text, args.force, name, program) if text else None
         for text in (args.record, args.stats)
     )
+    if trace is not None and trace == stats:
+        raise UsageError("--record and --stats name the same file", "two names")
     serve = plan.allocation is not None or not name or bool(args.record)
     if not serve:
         _set_allocator(plan.alloc_conf)
@@ -109,6 +115,12 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     words = [program.name, *program.argv]
     running = start(given, command=words, record_all=bool(args.record), say=_note)
     return plan, files, running
+
+
+def _output(text: str, force: bool, plan: str, program: ScriptTarget) -> Path:
+    script = program.name if program.kind == "script" else ""
+    output_path(of_rank(text), force=force, reads=script)
+    return output_path(of_rank(text), force=force, reads=plan)
 
 
 def _refuse_launcher(args: argparse.Namespace) -> None:
@@ -138,7 +150,8 @@ def _set_allocator(conf: str) -> None:
 
 def _note(text: str) -> None:
     number = rank()
-    sys.stderr.write(f"memplan{'' if number is None else f' (rank {number})'}: {text}\n")
+    with suppress(OSError, ValueError, AttributeError):  # the script may have closed it
+        sys.stderr.write(f"memplan{'' if number is None else f' (rank {number})'}: {text}\n")
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -151,12 +164,17 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _print_as_python_would(error: Exception) -> None:
-    """The traceback from the script on, without the frames that lead to it."""
+    """The traceback from the script on, without the frames that lead to it; none where it has not
+    begun."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    traceback.print_exception(error.with_traceback(trace or error.__traceback__))
+    if trace is None:
+        sys.stderr.writelines(traceback.format_exception_only(error))
+    else:
+        traceback.print_exception(error.with_traceback(trace))
 
 
 def _is_ours(filename: str) -> bool:
-    return filename == "<frozen runpy>" or filename.startswith(_PACKAGE)
+    leads = filename.startswith("<frozen ")  # runpy, and what finds a module
+    return leads or filename.startswith(_PACKAGE)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+import io
 import runpy
 import sys
+import zipfile
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Literal
 
 from memplan.runtime.in_effect import plan_in_effect
@@ -19,7 +24,8 @@ def run_program(
     plan: Plan,
     on_note: Callable[[str], None],
 ) -> None:
-    """Run it to its end; whatever it raises passes through."""
+    """Run it to its end; whatever it raises passes through. A script's `__main__` stays when it has
+    ended: its threads and exit handlers go on, and may pickle."""
     with plan_in_effect(plan, [name, *argv], on_note):
         sys.argv = [name, *argv]
         if kind == "module":
@@ -27,4 +33,27 @@ def run_program(
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(name).resolve().parent))
-            runpy.run_path(name, run_name="__main__")
+            _run_script(Path(name).absolute())
+
+
+def _run_script(path: Path) -> None:
+    if zipfile.is_zipfile(path):
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    # That would take `__main__` away at its end, and set sys.argv[0] to the whole path.
+    code = _compiled(path)
+    main = ModuleType("__main__")
+    vars(main).update(
+        __file__=str(path),
+        __loader__=SourceFileLoader("__main__", str(path)),
+        __builtins__=builtins,
+        __cached__=None,
+        __annotations__={},
+    )
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def _compiled(path: Path) -> CodeType:
+    with io.open_code(str(path)) as file:
+        return compile(file.read(), str(path), "exec", dont_inherit=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from memplan.types.plan_file import load_plan
 from memplan.types.trace import Trace
 from memplan.types.trace_file import save_trace
 
+_WORKER = "memplan.runtime.planned.worker"
 _SECONDS = 300
 """After which a planner is taken to hang."""
 
@@ -27,10 +29,11 @@ class Planning:
         with (folder / "said").open("wb") as said:
             self._process = subprocess.Popen(
                 # Safe path: what lies in the job's folder is not ours to import.
-                [sys.executable, "-P", "-m", "memplan.runtime.planned.worker", str(folder)],
+                [sys.executable, "-P", "-m", _WORKER, str(folder), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
+                start_new_session=True,  # Ctrl-C is for the job, which may go on after it
             )
 
     def wait(self) -> None:

@@ -76,18 +76,24 @@ class Job:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if os.getpid() != self._process:  # a child of the job, forked
+        if not self.of_this_process:
             return
         self._hooks.__exit__()
-        if self._recording is not None:
-            self._stop_recording()
-        if self._planning is not None:
-            self._planning.close()
-            self._planning = None
+        try:
+            if self._recording is not None:
+                self._stop_recording()
+        except Exception as error:  # what the job has done stands
+            self._told_fault(error)
+        self._end_planning()
+
+    @property
+    def of_this_process(self) -> bool:
+        """False in a child that the job forked."""
+        return os.getpid() == self._process
 
     def unload(self) -> None:
         """Plans that came into effect end; what they placed stays until it is released."""
-        if os.getpid() == self._process:
+        if self.of_this_process:
             for device in {switch.device for switch in self.account.switches}:
                 self.library.unload(device)
 
@@ -128,16 +134,17 @@ class Job:
         try:
             self._at_boundary()
         except Exception as error:  # the user's step goes on, whatever is wrong here
-            self._give_up()
-            self.say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
+            self._told_fault(error)
 
-    def _give_up(self) -> None:
+    def _told_fault(self, error: Exception) -> None:
         """No more recording and planning; a plan in effect stays."""
         if self._order is not None:
             self._order.__exit__()
         for device in self.devices:
             self.library.stop_recording(device)
-        self._recording = self._planning = self.hit_rate = None
+        self._end_planning()
+        self._recording = self.hit_rate = None
+        self.say(f"planning has ended by a fault of memplan: {type(error).__name__}: {error}")
 
     def _at_boundary(self) -> None:
         """Between two steps."""
@@ -212,6 +219,11 @@ class Job:
             self._planning = Planning(trace)
         except (MemplanError, OSError) as error:
             self.say(f"no plan, the ordinary allocator goes on: {error}")
+
+    def _end_planning(self) -> None:
+        if self._planning is not None:
+            self._planning.close()
+            self._planning = None
 
     def _take_plans(self, planning: Planning) -> None:
         self._planning = None

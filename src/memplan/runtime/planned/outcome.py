@@ -66,7 +66,13 @@ def outcome(job: Job, plan: str = "") -> dict[str, Any]:
 
 
 def _used(job: Job) -> list[int]:
-    return [device for device in job.devices if job.library.statistics(device) is not None]
+    """Devices that the job has asked for memory."""
+    found = {device: job.library.statistics(device) for device in job.devices}
+    return [
+        device
+        for device, seen in found.items()
+        if seen is not None and (seen.mallocs or seen.reserved_peak)
+    ]
 
 
 def _device(job: Job, device: int) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """A process of its own that plans a recording, so that the job does not wait: a folder with
 `trace` in it; writes `plan.0`, `plan.1`, …, one a device, and exits with 0.
 
-Of a job that is running only the round is planned: what it has is where it is.
+Of a job that is running only the round is planned: what it has is where it is. Where the job ends
+before, however it does, so does this process, and the folder goes.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +25,13 @@ from memplan.types.trace_file import load_trace
 _SECONDS = 20.0
 """To search a layout for all devices."""
 _NICE = 5
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, job: int) -> int:
+    """`job`: the number of its process."""
     os.nice(_NICE)
+    threading.Thread(target=_end_with, args=(job, folder), daemon=True).start()
     try:
         trace = load_trace(folder / "trace")
         asked = trace.events.kind == EventKind.ALLOC
@@ -47,5 +54,13 @@ def main(folder: Path) -> int:
     return 0
 
 
+def _end_with(job: int, folder: Path) -> None:
+    """A job that a signal has ended could neither end its planner nor tidy up."""
+    while os.getppid() == job:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
