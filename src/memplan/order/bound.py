@@ -52,7 +52,7 @@ def lower_bound(
     """The best bound found within `seconds`, or until `cancel[0]` is set. `order` is the best one
     known: the lower its peak, the less there is to do.
 
-    Raises ValueError for what is no permutation, or values of 2^61 bytes and more together.
+    Raises ValueError for what is no permutation, or a graph of 2^61 bytes and more.
     """
     prover = _Prover(graph, seconds, np.zeros(1, np.uint8) if cancel is None else cancel)
     rows = np.asarray(order, np.int64)
