@@ -286,11 +286,34 @@ def threading_a_part(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def rounding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    plain = cross_entropy(model, optimizer)
+def telling_types(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Not by `isinstance`, to which a number that stays symbolic is a float."""
 
     def step(x: Tensor, y: Tensor) -> Any:
-        return round(plain(x, y).item(), 3)  # mark: round
+        loss = F.cross_entropy(model(x), y)
+        value = loss.item()
+        (loss * (2.0 if type(value) is float else 1.0)).backward()  # mark: type
+        optimizer.step()
+        optimizer.zero_grad()
+        return value
+
+    return step
+
+
+def is_float(value: object) -> bool:
+    return value.__class__ is float and not hasattr(value, "node")
+
+
+def keeping_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Where a number stays the same, nothing else tells of it."""
+    plain = cross_entropy(model, optimizer)
+    kept: dict[str, Any] = {"last": (0.0, "loss"), "all": []}
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        assert all(map(is_float, (kept["last"][0], *kept["all"])))
+        kept["last"] = (plain(x, y).mul(0).item(), "loss")  # mark: keep
+        kept["all"].append(kept["last"][0])
+        return 1
 
     return step
 
@@ -318,7 +341,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "deque": (losses_in_a_deque, "losses", ""),
     "tuple": (state_in_a_tuple, "hidden", "mark: tuple"),
     "thread": (threading_a_part, "a thread", "mark: thread"),
-    "round": (rounding, "round()", "mark: round"),
+    "types": (telling_types, "numbers by type(x)", "mark: type"),
+    "keep": (keeping_numbers, "keeps a number", "mark: keep"),
 }
 
 
@@ -398,26 +422,27 @@ def test_wrapped_models_are_refused_by_name(wrapper: str) -> None:
     assert compiled.report().plain_calls == 1
 
 
-def test_the_type_of_a_number_is_no_business_of_a_step() -> None:
-    """The recorded call itself has another type there, so nothing may come after it."""
-    model = perceptron()
-    optimizer = adam(model.parameters())
+def test_a_number_read_from_a_tensor_is_a_float_to_the_recorded_step() -> None:
+    """It takes the branches of the plain one, and the graph follows what it computes."""
 
-    def step(x: Tensor, y: Tensor) -> Any:
-        loss = F.cross_entropy(model(x), y)
-        value = loss.item()
-        (loss * (2.0 if isinstance(value, float) else 1.0)).backward()  # mark: type
-        optimizer.step()
-        optimizer.zero_grad()
-        return value
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
 
-    compiled = memplan.compile(step, model=model, optimizer=optimizer)
-    batch = batches((5, 6))[0]
-    compiled(*batch)
-    with pytest.warns(UserWarning, match=f"{line_of('mark: type')}: .*the type of a number"):
-        compiled(*batch)
-    compiled(*batch)
-    assert compiled.report().compiled_calls == 0
+        def step(x: Tensor, y: Tensor) -> Any:
+            loss = F.cross_entropy(model(x), y)
+            value = loss.item()
+            assert isinstance(value, float) and not isinstance(value, int)
+            (loss * (2.0 if isinstance(value, float) else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            both = torch.tensor([[value, 2.0], [round(value, 2), -1]])
+            return {"loss": round(value, 3), "root": value**0.5}, both, round(value)
+
+        return Job(model, optimizer, step, batches((5, 6)))
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 4
 
 
 def test_what_is_no_step_model_or_budget_is_said() -> None:

@@ -11,18 +11,36 @@ import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 _INSTALLED = tuple(
     str(Path(folder).resolve())
     for folder in {
         *site.getsitepackages(),
         *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
+        str(Path(torch.__file__).parent),
     }
 )
+_FOR_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @functools.cache
 def is_installed(file: str) -> bool:
-    return file.startswith("<frozen") or str(Path(file).resolve()).startswith(_INSTALLED)
+    """Whether it is a library's, wherever that is installed: by `pip install --user`, in another
+    environment on the path, or beside torch (`pip install --target`)."""
+    path = Path(file).resolve()
+    return (
+        file.startswith("<frozen")
+        or str(path).startswith(_INSTALLED)
+        or not _FOR_PACKAGES.isdisjoint(path.parts)
+        or _is_beside_torch(path)
+    )
+
+
+def _is_beside_torch(path: Path) -> bool:
+    """In a folder that pip has installed into: it keeps a record of torch there."""
+    folder = Path(torch.__file__).resolve().parents[1]
+    return folder in path.parents and any(folder.glob("torch-*.dist-info"))
 
 
 def is_of_user(thing: types.FunctionType | types.ModuleType) -> bool:
@@ -50,6 +68,22 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 def names_in(code: types.CodeType) -> set[str]:
     """Globals and attributes that the code names."""
     return {name for part in codes_of(code) for name in part.co_names}
+
+
+@functools.cache
+def compares_types(code: types.CodeType) -> str:
+    """`file:line` where the code, not that of functions within, may ask whether the type of a value
+    is one of Python's numbers (`type(x) is float`); empty where it does not."""
+    if "type" not in code.co_names or not _NUMBER_TYPES & {*code.co_names}:
+        return ""
+    for instruction in dis.get_instructions(code):
+        called = "NULL" in instruction.argrepr
+        if instruction.argval in _NUMBER_TYPES and not called and instruction.positions:
+            return f"{code.co_filename}:{instruction.positions.lineno}"
+    return ""
+
+
+_NUMBER_TYPES = frozenset({"float", "int", "bool", "complex"})
 
 
 def line_of(code: types.CodeType) -> str:

@@ -3,7 +3,12 @@ state, hyperparameters."""
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from json import JSONEncoder
 from typing import Any
 
 import torch
@@ -15,7 +20,9 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 
 from memplan.runtime.compiled.gates import watch_scaler
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import is_users_file, user_line
+from memplan.runtime.compiled.look_alikes import as_given, escaped, of_numbers
+from memplan.runtime.compiled.nested import plain
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.program import By, Place
@@ -43,13 +50,23 @@ _FLOATS_ONLY = {
     if hasattr(torch, name)
 }
 """They take a learning rate as a Python float and nothing that stands for one."""
+_OF_MATH = (
+    "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "pow", "sin", "cos", "tan", "sinh",
+    "cosh", "tanh", "degrees", "radians", "copysign", "fabs",
+)  # fmt: skip
+"""Functions of `math` that a graph can hold: the perplexity of a loss, a schedule by a cosine."""
 
 
 class Constructs(TorchFunctionMode):
     """While entered, what a graph would lose is refused or kept as an effect."""
 
-    def __init__(self, recorder: Recorder, hyperparameters: Hyperparameters) -> None:
+    def __init__(
+        self, recorder: Recorder, hyperparameters: Hyperparameters, compares_types: str = ""
+    ) -> None:
+        """`compares_types`: where the user's code tells numbers apart by `type(x)`. It is given
+        plain ones."""
         super().__init__()
+        self._compares_types = compares_types
         self.recorder = recorder
         self.schedules = Schedules(recorder.refuse, hyperparameters.restore, hyperparameters.mark)
         self._patches = Patches()
@@ -78,7 +95,28 @@ class Constructs(TorchFunctionMode):
                 )
             elif func in _FLOATS_ONLY:
                 kwargs = self._floats(kwargs)
-        return func(*args, **kwargs)
+        if func in _FROM_DATA and args and (places := _places_of_numbers(args[0])):
+            return _tensor_of(func, args, kwargs, places)
+        result = func(*args, **kwargs)
+        if isinstance(result, Symbolic) and self._compares_types:
+            result = self._plain(result)
+        return as_given(result)
+
+    def _plain(self, number: Any) -> Any:
+        """A plain number for code of the user, though no graph can follow it."""
+        caller = sys._getframe(2)
+        while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
+            caller = caller.f_back
+        if (scalar := scalar_of(number)) is None or not is_users_file(caller.f_code.co_filename):
+            return number
+        self.recorder.refuse(
+            NotCapturable(
+                "a number is read from a tensor where the step tells numbers by type(x)",
+                self._compares_types,
+                "isinstance(x, float)",
+            )
+        )
+        return scalar.value
 
     def _floats(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         plain = {}
@@ -97,6 +135,10 @@ class Constructs(TorchFunctionMode):
         watch_scaler(self.recorder, self._patches)
         self.schedules.watch(self._patches)
         self._patches.replace(torch.SymFloat, "__format__", _format)
+        for name in ("encode", "iterencode"):
+            self._patches.replace(JSONEncoder, name, _encoding(vars(JSONEncoder)[name]))
+        for name in _OF_MATH:
+            self._patches.replace(math, name, of_numbers(vars(math)[name]))
         before = register_optimizer_step_pre_hook(self._update_begins)
         after = register_optimizer_step_post_hook(self._update_ends)
         stack.callback(before.remove)
@@ -121,19 +163,59 @@ def _is_python(data: Any) -> bool:
     return type(data) in (bool, int, float, complex) or isinstance(data, (torch.Tensor, *Symbolic))
 
 
+def _places_of_numbers(data: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
+    """Symbolic numbers among nested ones, and the index of each in a tensor made from them."""
+    if isinstance(data, (list, tuple)):
+        return [
+            found
+            for place, item in enumerate(data)
+            for found in _places_of_numbers(item, (*path, place))
+        ]
+    return [(path, data)] if isinstance(data, Symbolic) and scalar_of(data) is not None else []
+
+
+def _tensor_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: list[Any]
+) -> torch.Tensor:
+    """A tensor made from numbers of which some are another one at each step."""
+    kwargs = dict(kwargs)
+    requires_grad = kwargs.pop("requires_grad", False)
+    made: torch.Tensor = func(plain(args[0]), *args[1:], **kwargs)
+    with torch.no_grad():
+        for path, number in places:
+            made[path].fill_(number)
+    return made.requires_grad_() if requires_grad else made
+
+
 def _format(number: torch.SymFloat, spec: str) -> str:
     return format(float(number), spec)
+
+
+def _encoding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """JSON's encoder is C and knows floats alone."""
+
+    @functools.wraps(plain)
+    def encode(encoder: JSONEncoder, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(encoder, escaped(value), *args, **kwargs)
+
+    return encode
 
 
 class Hyperparameters:
     """While entered, floats in the optimizers' groups that schedulers change are symbolic."""
 
-    def __init__(self, recorder: Recorder, optimizers: list[Optimizer]) -> None:
+    def __init__(
+        self, recorder: Recorder, optimizers: list[Optimizer], constant: bool = False
+    ) -> None:
+        """`constant`: the program serves for the values that they have."""
+        self._constant = constant
         self.recorder = recorder
         self.optimizers = optimizers
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def __enter__(self) -> None:
+        if self._constant:
+            return
         several = len(self.optimizers) > 1
         for number, optimizer in enumerate(self.optimizers):
             name = f"optimizer[{number}]" if several else "optimizer"
@@ -146,12 +228,10 @@ class Hyperparameters:
         value = group[key]
         lifted: Any
         if type(value) is float:
-            lifted = self.recorder.numbers.input(Place(path, By.ITEM, group, key), value)
+            lifted = self._input(Place(path, By.ITEM, group, key), value)
         elif type(value) is tuple and all(type(item) is float for item in value):
             lifted = tuple(
-                self.recorder.numbers.input(
-                    Place(f"{path}[{n}]", By.ITEM_OF_ITEM, group, (key, n)), item
-                )
+                self._input(Place(f"{path}[{n}]", By.ITEM_OF_ITEM, group, (key, n)), item)
                 for n, item in enumerate(value)
             )
         else:
@@ -159,9 +239,15 @@ class Hyperparameters:
         self._replaced.append((group, key, value, lifted))
         group[key] = lifted
 
+    def _input(self, place: Place, value: float) -> Any:
+        return as_given(self.recorder.numbers.input(place, value))
+
     def mark(self) -> None:
         """A scheduler has changed them: whoever uses one from now on is refused."""
-        late = self.recorder.numbers.late
+
+        def late(value: float) -> Any:
+            return as_given(self.recorder.numbers.late(value))
+
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             for key in _CHANGING & group.keys():
                 value = group[key]

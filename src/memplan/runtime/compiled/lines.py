@@ -17,6 +17,11 @@ def is_users_file(file: str) -> bool:
     return not file.startswith(_OURS) and not is_installed(file)
 
 
+def is_ours(file: str) -> bool:
+    """Whether it is memplan's."""
+    return file.startswith(_OURS)
+
+
 def user_line() -> str:
     """`file:line` of the innermost frame of the user's code; empty where there is none."""
     frame = sys._getframe(1)

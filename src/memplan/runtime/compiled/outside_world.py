@@ -1,5 +1,5 @@
 """Sees a step ask what no graph can: the time, the system's random numbers, a file, the state of a
-random generator, whether a number that stays symbolic is a float."""
+random generator, the type of a number that stays symbolic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from memplan.runtime.compiled.lines import is_users_file
-from memplan.runtime.compiled.scalars import Symbolic
+from memplan.runtime.compiled.code_lines import compares_types
+from memplan.runtime.compiled.lines import is_ours, is_users_file
+from memplan.runtime.compiled.scalars import Symbolic, scalar_of
 
 _CLOCKS = tuple(
     getattr(time, name)
@@ -47,14 +48,14 @@ class OutsideWorld:
             sys.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "call":
+            _given_plain(frame)
         if event != "c_call":
             return
         users = is_users_file(frame.f_code.co_filename)
         what = _asked(function)
         if what and (users or what in _ANYWHERE):
             self._note(what, "ask outside the step, and pass it as an argument")
-        if users and function is isinstance and _has_number(frame):
-            self._note(_TYPE, "return the number, and look at its type outside the step")
 
 
 def _asked(function: Any) -> str:
@@ -75,13 +76,17 @@ def _asked(function: Any) -> str:
     return ""
 
 
-def _has_number(frame: FrameType) -> bool:
-    """Whether one of its variables is a number read from a tensor: `isinstance(x, float)` is false
-    of such while the step is recorded, and which variable was asked about is not told."""
-    return any(isinstance(value, Symbolic) for value in frame.f_locals.values())
+def _given_plain(frame: FrameType) -> None:
+    """Plain numbers for the arguments of a function that tells types apart: `type(x) is float` is
+    false of those that stay symbolic. What a profiler writes into a frame's variables stays."""
+    if is_ours(frame.f_code.co_filename) or not compares_types(frame.f_code):
+        return
+    variables = frame.f_locals
+    for name, value in variables.items():
+        if isinstance(value, Symbolic) and (scalar := scalar_of(value)) is not None:
+            variables[name] = scalar.escape("a number read from a tensor, whose type is asked for")
 
 
-_TYPE = "it asks for the type of a number read from a tensor"
 _TIME = "it asks for the time"
 _SYSTEM = "it draws the system's random numbers"
 _RANDOM = "it draws from a generator of Python's random"

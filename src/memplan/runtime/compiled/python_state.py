@@ -24,7 +24,14 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from memplan.runtime.compiled import python_items as items
-from memplan.runtime.compiled.code_lines import is_of_user, is_user_class, names_in, stores
+from memplan.runtime.compiled.code_lines import (
+    codes_of,
+    compares_types,
+    is_of_user,
+    is_user_class,
+    names_in,
+    stores,
+)
 
 MOST_NODES = 50_000
 _OPAQUE = (
@@ -145,6 +152,18 @@ class PythonState:
                 name = re.split(r"[ .]", named.rstrip("."))[-1].split("[")[0]
                 line = stores(self._codes, name)
                 yield Change(where, name, items.words(before), items.words(after), line)
+
+    def compares_types(self) -> str:
+        """`file:line` where the user's code asks for a number's type; empty where none does."""
+        return next(
+            (
+                line
+                for code in self._codes
+                for part in codes_of(code)
+                if (line := compares_types(part))
+            ),
+            "",
+        )
 
     def lost_tensors(self, kept: Collection[int]) -> Iterator[Change]:
         """Tensors that were replaced since this was made, by others than `kept` (ids). Asked once:

@@ -1,9 +1,10 @@
 """Python numbers that a step computes from tensors and hyperparameters, recorded as graph nodes.
 
-`tensor.item()` gives a `torch.SymFloat`, `SymInt` or `SymBool` whose node is a `Scalar`: it knows
-its value, and arithmetic on it becomes nodes that do the same arithmetic on Python numbers. So what
-Adam computes from its step count is computed anew at each step, in the same doubles. Where the
-value itself gets out (a branch, a conversion, a format), the recorder is told.
+`tensor.item()` gives PyTorch a symbolic number whose node is a `Scalar`: it knows its value, and
+arithmetic on it becomes nodes that do the same arithmetic on Python numbers. So what Adam computes
+from its step count is computed anew at each step, in the same doubles. Where the value itself gets
+out (a branch, a conversion, a format), the recorder is told. What the step's own Python gets is in
+`look_alikes`.
 """
 
 from __future__ import annotations
@@ -130,20 +131,21 @@ class Scalar:
 
     # Where the value gets out
 
-    def _escape(self, how: str) -> Number:
+    def escape(self, how: str) -> Number:
+        """The value, whose use `how` names."""
         self.check()
         if self.node is not None:
             self.recorder.escaped(self, how)
         return self.value
 
     def guard_int(self, file: str, line: int) -> int:
-        return int(self._escape("a number read from a tensor used as a Python int"))
+        return int(self.escape("a number read from a tensor used as a Python int"))
 
     def guard_float(self, file: str, line: int) -> float:
-        return float(self._escape("a number read from a tensor used as a Python float"))
+        return float(self.escape("a number read from a tensor used as a Python float"))
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self._escape("a branch on the value of a tensor"))
+        return bool(self.escape("a branch on the value of a tensor"))
 
     guard_size_oblivious = guard_bool
     guard_or_false = guard_bool
@@ -163,42 +165,69 @@ class Scalar:
         return self.guard_int("", 0)
 
     def _graph_repr(self) -> str:
-        return repr(self._escape("a number read from a tensor turned into text"))
+        return repr(self.escape("a number read from a tensor turned into text"))
 
     def __repr__(self) -> str:
         return f"Scalar({self.value}, {self.node})"
 
 
-def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scalar:
-    value = function(*(operand.value for operand in operands))
-    for operand in operands:
-        operand.check()
-    if isinstance(value, complex):
-        raise TypeError("complex numbers are not recorded")
-    first = operands[0]
-    recorder = next((o.recorder for o in operands if o.node is not None), first.recorder)
-    if all(operand.node is None for operand in operands):
-        return Scalar(recorder, value, None)
-    arguments = tuple(o.value if o.node is None else o.node for o in operands)
-    test = None
-    if len(operands) == 2 and isinstance(value, bool):
-        one, two = operands
-        if one.node is not None and one.node.op == "placeholder" and two.node is None:
-            test = function, two.value
+def result_of(function: Callable[..., Any], operands: tuple[Scalar | Number, ...]) -> Any:
+    """What `function` gives of numbers: a Scalar; where no graph can hold it, the plain result.
+    Raises what `function` raises."""
+    scalars = [one for one in operands if isinstance(one, Scalar)]
+    value = function(*(one.value if isinstance(one, Scalar) else one for one in operands))
+    for scalar in scalars:
+        scalar.check()
+    known = [scalar for scalar in scalars if scalar.node is not None]
+    if not known:
+        return value
+    if type(value) not in (float, int, bool):
+        for scalar in known:
+            scalar.escape(f"a {type(value).__name__} computed from a tensor")
+        return value
+    arguments = tuple(_argument(one) for one in operands)
+    recorder = known[0].recorder
+    try:
+        node = recorder.arithmetic(function, arguments)
+    except NotCapturable as refusal:  # of the recording: the step itself goes on
+        recorder.refuse(refusal)
+        return value
     return Scalar(
         recorder,
         value,
-        recorder.arithmetic(function, arguments),
-        frozenset[int]().union(*(operand.places for operand in operands)),
-        any(operand.measured for operand in operands),
-        test,
+        node,
+        frozenset[int]().union(*(scalar.places for scalar in known)),
+        any(scalar.measured for scalar in known),
+        _test(function, known[0], arguments) if isinstance(value, bool) else None,
     )
+
+
+def _argument(operand: Any) -> Any:
+    if not isinstance(operand, Scalar):
+        return operand
+    return operand.value if operand.node is None else operand.node
+
+
+def _test(
+    function: Callable[..., Any], scalar: Scalar, arguments: tuple[Any, ...]
+) -> tuple[Callable[..., Any], Number] | None:
+    """How an input itself was compared, and with what, if that is all."""
+    if len(arguments) != 2 or isinstance(arguments[1], fx.Node):
+        return None
+    node = scalar.node
+    return (function, arguments[1]) if node is not None and node.op == "placeholder" else None
+
+
+def _result(function: Callable[..., Any], operands: tuple[Scalar, ...]) -> Scalar:
+    """For PyTorch, which wants a node."""
+    value = result_of(function, operands)
+    return value if isinstance(value, Scalar) else Scalar(operands[0].recorder, value, None)
 
 
 def _escaping(name: str, function: Callable[..., Any]) -> None:
     def method(self: Scalar, *others: Any) -> Any:
         plain = [other.value if isinstance(other, Scalar) else other for other in others]
-        value = function(self._escape(f"{name}() of a number read from a tensor"), *plain)
+        value = function(self.escape(f"{name}() of a number read from a tensor"), *plain)
         return Scalar(self.recorder, value, None)
 
     setattr(Scalar, name, method)
