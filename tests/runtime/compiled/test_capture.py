@@ -70,7 +70,7 @@ def text(model: Any, optimizer: Any, x: Tensor) -> Any:
     return str(loss.item())  # here
 
 
-@refused("used as a Python float")
+@refused("turned into text")
 def formatting(model: Any, optimizer: Any, x: Tensor) -> Any:
     loss = backward(model, optimizer, x)
     optimizer.step()
