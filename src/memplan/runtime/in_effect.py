@@ -4,24 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from memplan.types.plan import Plan
+
+if TYPE_CHECKING:
+    from memplan.runtime.early import Account
+
+
+@dataclass
+class InEffect:
+    """What came of a plan's parts in a run."""
+
+    early: Account | None = None
+    """None where the plan has no part `order`."""
+    notes: list[str] = field(default_factory=list)
+    """What was said."""
 
 
 @contextmanager
 def plan_in_effect(
     plan: Plan, command: list[str], on_note: Callable[[str], None]
-) -> Iterator[None]:
+) -> Iterator[InEffect]:
     """Recomputation and early weight updates, where the plan has them. `command`: the program's
     name and arguments. `on_note` is told, in a sentence, what of the plan cannot be followed."""
+    found = InEffect()
+
+    def note(text: str) -> None:
+        found.notes.append(text)
+        on_note(text)
+
     with ExitStack() as stack:
         if plan.recompute is not None and plan.recompute.groups:
             from memplan.runtime.apply import AppliedEverywhere
 
-            stack.enter_context(AppliedEverywhere(plan.recompute, on_note))
+            stack.enter_context(AppliedEverywhere(plan.recompute, note))
         if plan.order is not None:
             from memplan.runtime.early import EarlyUpdates
 
             same = plan.made_from.command == command
-            stack.enter_context(EarlyUpdates(plan.order, on_note, same_job=same))
-        yield
+            early = EarlyUpdates(plan.order, note, same_job=same)
+            found.early = early.account
+            stack.enter_context(early)
+        yield found

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from memplan.runtime.early.account import Account as Account
 from memplan.runtime.early.updates import EarlyUpdates as EarlyUpdates

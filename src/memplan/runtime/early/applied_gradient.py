@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from memplan.types.errors import EarlyUpdateError
+from memplan.runtime.early.too_late import too_late, where
 
 aten = torch.ops.aten
 _MOVES = frozenset(
@@ -41,10 +41,10 @@ class AppliedGradient(Tensor):
     ) -> Any:
         if func in _MOVES and isinstance(args[0], AppliedGradient):
             return cls(args[0], **{k: v for k, v in (kwargs or {}).items() if k in _KEPT})
-        raise too_late(f"{func} asks for a gradient")
+        raise too_late(f"{func}{where()} asks for a gradient")
 
     def _gone(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise too_late("something outside of PyTorch's operators asks for a gradient")
+        raise too_late(f"something outside of PyTorch's operators{where()} asks for a gradient")
 
     numpy = tolist = data_ptr = __array__ = __dlpack__ = __reduce_ex__ = _gone
 
@@ -53,13 +53,3 @@ class AppliedGradient(Tensor):
 
 
 _KEPT = ("dtype", "device")
-
-
-def too_late(what: str) -> EarlyUpdateError:
-    """The error for a job that needs what is gone; `what` it does, as a sentence without an end."""
-    return EarlyUpdateError(
-        f"{what}, and the plan has already updated the parameter in the backward pass: going on "
-        "would change the job's numbers",
-        'run without the plan, or delete its part "order": the job does in a later step what it '
-        "did not do in its first",
-    )

@@ -158,6 +158,16 @@ class Followed:
                 return "something else waits for the gradients"
         return ""
 
+    def irregular(self) -> str:
+        """Why what comes to the step is not what the backward pass has left; empty where it is."""
+        if reason := next(filter(None, (one.irregular() for one in self.parameters)), ""):
+            return reason
+        if not all(one.may_be_updated() for one in self.with_gradient()):
+            return "a gradient is sparse or laid out in another way than its parameter"
+        if self.settings_changed():
+            return "hyperparameters change between the backward pass and the optimizer's step"
+        return ""
+
     def settings_changed(self) -> bool:
         return self._settings_now() != self.settings
 

@@ -14,7 +14,6 @@ an update, and what cannot be undone, raises EarlyUpdateError before it can use 
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,18 +21,16 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memplan.runtime.early.applied_gradient import too_late
+from memplan.runtime.early.account import Account
 from memplan.runtime.early.followed import Followed, Parameter
+from memplan.runtime.early.hooks import RunEngine, hooked
 from memplan.runtime.early.one_parameter import share_memory, why_not
 from memplan.runtime.early.reads import reads_gradients
 from memplan.runtime.early.saved_weights import touches, used_late
 from memplan.runtime.early.surroundings import in_autocast, why_not_now, why_not_this
+from memplan.runtime.early.too_late import too_late
 from memplan.runtime.early.watched import Guard, InBackward, Watch, leave_idle
 from memplan.types.plan import OrderPart
 
@@ -51,7 +48,8 @@ class EarlyUpdates:
         """`on_note` is told, in a sentence, why the updates come as they would without a plan.
         `same_job`: the plan's capture has shown that nothing uses gradients after the optimizer's
         step. Else the gradients of the first step are kept, to see it here."""
-        self._expected = part.parameters
+        self.account = Account(part.parameters)
+        self._passes = 0
         self._same_job = same_job
         self._on_note = on_note
         self._off = False
@@ -66,32 +64,28 @@ class EarlyUpdates:
         self._pending: list[Parameter] = []
         """Updated, and their optimizer's step has not come yet."""
         self._guard: Guard | None = None
-        self._compared = False
 
     def __enter__(self) -> EarlyUpdates:
         self._thread = threading.get_ident()
         self._modes = _get_current_dispatch_mode_stack()
-        self._run: Any = vars(torch.autograd)["_engine_run_backward"]
-        self._add_group = Optimizer.add_param_group
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        run, add = self._run_backward, self._group_added
-        _set_run(run)  # the engine has no hook for its beginning and end
-
-        @functools.wraps(self._add_group)
-        def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-            add(optimizer, param_group)
-
-        Optimizer.add_param_group = add_param_group  # type: ignore[method-assign,assignment]
+        self._hooks = hooked(
+            self._instead_of, self._group_added, self._before_step, self._after_step
+        )
+        self._hooks.__enter__()
         return self
 
+    def _instead_of(self, run: RunEngine) -> RunEngine:
+        self._run = run
+        return self._run_backward
+
     def __exit__(self, *_exc: object) -> None:
-        _set_run(self._run)
-        Optimizer.add_param_group = self._add_group  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.__exit__(None, None, None)
+        if self._passes > 1 and not self.account.steps and not self._off:
+            self._give_up(
+                "no two steps had the same optimizers, and weights in the same memory"
+                if self._watch is not None
+                else "no optimizer was made to train them (copied or unpickled ones are not seen)"
+            )
         self._stop()
         if self._guard is not None:
             self._guard.close()
@@ -109,6 +103,7 @@ class EarlyUpdates:
 
     def _give_up(self, reason: str) -> None:
         self._stop()
+        self.account.ended = reason
         if self._on_note is not None:
             self._on_note(
                 f"weights are updated by the optimizer's step, as without a plan: {reason}. The "
@@ -117,8 +112,7 @@ class EarlyUpdates:
 
     # Optimizers that are made or changed
 
-    def _group_added(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self._add_group(optimizer, group)
+    def _group_added(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
         self._armed = False
 
@@ -143,6 +137,7 @@ class EarlyUpdates:
             self._elsewhere(tensors)
             return self._run(tensors, *args, **kwargs)
         leave_idle()
+        self._passes += 1
         if not self._off:
             self._begin(tensors, why_not_this(*args))
         if self._off or not self._followed:
@@ -294,14 +289,15 @@ class EarlyUpdates:
             self._guard = None
             return
         self._guard.open()
-        if not self._compared and self._on_note is not None:
-            self._compared = True
-            if len(self._pending) < self._expected:
-                self._on_note(
-                    f"{len(self._pending)} of the {self._expected} parameters that the plan "
-                    "updates early were: was it made for other arguments? The numbers are the same "
-                    "in any case; the peak may be higher than the plan promises"
-                )
+        account, now = self.account, len(self._pending)
+        account.steps += 1
+        account.parameters = max(account.parameters, now)
+        if account.steps == 1 and now < account.planned and self._on_note is not None:
+            self._on_note(
+                f"{now} of the {account.planned} parameters that the plan updates early were: was "
+                "it made for other arguments? The numbers are the same in any case; the peak may "
+                "be higher than the plan promises"
+            )
 
     # The optimizer's step
 
@@ -371,13 +367,8 @@ class EarlyUpdates:
         assert self._watch is not None
         if optimizer in self._stepped:
             return "the optimizer steps twice"
-        irregular = next(filter(None, (one.irregular() for one in followed.parameters)), "")
-        if self._watch.finding or irregular:
-            return self._watch.finding or irregular
-        if not all(one.may_be_updated() for one in followed.with_gradient()):
-            return "a gradient is sparse or laid out in another way than its parameter"
-        if followed.settings_changed():
-            return "hyperparameters change between the backward pass and the optimizer's step"
+        if reason := self._watch.finding or followed.irregular():
+            return reason
         if in_autocast():
             return "the optimizer steps under autocast"
         where = reads_gradients()
@@ -397,7 +388,3 @@ class EarlyUpdates:
             self._watch.forget(one.tensor, one.state)
         if self._releases_first:
             self._arm()
-
-
-def _set_run(run: Any) -> None:
-    vars(torch.autograd)["_engine_run_backward"] = run

@@ -9,10 +9,8 @@ code does, and `saved_weights` has asked the graph about the rest.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from memplan.runtime.early.applied_gradient import too_late
-
-_OURS = str(Path(__file__).parents[2])
-_TORCHS = str(Path(torch.__file__).parent)
-_NOT_THE_JOBS = (_OURS, _TORCHS, "<")
+from memplan.runtime.early.too_late import too_late, where
 
 
 class _Mode(TorchDispatchMode):
@@ -98,7 +92,7 @@ class Watch(_Mode):
         of = known[0]() if known is not None else None
         if known is None or of is None or storage_of(of) != storage_of(tensor):
             return
-        self.finding = f"{_name(func)}{_where()} uses {known[1]} before the optimizer does"
+        self.finding = f"{_name(func)}{where()} uses {known[1]} before the optimizer does"
 
 
 class Guard(_Mode):
@@ -118,9 +112,7 @@ class Guard(_Mode):
 
     def used(self, func: Any, tensor: Tensor) -> None:
         if storage_of(tensor) in self._storages:
-            raise too_late(
-                f"{_name(func)}{_where()} comes before optimizer.step() and uses a value"
-            )
+            raise too_late(f"{_name(func)}{where()} comes before optimizer.step() and uses a value")
 
 
 class InBackward(TorchFunctionMode):
@@ -185,13 +177,3 @@ def _name(func: Any) -> str:
     if "_amp_" in str(func):
         return "a GradScaler"
     return str(func) if isinstance(func, torch._ops.OpOverload) else resolve_name(func) or str(func)
-
-
-def _where() -> str:
-    """` (train.py:12)`: the line of the job that is running; empty in the backward pass."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_JOBS):
-            return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
