@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 
 from memplan.order import refine
 from memplan.order import solve as solve_module
-from memplan.order.baselines import baseline_orders, best
+from memplan.order.baselines import Candidate, baseline_orders, best
+from memplan.order.bound import Bound
+from memplan.order.certificate import Amounts, Certificate, Flow
 from memplan.order.check_bound import check_bound
+from memplan.order.compose import part_of
 from memplan.order.evaluate import peak, program_order
 from memplan.order.exhaustive import exhaustive_order
 from memplan.order.search import Clock, Improved, improve
@@ -21,6 +25,7 @@ from memplan.order.updates import early_updates
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
+from memplan.types.trace import I64
 from tests.order.graphs import graphs, make_graph, random_order
 
 
@@ -167,3 +172,43 @@ def test_a_graph_that_contradicts_itself_is_refused() -> None:
     graph.before[0] = len(graph) - 1
     with pytest.raises(ValueError, match="operator"):
         solve(graph, deadline_seconds=1.0)
+
+
+def test_segments_that_cannot_raise_the_peak_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain is as many segments; one holds the peak."""
+    count = 3000
+    graph = make_graph(
+        [{op - 1} if op else set() for op in range(count)],
+        [(op % 7, op, {op + 1} if op + 1 < count else set(), False) for op in range(count)],
+    )
+    parts: list[int] = []
+
+    def counted(*words: Any) -> Graph:
+        parts.append(1)
+        return part_of(*words)
+
+    monkeypatch.setattr(solve_module, "part_of", counted)
+    monkeypatch.setattr(solve_module, "early_updates", lambda graph, order: order)
+    monkeypatch.setattr(solve_module, "lower_bound", weak_bound)
+    solve(graph, deadline_seconds=60.0)
+    assert len(parts) == 1
+
+
+def weak_bound(graph: Graph, order: I64, **_: Any) -> Bound:
+    none = Amounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    return Bound(graph.base_bytes, Certificate((), Flow(-1, none, none, none)))
+
+
+def test_baselines_are_asked_once_and_only_where_they_may_help() -> None:
+    asked: list[int] = []
+
+    def baselines() -> list[Candidate]:
+        asked.append(1)
+        return baseline_orders(graph)
+
+    graph = training_step(60, batch=1, last=1)
+    assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
+    assert not asked  # updates placed early are as good as any order
+    graph = random_graph(40)
+    assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
+    assert asked == [1]

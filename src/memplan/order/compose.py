@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplan.order.evaluate import held
+from memplan.order.evaluate import held, lifetimes, positions
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -31,9 +31,7 @@ def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Gr
     for op, piece in piece_of.items():
         for needed in graph.before_of(op).tolist():
             before[piece].add(piece_of.get(needed, piece))
-    place = np.empty(len(graph), np.int64)
-    place[order] = np.arange(len(graph))
-    values = _Values(graph, pieces, piece_of, place, start, stop)
+    values = _Values(graph, order, pieces, piece_of, start, stop)
     scratch = _scratch(graph, order, start, pieces, values)
     before_start, flat_before = _csr([row - {piece} for piece, row in enumerate(before)])
     users_start, users = _csr(values.users)
@@ -64,9 +62,9 @@ class _Values:
     def __init__(
         self,
         graph: Graph,
+        order: I64,
         pieces: Sequence[Piece],
         piece_of: dict[int, int],
-        place: I64,
         start: int,
         stop: int,
     ) -> None:
@@ -75,10 +73,10 @@ class _Values:
         self.lasts: list[bool] = []
         self.users: list[set[int]] = []
         self.base = graph.base_bytes
-        for value in range(graph.values):
+        place = positions(order, len(graph))
+        first, last = lifetimes(graph, order)
+        for value in np.flatnonzero((first < stop) & (last > start)).tolist():
             maker = int(graph.maker[value])
-            if maker >= 0 and place[maker] >= stop:
-                continue
             rows = graph.users_of(value)
             places = place[rows]
             lasts = bool(graph.lasts[value]) or bool((places >= stop).any())

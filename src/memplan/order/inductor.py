@@ -6,7 +6,8 @@ node, so they are called here with nodes that have just that. A value becomes a 
 buffer that nobody reads. Values that are there before the step and last to its end are inputs that
 cannot be freed: Inductor leaves them out.
 
-The functions are private to PyTorch. They are called as torch 2.11 to 2.13 have them.
+The functions are private to PyTorch. They are called as torch 2.11 to 2.13 have them
+(`inductor_source`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from memplan.order.inductor_source import inductor_functions
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -97,16 +98,15 @@ def inductor_orders(graph: Graph, stop: Callable[[], bool] = lambda: False) -> d
     Raises RuntimeError where this version of torch has other functions than those that are known.
     """
     try:
-        from torch._inductor import memory
-    except ImportError as error:
-        raise RuntimeError(f"PyTorch Inductor cannot be imported: {error}") from error
+        functions = inductor_functions([f"topological_sort_{name}" for name in NAMES])
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"PyTorch Inductor has not the functions: {error}") from error
     found: dict[str, I64] = {}
 
     def call_all() -> None:
-        functions: Any = memory
         for name in NAMES:
             nodes, buffers, inputs, outputs = _stand_ins(graph, stop)
-            function = getattr(functions, f"topological_sort_{name}")
+            function = functions[f"topological_sort_{name}"]
             result = (
                 function(nodes, inputs, buffers, outputs) if name == "lpmf" else function(nodes)
             )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memplan.order.baselines import baseline_orders, best
+import numpy as np
+
+from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import lower_bound
 from memplan.order.certificate import Certificate
 from memplan.order.compose import composed, part_of
-from memplan.order.evaluate import peak, program_order
+from memplan.order.evaluate import held, peak, program_order
 from memplan.order.refine import refine
 from memplan.order.search import Clock
 from memplan.order.segments import segments
@@ -39,18 +41,21 @@ def solve(
     deadline_seconds: float,
     seed: int = 0,
     cancel: Callable[[], bool] | None = None,
+    baselines: Callable[[], list[Candidate]] | None = None,
 ) -> Solved[Order] | TimedOut[Order]:
     """An order that keeps to the dependencies, and never has a higher peak than program order or
     the orders of PyTorch's Inductor that were there in time.
 
     Cost and bound are bytes at the peak. TimedOut, with the best order and bound so far: the
     deadline came, or `cancel`, which is asked several times a second, answered true. The same graph
-    and seed give the same order unless it does. Raises ValueError for a graph that contradicts
-    itself.
+    and seed give the same order unless it does. `baselines` gives the graph's `baseline_orders` to
+    who needs them, too; it is not asked where they cannot be better. Raises ValueError for a graph
+    that contradicts itself.
     """
     graph.check()
     clock = Clock(deadline_seconds, cancel)
-    found = _by_segments(graph, _best_start(graph, clock), clock, seed)
+    start = _best_start(graph, clock, baselines or (lambda: baseline_orders(graph, clock.over)))
+    found = _by_segments(graph, start, clock, seed)
     proved = lower_bound(graph, found, seconds=max(clock.left, _BOUND_SECONDS), cancel=clock.stop)
     order = Order(found, peak(graph, found), proved.certificate)
     if clock.over() and order.peak_bytes > proved.bytes:
@@ -58,12 +63,12 @@ def solve(
     return Solved(order, order.peak_bytes, proved.bytes)
 
 
-def _best_start(graph: Graph, clock: Clock) -> I64:
+def _best_start(graph: Graph, clock: Clock, baselines: Callable[[], list[Candidate]]) -> I64:
     """Of the baselines and the updates placed early."""
     early = early_updates(graph, program_order(graph))
     if peak(graph, early) <= lower_bound(graph, early, seconds=clock.left, cancel=clock.stop).bytes:
         return early  # none is better
-    start = best(baseline_orders(graph, clock.over))
+    start = best(baselines())
     return early if peak(graph, early) <= start.peak_bytes else start.order
 
 
@@ -71,17 +76,17 @@ def _by_segments(graph: Graph, order: I64, clock: Clock, seed: int) -> I64:
     """Each segment between operators of fixed place for itself, that of the highest peak first: the
     others only as far as they are above what is proved for it."""
     pieces = segments(graph)
-    parts = [(piece, part_of(graph, order, piece.start, _singly(order, piece))) for piece in pieces]
-    parts.sort(key=lambda entry: -peak(entry[1], program_order(entry[1])))
+    if not pieces:
+        return order
+    peaks = np.maximum.reduceat(held(graph, order), [piece.start for piece in pieces])
     floor = graph.base_bytes
-    for piece, part in parts:
-        if peak(part, program_order(part)) <= floor:
+    for index in np.argsort(-peaks, kind="stable").tolist():
+        if peaks[index] <= floor or clock.over():
             break
+        piece = pieces[index]
+        ops = [[op] for op in order[piece.start : piece.stop].tolist()]
+        part = part_of(graph, order, piece.start, ops)
         found = refine(part, program_order(part), floor, clock, seed)
-        order = composed(order, piece.start, _singly(order, piece), found.order.tolist())
+        order = composed(order, piece.start, ops, found.order.tolist())
         floor = max(floor, found.bound_bytes)
     return order
-
-
-def _singly(order: I64, places: range) -> list[list[int]]:
-    return [[op] for op in order[places.start : places.stop].tolist()]
