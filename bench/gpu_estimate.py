@@ -14,18 +14,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_jobs.jobs import JOBS
-from bench.gpu_options import gpu_is_missing, suite_parser
+from bench.gpu_suite import NO_TIME, TimedSuite, failure, gpu_is_missing, last_line, suite_parser
 from bench.results import ROOT, write_result
 from memplan.runtime import nvml
 
@@ -35,8 +32,6 @@ BUDGET_SECONDS = 450.0
 JOB_SECONDS = 90.0
 SCRATCH_SECONDS = 75.0
 CONTEXT_SECONDS = 60.0
-LEAST_SECONDS = 15.0
-"""Nothing is started with less of the budget left."""
 ESTIMATES_AT_ONCE = 4
 MEASURES = {
     # error: (measured, estimated)
@@ -45,49 +40,19 @@ MEASURES = {
     "process": ("nvml_peak_bytes", "peak_bytes"),
 }
 
-Execute = Callable[[list[str], dict[str, str], float], tuple[int, str, str]]
-"""Runs a command: (command, environment, timeout) to (exit code, stdout, stderr)."""
-
-
-def execute(command: list[str], env: dict[str, str], timeout: float) -> tuple[int, str, str]:
-    """Run to the end, or killed at the timeout (code 124)."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, timeout=timeout, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return 124, "", f"killed after {timeout:.0f} s"
-    return done.returncode, done.stdout, done.stderr
-
 
 @dataclass
-class Suite:
-    """One run of the suite: its clock, its work folder and what it has found so far."""
+class Suite(TimedSuite):
+    """One run of the suite, and what it has found so far."""
 
-    work: Path
+    budget: float = BUDGET_SECONDS
     gpu: str = ""
     """The card as `memplan estimate --gpu` takes it; empty: found out from the first job."""
-    budget: float = BUDGET_SECONDS
-    run: Execute = execute
-    clock: Callable[[], float] = time.monotonic
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     context: list[dict[str, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-
-    def left(self) -> float:
-        return self.budget - (self.clock() - self.started)
-
-    def time_for(self, wanted: float) -> float:
-        """Seconds that a step may take; 0 when too little is left to begin it."""
-        return min(wanted, self.left()) if self.left() >= LEAST_SECONDS else 0.0
-
     def measure(self, name: str, arguments: list[str]) -> dict[str, Any]:
         """The real run of a job: its peaks, or `error`."""
-        seconds = self.time_for(JOB_SECONDS)
-        if not seconds:
-            return {"error": "no time left"}
         out, snapshot = self.work / f"{name}.json", self.work / f"{name}.pickle"
         command = [
             sys.executable, "-m", "memplan.runtime.measure", str(out), str(snapshot), str(SCRIPT),
@@ -95,12 +60,8 @@ class Suite:
         ]  # fmt: skip
         began = self.clock()
         with nvml.PeakWatch() as watch:
-            code, _, stderr = self.run(command, dict(os.environ), seconds)
-        found: dict[str, Any] = {"seconds": round(self.clock() - began, 1)}
-        if out.exists():
-            found |= json.loads(out.read_text(encoding="utf-8"))
-        else:
-            found["error"] = f"exit code {code}: {stderr[-1500:]}"
+            found = self.ask(command, out, JOB_SECONDS, {})
+        found = {"seconds": round(self.clock() - began, 1), **found}
         if watch.peak_bytes is not None:
             found["nvml_peak_bytes"] = watch.peak_bytes
         return found
@@ -109,7 +70,7 @@ class Suite:
         """Our answer for the same command, in a process that sees no GPU; or `error`."""
         seconds = self.time_for(JOB_SECONDS)
         if not seconds:
-            return {"error": "no time left"}
+            return {"error": NO_TIME}
         trace = self.work / f"{name}.trace"
         command = [
             sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", gpu, "-o", str(trace),
@@ -120,7 +81,7 @@ class Suite:
         code, stdout, stderr = self.run(command, env, seconds)
         took = round(self.clock() - began, 1)
         if code not in (0, 3):
-            return {"error": f"exit code {code}: {stderr[-1500:]}", "seconds": took}
+            return {"error": failure(code, stderr), "seconds": took}
         answer = json.loads(stdout)
         answer.pop("curve", None)
         return {**answer, "seconds": took}
@@ -128,31 +89,17 @@ class Suite:
     def measure_context(self) -> None:
         """The process outside the allocator, with kernels loaded lazily and eagerly."""
         for loading in ("LAZY", "EAGER"):
-            seconds = self.time_for(CONTEXT_SECONDS)
-            if not seconds:
-                return
             out = self.work / f"context-{loading}.json"
             command = [sys.executable, str(FOLDER / "context.py"), str(out)]
-            env = {**os.environ, "CUDA_MODULE_LOADING": loading}
-            code, _, stderr = self.run(command, env, seconds)
-            if out.exists():
-                self.context.append(json.loads(out.read_text(encoding="utf-8")))
-            else:
-                error = f"exit code {code}: {stderr[-500:]}"
-                self.context.append({"module_loading": loading, "error": error})
+            found = self.ask(command, out, CONTEXT_SECONDS, {"CUDA_MODULE_LOADING": loading})
+            self.context.append({"module_loading": loading, **found})
 
     def measure_scratch(self) -> dict[str, Any]:
         """Memory of single kernels, as far as the time lasts."""
-        seconds = self.time_for(SCRATCH_SECONDS)
-        if not seconds:
-            return {"error": "no time left"}
         out = self.work / "scratch.json"
-        command = [sys.executable, str(FOLDER / "scratch.py"), str(out), str(seconds * 0.8)]
-        code, _, stderr = self.run(command, dict(os.environ), seconds + 20)
-        if not out.exists():
-            return {"error": f"exit code {code}: {stderr[-1500:]}"}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+        seconds = 0.8 * self.time_for(SCRATCH_SECONDS)
+        command = [sys.executable, str(FOLDER / "scratch.py"), str(out), str(seconds)]
+        return self.ask(command, out, SCRATCH_SECONDS + 20, {})
 
 
 def gpu_argument(measured: dict[str, Any]) -> str:
@@ -217,7 +164,7 @@ def finish(suite: Suite, name: str, estimated: dict[str, Any]) -> None:
     job["estimated"] = estimated
     if "error" in estimated or job["measured"].get("error"):
         reason = job["measured"].get("error") or estimated["error"]
-        print(f"{name:30s} failed: {str(reason).strip().splitlines()[-1][:150]}", flush=True)
+        print(f"{name:30s} {last_line(reason)}", flush=True)
         return
     job["errors"] = errors(job["measured"], estimated)
     job["difference"] = explain(suite.work, name)

@@ -14,15 +14,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_estimate import Execute, execute
-from bench.gpu_options import gpu_is_missing, suite_parser
-from bench.gpu_recompute import found_by
+from bench.gpu_suite import CUBLAS_WORKSPACE, TimedSuite, gpu_is_missing, last_line, suite_parser
 from bench.results import write_result
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
@@ -30,6 +26,7 @@ OPTIMIZERS = ("adam", "adamw-fused")
 BUDGET_PART = 0.8
 """Of what the ordered step holds at its peak beyond weights, optimizer state and inputs."""
 BUDGET_SECONDS = 540.0
+TASK_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -53,23 +50,16 @@ class Task:
 
 
 @dataclass
-class Suite:
-    """One run of the suite: its clock, its work folder and what it has found so far."""
+class Suite(TimedSuite):
+    """One run of the suite, and what it has found so far."""
 
-    work: Path
     budget: float = BUDGET_SECONDS
-    run: Execute = execute
-    clock: Callable[[], float] = time.monotonic
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
 
     def perform(self, task: Task) -> dict[str, Any]:
         """What the task's process found, or `error`."""
-        left = self.budget - (self.clock() - self.started)
         out = self.work / f"{task.name}.json"
-        return found_by(self.run, task.command(out), out, left)
+        return self.ask(task.command(out), out, TASK_SECONDS, CUBLAS_WORKSPACE)
 
     def run_all(self, names: list[str]) -> None:
         """Each network with each optimizer, then within a budget; saved after every task."""
@@ -96,7 +86,7 @@ def budget_for(found: dict[str, Any]) -> int:
 def line(found: dict[str, Any]) -> str:
     """A task's outcome for a person."""
     if "error" in found:
-        return "failed: " + str(found["error"]).strip().splitlines()[-1][:150]
+        return last_line(found["error"])
     plain, compiled = found["plain"], found["compiled"]
     return (
         f"peak {plain['peak_bytes'] / 2**30:.2f} -> {compiled['peak_bytes'] / 2**30:.2f} GiB, "

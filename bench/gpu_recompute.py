@@ -12,18 +12,14 @@ a time. Unattended, no network; what fails or finds no time is told in
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
-from bench.gpu_options import gpu_is_missing, suite_parser
+from bench.gpu_suite import CUBLAS_WORKSPACE, TimedSuite, gpu_is_missing, last_line, suite_parser
 from bench.results import write_result
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
@@ -34,8 +30,6 @@ FRACTIONS = (0.5, 1.0)
 BUDGET_SECONDS = 450.0
 TASK_SECONDS = 180.0
 AT_ONCE = 6
-CUBLAS_WORKSPACE = ":4096:8"
-"""Without a fixed one cuBLAS does not promise the same bits each time."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +46,13 @@ class Task:
         return "-".join((self.job, self.kind, *(a for a in self.arguments[1:] if a[:2] != "--")))
 
 
-def found_by(run: Execute, command: list[str], out: Path, left: float) -> dict[str, Any]:
-    """What a process writes to `out`, or `error`. `left`: seconds of the suite."""
-    if left < LEAST_SECONDS:
-        return {"error": "no time left"}
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE}
-    code, _, stderr = run(command, env, min(TASK_SECONDS, left))
-    if not out.exists():
-        return {"error": f"exit code {code}: {stderr[-1500:]}"}
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
-
-
 @dataclass
-class Suite:
-    """One run of the suite: its clock, its work folder and what it has found so far."""
+class Suite(TimedSuite):
+    """One run of the suite, and what it has found so far."""
 
-    work: Path
     budget: float = BUDGET_SECONDS
-    run: Execute = execute
-    clock: Callable[[], float] = time.monotonic
     at_once: int = AT_ONCE
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.started = self.clock()
 
     def command(self, task: Task, out: Path) -> list[str]:
         return [
@@ -86,9 +62,8 @@ class Suite:
 
     def perform(self, task: Task) -> dict[str, Any]:
         """What the task's process found, or `error`."""
-        left = self.budget - (self.clock() - self.started)
         out = self.work / f"{task.name}.json"
-        return found_by(self.run, self.command(task, out), out, left)
+        return self.ask(self.command(task, out), out, TASK_SECONDS, CUBLAS_WORKSPACE)
 
     def run_all(self, names: list[str]) -> None:
         """References first, what they make possible next; saved after every task."""
@@ -146,7 +121,7 @@ def compiled(job: str, fraction: float) -> Task:
 def line(found: dict[str, Any]) -> str:
     """A task's outcome for a person."""
     if "error" in found:
-        return "failed: " + str(found["error"]).strip().splitlines()[-1][:150]
+        return last_line(found["error"])
     step = found.get("planned") or found.get("plain") or found
     text = f"peak {step['peak_bytes'] / 2**30:.2f} GiB, step {1e3 * step['seconds']:.1f} ms"
     if "budget_bytes" in found:

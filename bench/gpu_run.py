@@ -18,15 +18,20 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_estimate import LEAST_SECONDS, Execute, execute
-from bench.gpu_options import gpu_is_missing, suite_parser
+from bench.gpu_suite import (
+    CUBLAS_WORKSPACE,
+    NO_TIME,
+    TimedSuite,
+    failure,
+    gpu_is_missing,
+    suite_parser,
+)
 from bench.results import ROOT, write_result
 
 SCRIPT = ROOT / "bench" / "gpu_run_jobs" / "train.py"
@@ -47,33 +52,28 @@ WARM_UP = 8
 BATCH_STEPS = 8
 CAPTURES_AT_ONCE = 4
 CONF = "PYTORCH_ALLOC_CONF"
-# Without a fixed workspace cuBLAS does not promise the same bits each time.
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @dataclass
-class Suite:
-    """One run of the suite: its clock, its work folder and what it has found so far."""
+class Suite(TimedSuite):
+    """One run of the suite, and what it has found so far."""
 
-    work: Path
+    budget: float = BUDGET_SECONDS
     gpu: str = ""
     """The card as `memplan plan --gpu` takes it."""
-    budget: float = BUDGET_SECONDS
-    run: Execute = execute
-    clock: Callable[[], float] = time.monotonic
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.started = self.clock()
+        super().__post_init__()
         self.numbers = 0
 
     def perform(self, words: list[str], *, gpu: bool = True, conf: str = "") -> str:
         """Run one command; what went wrong, or the empty string."""
-        left = self.budget - (self.clock() - self.started)
-        if left < LEAST_SECONDS:
-            return "no time left"
-        environment = {**os.environ, **ENVIRONMENT}
+        seconds = self.time_for(PROCESS_SECONDS)
+        if not seconds:
+            return NO_TIME
+        environment = {**os.environ, **CUBLAS_WORKSPACE}
         paths = (str(ROOT), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         environment.pop(CONF, None)
@@ -82,8 +82,8 @@ class Suite:
         if not gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, *words]
-        code, _, stderr = self.run(command, environment, min(PROCESS_SECONDS, left))
-        return "" if code == 0 else f"exit code {code}: {stderr[-1500:]}"
+        code, _, stderr = self.run(command, environment, seconds)
+        return "" if code == 0 else failure(code, stderr)
 
     def file(self, suffix: str) -> Path:
         """A new file in the work folder."""

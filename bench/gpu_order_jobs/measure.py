@@ -9,19 +9,24 @@ state and inputs among it; on the CPU (a rehearsal), storages as the allocator's
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import memplan
-from bench.gpu_recompute_jobs.measure import _bits, _circumstances, _deterministic
+from bench.gpu_measure import (
+    bits,
+    cuda_peak,
+    cuda_seconds,
+    deterministic,
+    host_seconds,
+    process_parser,
+    write_measured,
+)
 from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build
 from bench.recompute.tracker import measure, storage_bytes
 
@@ -72,24 +77,10 @@ class Job:
         self.optimizer.zero_grad()
         if self.device.type != "cuda":
             return measure(step, self.resident()).peak_bytes
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated())
+        return cuda_peak(step)
 
     def seconds(self, step: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            step()
-            return time.perf_counter() - began
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return cuda_seconds(step) if self.device.type == "cuda" else host_seconds(step)
 
     def trajectory(self, step: Callable[[], torch.Tensor], state: dict[str, Any]) -> list[Any]:
         """Losses and the sums of bits of weights and optimizer state, from `state`, on kernels that
@@ -103,7 +94,7 @@ class Job:
         torch.manual_seed(SEED)
         losses = [float(step()) for _ in range(TRAINED)]
         states = [t for held in optimizer.state.values() for t in held.values()]
-        return [*losses, *map(_bits, module.state_dict().values()), *map(_bits, states)]
+        return [*losses, *map(bits, module.state_dict().values()), *map(bits, states)]
 
     def saved_state(self) -> dict[str, Any]:
         def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,7 +117,7 @@ def measured(job: Job) -> dict[str, Any]:
         budget=options.budget_bytes,
     )
     began = time.perf_counter()
-    with _deterministic():
+    with deterministic():
         for _ in range(WARM_UP):
             compiled()
         seconds = time.perf_counter() - began
@@ -179,28 +170,22 @@ def _in_turns(
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--job", choices=sorted(JOBS), required=True)
+    parser = process_parser(__doc__, JOBS)
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adam")
     parser.add_argument("--budget-bytes", type=int)
     parser.add_argument("--deadline", type=float, default=DEADLINE_SECONDS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
     return parser
 
 
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
-    try:
-        device = torch.device(options.device)
-        training = build(options.job, device, small=options.small)
-        found = measured(Job(options, training)) | _circumstances(device)
-    except Exception:
-        found = {"error": traceback.format_exc()[-2000:]}
-    options.out.write_text(json.dumps(found), encoding="utf-8")
-    return 1 if "error" in found else 0
+
+    def measure_job() -> dict[str, Any]:
+        training = build(options.job, torch.device(options.device), small=options.small)
+        return measured(Job(options, training))
+
+    return write_measured(options, measure_job)
 
 
 if __name__ == "__main__":

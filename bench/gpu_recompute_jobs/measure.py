@@ -16,11 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,6 +27,15 @@ from unittest import mock
 
 import torch
 
+from bench.gpu_measure import (
+    bits,
+    cuda_peak,
+    cuda_seconds,
+    deterministic,
+    host_seconds,
+    process_parser,
+    write_measured,
+)
 from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build, checkpointed
 from memplan.runtime.op_timing import CalledOps
 
@@ -38,7 +45,6 @@ STEPS = 7
 TRAINED = 3
 """Steps of the comparison to the bit."""
 LEARNING_RATE = 1e-3
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Meter(Protocol):
@@ -61,20 +67,10 @@ class CudaMeter:
         return int(torch.cuda.memory_allocated()) - training.resident_bytes()
 
     def peak(self, step: Callable[[], object]) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated())
+        return cuda_peak(step)
 
     def seconds(self, step: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return cuda_seconds(step)
 
 
 class HostMeter:
@@ -93,9 +89,7 @@ class HostMeter:
         return storage_bytes(self._resident) + dispatched_peak(step, self._resident)
 
     def seconds(self, step: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        step()
-        return time.perf_counter() - began
+        return host_seconds(step)
 
 
 class Task:
@@ -154,14 +148,14 @@ class Task:
         module.load_state_dict(state)
         torch.manual_seed(SEED)
         losses = []
-        with _deterministic():
+        with deterministic():
             for _ in range(TRAINED):
                 losses.append(self.training.step().item())
                 with torch.no_grad():
                     for parameter in module.parameters():
                         if parameter.grad is not None:
                             parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
-        return [*losses, *(_bits(tensor) for tensor in module.state_dict().values())]
+        return [*losses, *(bits(tensor) for tensor in module.state_dict().values())]
 
 
 def reference(task: Task) -> dict[str, Any]:
@@ -250,56 +244,19 @@ def operators_timed(within: AbstractContextManager[None]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """A warning where PyTorch has no such kernel; `repeatable` then tells whether it mattered."""
-    filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    return int(tensor.detach().view(-1).view(_INTEGERS[tensor.element_size()]).sum())
-
-
-def _circumstances(device: torch.device) -> dict[str, Any]:
-    if device.type != "cuda":
-        return {"device_name": device.type, "torch": torch.__version__}
-    return {
-        "device_name": torch.cuda.get_device_name(),
-        "device_total_bytes": torch.cuda.mem_get_info()[1],
-        "torch": torch.__version__,
-    }
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser = process_parser(__doc__, JOBS)
     parser.add_argument("task", choices=sorted(TASKS))
-    parser.add_argument("--job", choices=sorted(JOBS), required=True)
     parser.add_argument("--bytes", type=int)
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--per-block", action="store_true")
     parser.add_argument("--lock", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
     return parser
 
 
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
-    try:
-        found = TASKS[options.task](Task(options))
-        found |= _circumstances(torch.device(options.device))
-    except Exception:
-        found = {"error": traceback.format_exc()[-2000:]}
-    options.out.write_text(json.dumps(found), encoding="utf-8")
-    return 1 if "error" in found else 0
+    return write_measured(options, lambda: TASKS[options.task](Task(options)))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_context_and_scratch_tell_what_failed(
     made.measure_context()
     loading = [env["CUDA_MODULE_LOADING"] for _, env in machine.commands]
     assert loading == ["LAZY", "EAGER"]
-    assert made.context[0] == MEASURED
+    assert made.context[0] == {"module_loading": "LAZY", **MEASURED}
     assert "illegal memory access" in made.context[1]["error"]
     assert "illegal memory access" in made.measure_scratch()["error"]
 

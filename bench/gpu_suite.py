@@ -1,0 +1,96 @@
+"""What the suites for a machine with a GPU have in common: options, and processes on a budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.results import ROOT
+from memplan.runtime import nvml
+
+LEAST_SECONDS = 15.0
+"""Nothing is started with less of the budget left."""
+CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Without a fixed one cuBLAS does not promise the same bits each time."""
+NO_TIME = "no time left"
+
+Execute = Callable[[list[str], dict[str, str], float], tuple[int, str, str]]
+"""Runs a command: (command, environment, timeout) to (exit code, stdout, stderr)."""
+
+
+def execute(command: list[str], env: dict[str, str], timeout: float) -> tuple[int, str, str]:
+    """Run to the end, or killed at the timeout (code 124)."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, timeout=timeout, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"killed after {timeout:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+@dataclass
+class TimedSuite:
+    """One run of a suite: its work folder and its clock."""
+
+    work: Path
+    budget: float
+    """Seconds in all."""
+    run: Execute = execute
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def time_for(self, wanted: float) -> float:
+        """Seconds that a process may take; 0 when too little is left to begin it."""
+        left = self.budget - (self.clock() - self.started)
+        return min(wanted, left) if left >= LEAST_SECONDS else 0.0
+
+    def ask(
+        self, command: list[str], out: Path, wanted: float, env: dict[str, str]
+    ) -> dict[str, Any]:
+        """What a process writes to `out` within `wanted` seconds, or `error`."""
+        seconds = self.time_for(wanted)
+        if not seconds:
+            return {"error": NO_TIME}
+        code, _, stderr = self.run(command, {**os.environ, **env}, seconds)
+        if not out.exists():
+            return {"error": failure(code, stderr)}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+def failure(code: int, stderr: str) -> str:
+    """Why a process has no result."""
+    return f"exit code {code}: {stderr[-1500:]}"
+
+
+def last_line(error: object) -> str:
+    """A failure for a person."""
+    return "failed: " + str(error).strip().splitlines()[-1][:150]
+
+
+def suite_parser(description: str | None, budget_seconds: float) -> argparse.ArgumentParser:
+    """The options of every suite: `--budget`, `--only`, `--dry-run`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--budget", type=float, default=budget_seconds, help="seconds in all")
+    parser.add_argument("--only", default="", help="jobs whose name holds this text")
+    parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
+    return parser
+
+
+def gpu_is_missing() -> bool:
+    """Whether there is no NVIDIA GPU here, which it says."""
+    missing = nvml.used_bytes() is None
+    if missing:
+        print("no NVIDIA GPU: its driver's library does not answer", file=sys.stderr)
+    return missing
