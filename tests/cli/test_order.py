@@ -9,17 +9,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from memplan.cli import main
-from memplan.order.baselines import baseline_orders
+from memplan.layout import solve as layout_solve
+from memplan.order import baselines, solve
+from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.phases.op_graph import op_graph
 from memplan.types.graph_file import save_graph
 from memplan.types.trace_file import load_trace
-from tests.order.test_solve import random_graph, training_step
+from tests.order.graphs import make_graph
+from tests.order.test_solve import random_graph, training_step, weak_bound
 
 SCRIPT = """
 import torch
@@ -84,8 +89,12 @@ def test_a_graph_file(graph_file: Path, capfd: pytest.CaptureFixture[str]) -> No
 def test_bad_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken.graph"
     broken.write_text('{"memplan_graph": 1, "base_bytes": 0}\n{"name": 3}\n', encoding="utf-8")
+    compressed = tmp_path / "step.graph.gz"
+    compressed.write_bytes(b"\x1f\x8b\x08\x00")
     for words, says in (
         ([str(tmp_path / "none")], "none"),
+        ([str(tmp_path)], "is a folder"),
+        ([str(compressed)], "neither a memplan trace nor a graph file"),
         ([str(Path(__file__))], "trace"),
         ([str(broken)], "line 2"),
         (["--timeout", "0", str(broken)], "seconds"),
@@ -93,6 +102,53 @@ def test_bad_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["order", *words]) == 2
         out, err = capfd.readouterr()
         assert out == "" and says in err and "Traceback" not in err
+
+
+def test_a_graph_file_may_begin_with_a_mark_and_empty_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.graph"
+    for begin in ("\ufeff", "\n \r\n"):
+        path.write_text(begin + '{"memplan_graph": 1, "base_bytes": 7}\n', encoding="utf-8")
+        assert main(["order", "--json", str(path)]) == 0
+        assert json.loads(capfd.readouterr().out)["ordered_peak_bytes"] == 7
+
+
+def test_the_baselines_are_computed_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(*words: Any) -> list[Candidate]:
+        asked.append(1)
+        return baseline_orders(*words)
+
+    monkeypatch.setattr(baselines, "baseline_orders", counted)
+    for graph in (training_step(20, batch=1), random_graph(30)):  # the second needs a search
+        path = tmp_path / f"{len(graph)}.graph"
+        save_graph(graph, path)
+        asked.clear()
+        assert main(["order", "--json", str(path)]) == 0
+        answer = json.loads(capfd.readouterr().out)
+        assert len(asked) == 1
+        assert answer["baseline_peak_bytes"] == best(baseline_orders(graph)).peak_bytes
+
+
+def test_out_of_time_before_anything_is_known(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at once: neither PyTorch's orders nor a bound."""
+    path = tmp_path / "step.graph"
+    save_graph(make_graph([set(), set()], [(3, 0, {1}, False)]), path)
+
+    def cancelled() -> Any:
+        return np.ones(1, np.uint8)
+
+    monkeypatch.setattr(layout_solve, "new_cancel", cancelled)
+    monkeypatch.setattr(solve, "lower_bound", weak_bound)
+    assert main(["order", str(path)]) == 0
+    out = capfd.readouterr().out
+    assert "cancelled: the best so far" in out and "none in time" in out and "not known" in out
 
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:

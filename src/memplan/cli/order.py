@@ -9,6 +9,8 @@ step in its order. Ctrl-C ends the search with the best so far.
 from __future__ import annotations
 
 import argparse
+import codecs
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,23 @@ from memplan.cli.files import input_path
 from memplan.cli.layout import interrupts_set
 from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
+from memplan.types.errors import FormatError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from memplan.cli.order_layout import Laid, Layouts
+    from memplan.order.baselines import Candidate
+    from memplan.order.solve import Order
     from memplan.types.graph import Graph
+    from memplan.types.solution import Solved, TimedOut
 
 TAKES_PROGRAM = False
 _TIMEOUT = 60.0
 _LAYOUT_SECONDS = 10.0
+_LOOKED_AT = 4096
+"""Bytes that tell a graph file from a trace."""
+_MADE_BY = "memplan estimate -o job.trace SCRIPT writes a trace; docs/order.md tells of graph files"
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -39,28 +48,77 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = input_path(args.trace)
+    path = input_path(args.trace, made_by=_MADE_BY)
     graph, origin = _load(path)
     from memplan.cli.order_layout import lay_out
     from memplan.layout.solve import new_cancel
-    from memplan.order.baselines import baseline_orders, best
+    from memplan.order.baselines import baseline_orders
     from memplan.order.solve import solve
-    from memplan.types.solution import Solved
 
     cancel = new_cancel()
     begin = time.monotonic()
+
+    @functools.cache  # the solver may need them, and the answer does
+    def baselines() -> list[Candidate]:
+        over = begin + args.timeout
+        return baseline_orders(graph, lambda: bool(cancel[0]) or time.monotonic() > over)
+
     with interrupts_set(cancel):
-        answer = solve(graph, deadline_seconds=args.timeout, cancel=lambda: bool(cancel[0]))
+        answer = solve(graph, deadline_seconds=args.timeout, cancel=lambda: bool(cancel[0]),
+                       baselines=baselines)  # fmt: skip
         seconds = time.monotonic() - begin
-        order = answer.solution if isinstance(answer, Solved) else answer.best
-        assert order is not None  # program order is one
-        end = begin + args.timeout
-        candidates = baseline_orders(graph, lambda: bool(cancel[0]) or time.monotonic() > end)
-        layouts = lay_out(graph, order.order, seconds=_LAYOUT_SECONDS, cancel=cancel)
-    unproved = "cancelled" if cancel[0] else "timed_out"
-    figures: dict[str, Any] = {
+        layouts = lay_out(graph, _order(answer).order, seconds=_LAYOUT_SECONDS, cancel=cancel)
+        candidates = baselines()
+    figures = _figures(answer, candidates, seconds, cancelled=bool(cancel[0]))
+    if args.json:
+        envelope = {"schema_version": 1, "memplan_version": __version__, **origin}
+        write_json({**envelope, **figures, "layout": _layout_json(layouts)})
+    else:
+        compared = len(candidates) > 1 or len(graph) < 2
+        write_answer(_text(figures, layouts, compared=compared))
+    return EXIT_YES
+
+
+def _load(path: Path) -> tuple[Graph, dict[str, str | None]]:
+    """The graph of a trace's steady step, or of a graph file; and where it comes from."""
+    from memplan.types.trace_file import MAGIC, load_trace
+
+    with path.open("rb") as file:
+        head = file.read(_LOOKED_AT)
+    if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        from memplan.types.graph_file import load_graph
+
+        return load_graph(path), {"torch_version": None, "gpu": None}
+    if not head.startswith(MAGIC[:1]):
+        raise FormatError(f"{path} is neither a memplan trace nor a graph file", _MADE_BY)
+    from memplan.phases.op_graph import op_graph
+
+    trace = load_trace(path)
+    return op_graph(trace), {"torch_version": trace.meta.torch_version, "gpu": trace.meta.gpu}
+
+
+def _order(answer: Solved[Order] | TimedOut[Order]) -> Order:
+    from memplan.types.solution import Solved
+
+    order = answer.solution if isinstance(answer, Solved) else answer.best
+    assert order is not None  # program order is one
+    return order
+
+
+def _figures(
+    answer: Solved[Order] | TimedOut[Order],
+    candidates: list[Candidate],
+    seconds: float,
+    *,
+    cancelled: bool,
+) -> dict[str, Any]:
+    from memplan.order.baselines import best
+    from memplan.types.solution import Solved
+
+    order, unproved = _order(answer), "cancelled" if cancelled else "timed_out"
+    return {
         "status": "solved" if isinstance(answer, Solved) else unproved,
-        "operators": len(graph),
+        "operators": len(order.order),
         "program_peak_bytes": candidates[0].peak_bytes,
         "baseline_peak_bytes": best(candidates).peak_bytes,
         "baseline": best(candidates).name,
@@ -69,28 +127,6 @@ def run(args: argparse.Namespace) -> int:
         "optimal": order.peak_bytes <= answer.bound,
         "seconds": round(seconds, 3),
     }
-    if args.json:
-        envelope = {"schema_version": 1, "memplan_version": __version__, **origin}
-        write_json({**envelope, **figures, "layout": _layout_json(layouts)})
-    else:
-        write_answer(_text(figures, layouts))
-    return EXIT_YES
-
-
-def _load(path: Path) -> tuple[Graph, dict[str, str | None]]:
-    """The graph of a trace's steady step, or of a graph file; and where it comes from."""
-    from memplan.phases.op_graph import op_graph
-    from memplan.types.graph_file import load_graph
-    from memplan.types.trace_file import load_trace
-
-    with path.open("rb") as file:
-        is_graph = file.read(1) == b"{"
-    if is_graph:
-        from memplan.types.graph_file import load_graph
-
-        return load_graph(path), {"torch_version": None, "gpu": None}
-    trace = load_trace(path)
-    return op_graph(trace), {"torch_version": trace.meta.torch_version, "gpu": trace.meta.gpu}
 
 
 def _layout_json(layouts: Layouts) -> dict[str, Any]:
@@ -108,7 +144,8 @@ def _layout_json(layouts: Layouts) -> dict[str, Any]:
     }
 
 
-def _text(figures: dict[str, Any], layouts: Layouts) -> str:
+def _text(figures: dict[str, Any], layouts: Layouts, *, compared: bool) -> str:
+    """`compared`: whether one of PyTorch's own orders is there."""
     from memplan.report.text import format_bytes
 
     program, ordered = figures["program_peak_bytes"], figures["ordered_peak_bytes"]
@@ -116,9 +153,13 @@ def _text(figures: dict[str, Any], layouts: Layouts) -> str:
     gain = 1 - ordered / program if program else 0.0
     if figures["optimal"]:
         quality = "the least possible"
+    elif not bound:
+        quality = "how near to the least possible is not known"
     else:
         quality = f"at most {ordered / bound - 1:.2%} above the least possible"
     baseline = f"{format_bytes(figures['baseline_peak_bytes'])} ({figures['baseline']})"
+    if not compared:
+        baseline = "none in time"
     laid = layouts.ordered
     lines = [
         f"peak {format_bytes(ordered)}, {gain:.1%} below program order: {quality} "

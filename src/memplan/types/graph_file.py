@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     memplan_graph: int
     base_bytes: _Bytes = 0
-    operators: int | None = None
+    operators: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class _Value(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,9 +180,10 @@ class _Reader:
         if header is None:
             raise FormatError(f"{self.path} is empty", _FORMAT)
         if header.operators is not None and header.operators != len(self.operators):
+            count = f"{len(self.operators)} operators and not {header.operators}"
             raise self._fault(
                 last,
-                f"the file ends after {len(self.operators)} of {header.operators} operators",
+                f"{count}, as the first line says",
                 "the file was cut off, or its first line is wrong",
             )
 
@@ -192,8 +193,13 @@ class _Reader:
                              object_pairs_hook=_without_repetition)  # fmt: skip
         except _RepeatedKeyError as error:
             raise self._fault(number, f"{_shown(str(error))} is there twice") from error
-        except (ValueError, RecursionError) as error:
-            raise self._fault(number, "not JSON: is the file cut off?") from error
+        except UnicodeDecodeError as error:
+            raise self._fault(number, f"not UTF-8 from byte {error.start + 1} on") from error
+        except json.JSONDecodeError as error:
+            why = f"not JSON from character {error.pos + 1} on: is the file cut off?"
+            raise self._fault(number, why) from error
+        except (ValueError, RecursionError) as error:  # a number without end, a nest of brackets
+            raise self._fault(number, f"not read: {error}") from error
         if not isinstance(row, dict):
             raise self._fault(number, "not a JSON object")
         return row
@@ -217,7 +223,7 @@ class _Reader:
         except msgspec.ValidationError as error:
             named = row.get("op") or row.get("value") or ""
             of = f"{_shown(named)}: " if isinstance(named, str) and named else ""
-            raise self._fault(number, f"{of}{error}") from error
+            raise self._fault(number, f"{of}{_wrong_size(row) or error}") from error
 
     def _count(self, number: int, nbytes: int) -> None:
         self.total_bytes += nbytes
@@ -330,6 +336,15 @@ _FORMAT = 'a graph file as docs/order.md describes it: {"memplan_graph": 1} and 
 
 class _RepeatedKeyError(ValueError):
     pass
+
+
+def _wrong_size(row: dict[str, Any]) -> str:
+    """Which value has bytes that are none; msgspec does not name the keys of a mapping."""
+    makes = row.get("makes")
+    for name, nbytes in makes.items() if isinstance(makes, dict) else ():
+        if type(nbytes) is not int or not 0 <= nbytes <= MAX_TOTAL_BYTES:
+            return f"the bytes of {_shown(name)} are not a whole number from 0 to 2^60"
+    return ""
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
