@@ -6,7 +6,7 @@ import functools
 import sys
 from pathlib import Path
 
-from memplan.runtime.compiled.code_lines import is_installed
+from memplan.runtime.installed import is_installed
 
 _OURS = str(Path(__file__).parents[2])
 

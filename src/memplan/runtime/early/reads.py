@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ast
-import site
 import sys
-import sysconfig
 from pathlib import Path
 
+from memplan.runtime.installed import is_installed
+
 _MOST_BYTES = 4 << 20
-_INSTALLED = tuple(
-    {
-        *(str(Path(path)) for path in sysconfig.get_paths().values()),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        str(Path(__file__).parents[2]),
-    }
-)
+_OURS = str(Path(__file__).parents[2])
 
 
 def reads_gradients() -> str:
@@ -26,7 +19,7 @@ def reads_gradients() -> str:
         name = getattr(module, "__file__", None)
         if not isinstance(name, str) or not name.endswith(".py"):
             continue
-        if name.startswith(_INSTALLED) or "site-packages" in name or name.startswith("<"):
+        if name.startswith(_OURS) or is_installed(name):
             continue
         line = _first_read(Path(name))
         if line:
