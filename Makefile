@@ -22,8 +22,10 @@ help: ## list the targets
 demo: $(VENV)/.built ## set up what is missing, then estimate examples/gpt2/train.py
 	@$(bin)/memplan estimate --gpu $(GPU) examples/gpt2/train.py
 
+# Files in the order of their names, which ends with many short ones: xdist would begin with those of
+# the most tests, and end on the few that take minutes, the other processes with nothing to do.
 test: $(VENV)/.dev ## set up what is missing, then run every test (ARGS="-k name" narrows)
-	$(py) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(py) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(bin)/ruff check $(checked)
