@@ -17,8 +17,6 @@ from memplan.cli.app import main
 from memplan.runtime.planned import install, pluggable
 from memplan.runtime.planned.files import RunFiles
 from memplan.runtime.planned.install import PlannedRun
-from memplan.runtime.planned.job import Job
-from memplan.runtime.planned.recording import observed_meta
 from memplan.types.plan_file import load_plan
 from memplan.types.trace_file import load_trace
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
@@ -158,10 +156,8 @@ def test_one_file_that_cannot_be_written_does_not_cost_the_other(
 
 
 def test_a_child_that_the_script_forks_writes_nothing(folder: Path) -> None:
-    library: Any = install._Process.library
-    job = Job(library, [0], observed_meta([], "", "", ""))
-    job._process = -1
-    RunFiles(stats=folder / "job.json").finish(PlannedRun(job), pytest.fail)
+    files = RunFiles(pytest.fail, stats=folder / "job.json", process=-1)
+    files.finish(PlannedRun())
     assert not (folder / "job.json").exists()
 
 
@@ -194,8 +190,13 @@ def test_expandable_segments_of_the_user_are_refused(
 
 def test_without_a_gpu_a_note_and_the_ordinary_allocator(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')")
-    command = [sys.executable, "-m", "memplan", "run", "--stats", "job.json", "train.py"]
+    words = ["--record", "job.trace", "--stats", "job.json", "train.py"]
+    command = [sys.executable, "-m", "memplan", "run", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert "PyTorch's ordinary allocator serves the job" in done.stderr
-    assert not (tmp_path / "job.json").exists()
+    assert "nothing was recorded: job.trace is not written" in done.stderr
+    assert not (tmp_path / "job.trace").exists()
+    stats = json.loads((tmp_path / "job.json").read_text())
+    assert stats["devices"] == stats["plans"] == [] and stats["steps"] is None
+    assert stats["early_updates"] is None and "ordinary allocator" in stats["notes"][0]

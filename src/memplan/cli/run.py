@@ -64,15 +64,18 @@ def run(args: argparse.Namespace) -> int:
         plan, files, running = _prepare(args, program)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
+    from memplan.runtime.in_effect import plan_in_effect
     from memplan.runtime.script import run_program
 
     def finish() -> None:
         running.close()
-        files.finish(running, _note)
+        files.finish(running)
 
+    words = [program.name, *program.argv]
     with finished(finish, also_by_signal=files.any):
         try:
-            run_program(program.kind, program.name, program.argv, plan, _note)
+            with plan_in_effect(plan, words, files.say) as files.in_effect:
+                run_program(program.kind, program.name, program.argv)
         except SystemExit as stop:
             return _exit_code(stop)
         except EarlyUpdateError:
@@ -108,12 +111,12 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     from memplan.runtime.planned.files import RunFiles
     from memplan.runtime.planned.install import PlannedRun, start
 
-    files = RunFiles(name, trace, stats, overwrite=args.force)
+    files = RunFiles(_note, name, trace, stats, overwrite=args.force)
     if not serve:
         return plan, files, PlannedRun()
     given = plan if plan.allocation is not None else None
     words = [program.name, *program.argv]
-    running = start(given, command=words, record_all=bool(args.record), say=_note)
+    running = start(given, command=words, record_all=bool(args.record), say=files.say)
     return plan, files, running
 
 

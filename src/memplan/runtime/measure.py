@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memplan.runtime.in_effect import plan_in_effect
 from memplan.runtime.script import run_program
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
@@ -65,9 +66,9 @@ def _run(options: argparse.Namespace) -> str:
     """What went wrong, or nothing."""
     name, *rest = options.program
     plan = load_plan(options.plan) if options.plan else Plan()
-    said: list[str] = []
     try:
-        run_program("module" if options.m else "script", name, tuple(rest), plan, said.append)
+        with plan_in_effect(plan, options.program, lambda _text: None):
+            run_program("module" if options.m else "script", name, tuple(rest))
     except _Enough:
         return ""
     except SystemExit as left:

@@ -1,4 +1,4 @@
-"""Runs a user's program with a plan in effect, as `python SCRIPT` would run it."""
+"""Runs a user's program as `python SCRIPT` would run it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,22 @@ import io
 import runpy
 import sys
 import zipfile
-from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Literal
 
-from memplan.runtime.in_effect import plan_in_effect
-from memplan.types.plan import Plan
 
-
-def run_program(
-    kind: Literal["script", "module"],
-    name: str,
-    argv: tuple[str, ...],
-    plan: Plan,
-    on_note: Callable[[str], None],
-) -> None:
+def run_program(kind: Literal["script", "module"], name: str, argv: tuple[str, ...]) -> None:
     """Run it to its end; whatever it raises passes through. A script's `__main__` stays when it has
     ended: its threads and exit handlers go on, and may pickle."""
-    with plan_in_effect(plan, [name, *argv], on_note):
-        sys.argv = [name, *argv]
-        if kind == "module":
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(name).resolve().parent))
-            _run_script(Path(name).absolute())
+    sys.argv = [name, *argv]
+    if kind == "module":
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        _run_script(Path(name).absolute())
 
 
 def _run_script(path: Path) -> None:

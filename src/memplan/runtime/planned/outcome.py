@@ -9,6 +9,7 @@ import msgspec
 
 from memplan import __version__
 from memplan.report.text import format_bytes
+from memplan.runtime.early.account import Account as EarlyAccount
 from memplan.runtime.planned.job import Job
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.errors import MemplanError
@@ -38,15 +39,39 @@ def simulated_without(trace: Trace | None, device: int) -> Without | None:
     return Without(int(timeline.reserved.max(initial=0)), trace.meta.optimizer_steps)
 
 
-def outcome(job: Job, plan: str = "") -> dict[str, Any]:
-    """As JSON. `plan`: the file that was in effect from the beginning."""
-    account = job.account
-    served = job.hit_rate.total() if job.hit_rate is not None else None
-    steps = max(account.steps, 1)
+def outcome(
+    job: Job | None,
+    plan: str = "",
+    *,
+    notes: list[str] | None = None,
+    early: EarlyAccount | None = None,
+) -> dict[str, Any]:
+    """As JSON. `job`: None where PyTorch's ordinary allocator served. `plan`: the file that was in
+    effect from the beginning. `notes`: what was said, if that is more than the job knows."""
     return {
         "schema_version": SCHEMA_VERSION,
         "memplan_version": __version__,
         "plan": plan or None,
+        **(_of_job(job) if job is not None else _NO_JOB),
+        "early_updates": early.as_dict() if early is not None else None,
+        "notes": notes if notes is not None else job.account.notes if job is not None else [],
+    }
+
+
+_NO_JOB: dict[str, Any] = {
+    "steps": None,
+    "hit_rate": None,
+    "requests": 0,
+    "plans": [],
+    "devices": [],
+    "hook_seconds_per_step": None,
+}
+
+
+def _of_job(job: Job) -> dict[str, Any]:
+    account = job.account
+    served = job.hit_rate.total() if job.hit_rate is not None else None
+    return {
         "steps": account.steps,
         "hit_rate": round(served.rate, 6) if served is not None else None,
         "requests": served.all if served is not None else 0,
@@ -60,8 +85,7 @@ def outcome(job: Job, plan: str = "") -> dict[str, Any]:
             for switch in account.switches
         ],
         "devices": [_device(job, device) for device in _used(job)],
-        "hook_seconds_per_step": round(account.hook_nanoseconds / steps / 1e9, 9),
-        "notes": account.notes,
+        "hook_seconds_per_step": round(account.hook_nanoseconds / max(account.steps, 1) / 1e9, 9),
     }
 
 
