@@ -128,8 +128,8 @@ class Loaded(Loop):
 
 SERVED: list[tuple[type[Loop], int]] = [
     (Products, 3 * 6),
-    (MovedLater, 2 * 6),
-    (WiderLater, 2 * 6),
+    (MovedLater, 3 * 6),
+    (WiderLater, 3 * 6),
     (OneAfterTheOther, 3 * 4),
     (Counted, 3 * 6),
     (SavedAfter, 3 * 6),

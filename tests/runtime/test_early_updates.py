@@ -398,7 +398,7 @@ class TensorRate(Loop):
 
 
 class SharedByTwo(Loop):
-    says = "something else waits"
+    says = "a parameter has two optimizers"
 
     def optimize(self) -> Optimizers:
         return [self.make(list(self.model.parameters())) for _ in range(2)]

@@ -111,7 +111,7 @@ class Followed:
         """`on_ready` is called when a gradient is complete, `on_state` before the optimizer's state
         is saved or loaded as a whole, with the name of the function."""
         self._optimizer = weakref.ref(optimizer)
-        self._key = _key(optimizer)
+        self._key, self._places = _key(optimizer), _places(optimizer)
         self.parameters = [
             Parameter(tensor, optimizer, number)
             for number, group in enumerate(optimizer.param_groups)
@@ -133,9 +133,15 @@ class Followed:
 
     @property
     def changed(self) -> bool:
-        """Whether the optimizer has other parameters, or elsewhere, than those followed."""
+        """Whether the optimizer has other parameters than those that are followed."""
         optimizer = self._optimizer()
         return optimizer is None or _key(optimizer) != self._key
+
+    def moved(self) -> bool:
+        """Whether parameters have been put elsewhere since the last call."""
+        optimizer = self._optimizer()
+        before, self._places = self._places, _places(optimizer) if optimizer is not None else []
+        return self._places != before
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -216,9 +222,11 @@ def _alike(applied: AppliedGradient, tensor: Tensor) -> bool:
     )
 
 
-def _key(optimizer: Optimizer) -> list[list[tuple[int, int]]]:
-    """Changes with the optimizer's groups, the parameters in them and where their values are."""
-    return [
-        [(id(tensor), storage_of(tensor)) for tensor in group["params"]]
-        for group in optimizer.param_groups
-    ]
+def _key(optimizer: Optimizer) -> list[list[int]]:
+    """Changes with the optimizer's groups and the parameters in them."""
+    return [[id(tensor) for tensor in group["params"]] for group in optimizer.param_groups]
+
+
+def _places(optimizer: Optimizer) -> list[int]:
+    """Storages of its parameters."""
+    return [storage_of(tensor) for group in optimizer.param_groups for tensor in group["params"]]

@@ -31,7 +31,7 @@ from memplan.runtime.early.reads import reads_gradients
 from memplan.runtime.early.saved_weights import touches, used_late
 from memplan.runtime.early.surroundings import in_autocast, why_not_now, why_not_this
 from memplan.runtime.early.too_late import too_late
-from memplan.runtime.early.watched import Guard, InBackward, Watch, leave_idle
+from memplan.runtime.early.watched import Guard, InBackward, Watch, leave_idle, unseen
 from memplan.types.plan import OrderPart
 
 
@@ -209,32 +209,36 @@ class EarlyUpdates:
         return [one for followed in self._followed.values() for one in followed.parameters]
 
     def _begin_followed(self) -> None:
+        moved = False
         for followed in self._followed.values():
             followed.begin()
+            moved |= followed.moved()
         reasons = (followed.why_not() for followed in self._followed.values())
-        if reason := next(filter(None, reasons), ""):
+        reason = next(filter(None, reasons), "")
+        if reason := reason or (self._why_not_placed() if moved else ""):
             self._give_up(reason)
+
+    def _why_not_placed(self) -> str:
+        """Why the parameters, where they are now, may not be updated one by one."""
+        if reason := next(filter(None, map(why_not, self._followed)), ""):
+            return reason
+        found = [t for o in self._followed for g in o.param_groups for t in g["params"]]
+        if len({id(tensor) for tensor in found}) < len(found):
+            return "a parameter has two optimizers"
+        return "parameters share memory" if share_memory(found) else ""
 
     def _begin_watch(self) -> None:
         self._armed = False
         for followed in self._followed.values():
             followed.close()
         self._followed.clear()
-        optimizers = self._training()
-        if not optimizers:
-            return
-        reason = next(filter(None, map(why_not, optimizers)), "")
-        if not reason:
-            for optimizer in optimizers:
-                self._followed[optimizer] = Followed(optimizer, self._is_ready, self._as_a_whole)
-            self._begin_followed()
-            tensors = [id(one.tensor) for one in self._all()]
-            reason = "" if len(set(tensors)) == len(tensors) else "a parameter has two optimizers"
-            parameters = (t for o in optimizers for g in o.param_groups for t in g["params"])
-            reason = reason or ("parameters share memory" if share_memory(parameters) else "")
-        if reason and not self._off:
+        for optimizer in self._training():
+            self._followed[optimizer] = Followed(optimizer, self._is_ready, self._as_a_whole)
+        if reason := self._why_not_placed():
             self._give_up(reason)
-        if not self._off:
+        else:
+            self._begin_followed()
+        if self._followed and not self._off:
             self._stepped.clear()
             self._watch = Watch()
 
@@ -265,7 +269,7 @@ class EarlyUpdates:
         """A gradient is complete; called by the engine, on a GPU in a thread of its own."""
         if not self._in_backward:
             return
-        with torch._C.DisableTorchFunction():
+        with unseen():
             tensor = one.tensor
             if self._watch is not None:
                 assert tensor.grad is not None
@@ -317,8 +321,8 @@ class EarlyUpdates:
         followed = self._followed.get(optimizer)
         if followed is None:
             raise too_late("another optimizer steps and may ask for a gradient")
-        if followed.settings_changed():
-            raise too_late("hyperparameters change before optimizer.step()")
+        if followed.settings_changed() or in_autocast():
+            raise too_late("hyperparameters or autocast change before optimizer.step()")
         mine = [one for one in self._pending if one.optimizer() is optimizer]
         for one in mine:
             if one.tensor.grad is not one.applied:

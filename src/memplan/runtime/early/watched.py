@@ -9,8 +9,10 @@ code does, and `saved_weights` has asked the graph about the rest.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,6 +117,20 @@ class Guard(_Mode):
             raise too_late(f"{_name(func)}{where()} comes before optimizer.step() and uses a value")
 
 
+_this_thread = threading.local()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What this thread does is no use of the job's. Other function modes, a default device among
+    them, go on."""
+    _this_thread.unseen = True
+    try:
+        yield
+    finally:
+        _this_thread.unseen = False
+
+
 class InBackward(TorchFunctionMode):
     """Tells `used` of the tensors that Python code gives to PyTorch: hooks, functions with a
     backward of their own, recomputed forward passes. Follows autograd into its threads."""
@@ -126,7 +142,8 @@ class InBackward(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in _ABOUT_TENSORS:
+        seen = not getattr(_this_thread, "unseen", False)
+        if seen and getattr(func, "__name__", "") not in _ABOUT_TENSORS:
             for tensor in _tensors((args, kwargs)):
                 self._used(func, tensor)
         return func(*args, **(kwargs or {}))
