@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec
 
 from memplan.runtime.compiled.foreseen import ForeseenValues
-from memplan.runtime.compiled.program import Geometry, Input, Kind, Place, StepProgram
+from memplan.runtime.compiled.program import Geometry, Input, Kind, Pin, Place, StepProgram
+from memplan.runtime.compiled.python_items import same
 from memplan.runtime.compiled.python_state import PythonState
 from memplan.runtime.tape.functions import top_hooks
 
@@ -266,6 +267,13 @@ class Gradients:
         return ""
 
 
+def _holds(pin: Pin, value: Any) -> bool:
+    """Whether the step would take the same branch, or read the same number, now."""
+    if type(value) is not type(pin.value):
+        return False
+    return pin.holds() if pin.test is not None else same(pin.value, value)
+
+
 class Guards:
     """All of it, for one program."""
 
@@ -301,7 +309,7 @@ class Guards:
         for change in self._state.changed():
             return str(change)
         for pin in self._pins:
-            if (value := pin.place.read(leaves)) != pin.value or type(value) is not type(pin.value):
+            if not _holds(pin, value := pin.place.read(leaves)):
                 return f"{pin.place.path} is {value!r} instead of {pin.value!r}"
         if different := aliases_difference(self._program, leaves):
             return different

@@ -4,6 +4,7 @@ random generator, the type of a number that stays symbolic."""
 from __future__ import annotations
 
 import datetime
+import io
 import os
 import random
 import sys
@@ -27,7 +28,13 @@ _CLOCKS = tuple(
     )
 )  # fmt: skip
 _NOW = ("now", "utcnow", "today")
-_MOVES = ("manual_seed", "seed", "set_state", "get_state", "graphsafe_set_state")
+_OF_FILES = frozenset(
+    {
+        "read", "read1", "readline", "readlines", "readinto", "write", "writelines", "truncate",
+        "seek", "tell", "writerow", "writerows",
+    }
+)  # fmt: skip
+_MOVES = ("manual_seed", "initial_seed", "seed", "set_state", "get_state", "graphsafe_set_state")
 
 
 class OutsideWorld:
@@ -73,6 +80,17 @@ def _asked(function: Any) -> str:
         return _TIME
     if function is open or function is input:
         return _FILE
+    return _of_owner(owner, function.__name__)
+
+
+def _of_owner(owner: Any, name: str) -> str:
+    home = type(owner).__module__
+    if name in _OF_FILES and (isinstance(owner, io.IOBase) or home == "_csv"):
+        return _FILE
+    if home == "_queue":
+        return _QUEUE
+    if (home in ("_socket", "socket") and name.startswith(("send", "recv"))) or name == "fork_exec":
+        return _ELSEWHERE
     return ""
 
 
@@ -91,6 +109,8 @@ _TIME = "it asks for the time"
 _SYSTEM = "it draws the system's random numbers"
 _RANDOM = "it draws from a generator of Python's random"
 _GENERATOR = "it reads or sets the state of a random generator"
-_FILE = "it opens a file or reads the console"
-_ANYWHERE = (_SYSTEM, _RANDOM)
+_FILE = "it reads or writes a file or the console"
+_QUEUE = "it uses a queue"
+_ELSEWHERE = "it starts a process or talks to one"
+_ANYWHERE = (_SYSTEM, _RANDOM, _ELSEWHERE)
 """What libraries ask on behalf of the user's code."""

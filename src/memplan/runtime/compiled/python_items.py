@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import enum
-import operator
-import random
 import sys
 import types
 import weakref
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +18,13 @@ TENSOR = object()
 """In place of any tensor."""
 POSITION = object()
 """Key of how far an iterator has come."""
+ORDER = object()
+"""Key of the order of a dict's items."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 LONGEST = 100_000
 """Items of a sequence that are looked at one by one; of a longer one, its length and ends."""
 LARGEST = 1 << 20
 """Bytes of an array of Python's or NumPy's that are looked at; a larger one of NumPy is not."""
-ITERATORS: tuple[type, ...] = (
-    types.GeneratorType, type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})),
-    type(iter({}.values())), type(iter({}.items())), type(iter("")), enumerate, zip, map, filter,
-)  # fmt: skip
 
 
 def held(value: Any) -> Any:
@@ -82,19 +77,7 @@ def sequence(value: Any) -> dict[Any, Any]:
 
 
 def as_set(value: Any) -> dict[Any, Any]:
-    return {repr(item): None for item in value}
-
-
-def position(value: Any) -> dict[Any, Any]:
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        plain = [repr(v) for v in frame.f_locals.values() if isinstance(v, PLAIN)] if frame else []
-        return {POSITION: (frame.f_lasti if frame else -1, *plain)}
-    try:
-        _, arguments, *state = value.__reduce__()
-    except (TypeError, AttributeError, ValueError):
-        return {POSITION: operator.length_hint(value, -1)}
-    return {POSITION: state[0] if state else repr(arguments)}
+    return {(type(item), item) if isinstance(item, PLAIN) else id(item): None for item in value}
 
 
 def slots_of(value: object) -> list[str]:
@@ -123,27 +106,38 @@ def of_class(cls: type) -> dict[Any, Any]:
 _OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__annotations__"}
 
 
+def attributes_at(read: Callable[[], dict[Any, Any]], key: Any) -> dict[Any, Any]:
+    """Of the tensor that is there now."""
+    tensor = read().get(key)
+    return dict(vars(tensor)) if isinstance(tensor, torch.Tensor) else {}
+
+
+def parts_of_functions(functions: list[types.FunctionType]) -> list[Any]:
+    return [
+        part for one in functions for part in (one.__code__, one.__defaults__, one.__kwdefaults__)
+    ]
+
+
+def functions_by_part(functions: list[types.FunctionType]) -> dict[Any, Any]:
+    names = ("code", "defaults", "defaults of keywords")
+    keys = [(n, one.__name__, name) for n, one in enumerate(functions) for name in names]
+    return {
+        f"{name} of {function}#{number}": part
+        for (number, function, name), part in zip(keys, parts_of_functions(functions), strict=True)
+    }
+
+
+def types_of(objects: list[tuple[str, object]]) -> list[type]:
+    return [type(one) for _, one in objects]
+
+
+def types_by_name(objects: list[tuple[str, object]]) -> dict[Any, Any]:
+    return {f"{where} (its class)": type(one) for where, one in objects}
+
+
 def of_referent(reference: weakref.ref[torch.Tensor]) -> dict[Any, Any]:
     tensor = reference()
     return {} if tensor is None else dict(vars(tensor))
-
-
-def content_of(value: Any) -> Callable[[], dict[Any, Any]] | None:
-    """How to read what an object keeps outside of Python's attributes, as text or bytes; None where
-    it is no such object."""
-    if isinstance(value, random.Random):
-        return lambda: {POSITION: repr(value.getstate())}
-    if isinstance(value, (bytearray, array)):
-        return lambda: {POSITION: bytes(memoryview(value)[:LARGEST])}
-    if (numpy := sys.modules.get("numpy")) is None:
-        return None
-    if isinstance(value, numpy.random.Generator):
-        return lambda: {POSITION: repr(value.bit_generator.state)}
-    if isinstance(value, numpy.random.RandomState):
-        return lambda: {POSITION: repr(value.get_state(legacy=False))}
-    if isinstance(value, numpy.ndarray) and value.nbytes <= LARGEST:
-        return lambda: {POSITION: value.tobytes()}
-    return None
 
 
 def global_hooks() -> list[tuple[str, dict[Any, Any]]]:

@@ -6,7 +6,6 @@ it was captured with must be the same at each call, and a step must not change a
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import sys
@@ -29,14 +28,16 @@ from memplan.runtime.compiled.code_lines import (
     compares_types,
     is_of_user,
     is_user_class,
-    names_in,
     stores,
 )
+from memplan.runtime.compiled.named import Space, spaces_of
+from memplan.runtime.compiled.python_objects import behind, content_of
+from memplan.runtime.compiled.watched import Node
 
 MOST_NODES = 50_000
 _OPAQUE = (
     "logging", "threading", "concurrent", "multiprocessing", "asyncio", "importlib", "numpy",
-    "unittest", "_pytest", "pytest", "pathlib", "re", "weakref", "ctypes", "memplan",
+    "unittest", "_pytest", "pytest", "pathlib", "re", "ctypes", "memplan",
 )  # fmt: skip
 _TORCH_FOLLOWED = ("torch.nn", "torch.optim", "torch.amp", "torch.cuda.amp")
 
@@ -57,55 +58,6 @@ class Change:
         return f"{self.where} is {self.after} instead of {self.before}"
 
 
-class _Node:
-    """A container, and what it held."""
-
-    __slots__ = ("compare", "expected", "items", "owner", "quick", "read", "tensors", "where")
-
-    def __init__(
-        self,
-        where: str,
-        read: Callable[[], dict[Any, Any]],
-        quick: Callable[[], Collection[Any]] | None = None,
-        compare: Callable[[Any, Any], bool] = operator.is_,
-        owner: int = 0,
-    ) -> None:
-        """`read` gives its items now, as pairs of key and value; `quick` their values alone, in the
-        same order, where that takes less time. `owner`: the id of the dict itself, if it is one."""
-        self.compare = compare
-        self.owner = owner
-        self.where = where
-        self.read = read
-        self.quick = quick
-        now = read()
-        self.items = {key: items.held(value) for key, value in now.items()}
-        self.tensors = {
-            key: weakref.ref(value) for key, value in now.items() if isinstance(value, torch.Tensor)
-        }
-        self.expected = tuple(self.items.values())
-
-    def is_same(self) -> bool:
-        """Whether each item is the same object; where not, `changes` tells more."""
-        if self.quick is None:
-            return False
-        try:
-            now = self.quick()
-        except (KeyError, ValueError):
-            return False
-        return len(now) == len(self.expected) and all(map(self.compare, now, self.expected))
-
-    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        now = self.read()
-        for key, before in self.items.items():
-            after = now.get(key, items.MISSING)
-            if after is not before and not items.same(before, after):
-                yield key, before, after
-        if len(now) != len(self.items):
-            for key, after in now.items():
-                if key not in self.items:
-                    yield key, items.MISSING, after
-
-
 class PythonState:
     """The plain values that are reachable from a step, its model and its optimizer: attributes of
     modules and of other objects, items of lists and dicts, closure cells, and the globals that the
@@ -118,10 +70,12 @@ class PythonState:
     ) -> None:
         """`roots`: objects by the name that the user knows them by."""
         self._may_change: set[tuple[int, Any]] = set()
-        self._nodes: list[_Node] = []
+        self._nodes: list[Node] = []
         self._seen: set[int] = set()
         self._codes: list[types.CodeType] = []
         self._kept: list[object] = []
+        self._functions: list[types.FunctionType] = []
+        self._objects: list[tuple[str, object]] = []
         self._modules: dict[str, dict[str, Any]] = {}
         self._queue: deque[tuple[str, object]] = deque()
         self._queue.extend(roots.items())
@@ -131,6 +85,16 @@ class PythonState:
         while self._queue and len(self._nodes) < MOST_NODES:
             self._visit(*self._queue.popleft())
         self._watch_modules()
+        self._watch_all(items.functions_by_part, items.parts_of_functions, self._functions)
+        self._watch_all(items.types_by_name, items.types_of, self._objects)
+
+    def _watch_all(
+        self,
+        read: Callable[[Any], dict[Any, Any]],
+        quick: Callable[[Any], Collection[Any]],
+        what: list[Any],
+    ) -> None:
+        self._nodes.append(Node("", partial(read, what), partial(quick, what)))
 
     def let_change(self, owner: object, key: object) -> None:
         """The item of a dict is allowed to differ."""
@@ -185,7 +149,7 @@ class PythonState:
     # Following
 
     def _visit(self, where: str, value: object) -> None:
-        if isinstance(value, items.PLAIN) or id(value) in self._seen:
+        if type(value) in items.PLAIN or isinstance(value, torch.Tensor) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         self._kept.append(value)
@@ -205,27 +169,33 @@ class PythonState:
             self._queue.append((where, value.fget))
         elif isinstance(value, dict):
             self._dict(where, value)
-        elif isinstance(value, tuple) and all(isinstance(item, items.PLAIN) for item in value):
-            pass  # it cannot change
         elif isinstance(value, (list, tuple, deque)):
-            self._add(where, partial(items.sequence, value), (lambda: value))
+            if type(value) is not tuple or not all(isinstance(one, items.PLAIN) for one in value):
+                self._add(where, partial(items.sequence, value), (lambda: value))
         elif isinstance(value, (set, frozenset)):
             self._add(where, partial(items.as_set, value))
-        elif isinstance(value, items.ITERATORS) or type(value).__module__ == "itertools":
-            self._add(where, partial(items.position, value))
         elif isinstance(value, torch.amp.GradScaler):
             self._add(where, partial(items.of_scaler, value))
+            return
         elif isinstance(value, type):
             self._seen.discard(id(value))
             self._class(value)
-        elif (content := items.content_of(value)) is not None:
-            self._nodes.append(_Node(where, content))
-        elif not isinstance(value, (torch.Tensor, types.ModuleType)) and _is_followed(value):
-            if hasattr(value, "__dict__"):
-                self._add(where, lambda: vars(value), vars(value).values)
-            if slots := items.slots_of(value):
-                self._add(where, partial(items.attributes, value, slots))
-            self._class(type(value))
+            return
+        elif (content := content_of(value)) is not None:
+            self._add(where, content)
+        self._queue.extend((where, one) for one in behind(value))
+        self._attributes(where, value)
+
+    def _attributes(self, where: str, value: object) -> None:
+        """What lies in the object itself, of whatever kind it is, and in its class."""
+        if isinstance(value, _SEEN_TO) or not _is_followed(value):
+            return
+        self._objects.append((where, value))
+        if hasattr(value, "__dict__"):
+            self._add(where, lambda: vars(value), lambda: vars(value).values())
+        if slots := items.slots_of(value):
+            self._add(where, partial(items.attributes, value, slots))
+        self._class(type(value))
 
     def _add(
         self,
@@ -234,9 +204,13 @@ class PythonState:
         quick: Callable[[], Collection[Any]] | None = None,
         owner: int = 0,
     ) -> None:
-        node = _Node(where, read, quick, owner=owner)
+        node = Node(where, read, quick, owner=owner)
         self._nodes.append(node)
         self._queue.extend((_join(where, key), value) for key, value in node.items.items())
+        for key, reference in node.tensors.items():
+            tensor = reference()
+            if tensor is not None and vars(tensor):
+                self._add(_join(where, key), partial(items.attributes_at, read, key))
 
     def _dict(self, where: str, value: dict[Any, Any]) -> None:
         self._add(where, partial(items.by_key, value), value.values, id(value))
@@ -257,8 +231,13 @@ class PythonState:
                 if tensor is not None and vars(tensor):
                     reference = weakref.ref(tensor)
                     self._nodes.append(
-                        _Node(f"{where}.{name}", partial(items.of_referent, reference))
+                        Node(f"{where}.{name}", partial(items.of_referent, reference))
                     )
+        for where, own in self._modules.items():
+            for name, tensor in own["_buffers"].items():
+                if tensor is not None and vars(tensor):
+                    read_it = partial(items.attributes_at, own["_buffers"].copy, name)
+                    self._nodes.append(Node(f"{where}.{name}", read_it))
         buffers = [own["_buffers"] for own in self._modules.values()]
         hooks = [own[key] for own in self._modules.values() for key in items.HOOKS]
         for what, read, quick in (
@@ -280,7 +259,7 @@ class PythonState:
             ),
         ):
             read_all = partial(items.of_all, self._modules, read)
-            self._nodes.append(_Node(what, read_all, quick, eq))
+            self._nodes.append(Node(what, read_all, quick, eq))
 
     def _optimizer(self, where: str, optimizer: torch.optim.Optimizer) -> None:
         own = vars(optimizer)
@@ -289,12 +268,12 @@ class PythonState:
         self._add(f"{where}.param_groups", partial(items.sequence, optimizer.param_groups))
         self._add(f"{where}.state", partial(items.plain_state, optimizer))
         read, quick = partial(items.state_ids, optimizer), partial(items.ids_of_state, optimizer)
-        self._nodes.append(_Node(f"{where}.state (as a dict)", read, quick, eq))
+        self._nodes.append(Node(f"{where}.state (as a dict)", read, quick, eq))
         for group in optimizer.param_groups:
             held = group["params"]
             self._seen.add(id(held))
             self._nodes.append(
-                _Node(
+                Node(
                     f"{where} (parameters)",
                     partial(items.ids_by_place, held),
                     partial(items.ids_in, held),
@@ -313,12 +292,10 @@ class PythonState:
                 self._add(base.__name__, read, quick)
             elif methods := [name for name in ("forward", "step") if name in vars(base)]:
                 read = partial(items.attributes, base, methods)
-                self._nodes.append(_Node(base.__name__, read))
+                self._nodes.append(Node(base.__name__, read))
 
     def _function(self, where: str, function: types.FunctionType) -> None:
-        wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is not None:
-            self._queue.append((where, wrapped))
+        self._functions.append(function)
         if function.__closure__:
             cells = function.__closure__
             self._add(
@@ -332,33 +309,27 @@ class PythonState:
         if not is_of_user(function):
             return
         self._codes.append(function.__code__)
-        names = names_in(function.__code__)
-        space = function.__globals__
-        self._globals("", space, names)
-        for name in names & space.keys():
-            module = space[name]
-            if isinstance(module, types.ModuleType):
-                if is_of_user(module):
-                    self._globals(f"{name}.", vars(module), names)
-                else:
-                    self._library(name, module, names)
+        for space in spaces_of(function):
+            read = partial(items.some, space.holds, space.names)
+            quick = partial(items.some_values, space.holds, space.names)
+            if space.of_user:
+                self._add(f"global {space.prefix}", read, quick)
+            else:
+                self._library(space, read, quick)
 
-    def _library(self, name: str, module: types.ModuleType, names: set[str]) -> None:
-        """What a library's functions are, which the user may replace; not what they hold."""
-        space = vars(module)
-        here = [other for other in names if other in space]
-        read, quick = partial(items.some, space, here), partial(items.some_values, space, here)
-        self._nodes.append(_Node(f"{name}.", read, quick))
-        if module is os and {"environ", "getenv"} & names:
+    def _library(self, space: Space, read: Any, quick: Any) -> None:
+        """What a library's functions are, which the user may replace, and its plain containers; not
+        what its functions use."""
+        self._nodes.append(Node(space.prefix, read, quick))
+        for name, value in read().items():
+            if type(value) in (dict, list, set) and value is not sys.modules:
+                self._queue.append((f"{space.prefix}{name}", value))
+        if space.prefix == "os." and {"environ", "getenv"} & {*space.names}:
             self._dict("os.environ", vars(os.environ)["_data"])
 
-    def _globals(self, prefix: str, space: dict[str, Any], names: set[str]) -> None:
-        here = [name for name in names if name in space]
-        self._add(
-            f"global {prefix}",
-            partial(items.some, space, here),
-            partial(items.some_values, space, here),
-        )
+
+_SEEN_TO = (torch.nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.MethodType)
+"""Objects whose attributes are looked at by kind."""
 
 
 def _is_followed(value: object) -> bool:
@@ -377,6 +348,10 @@ def _join(where: str, key: Any) -> str:
         return f"{where}{key}"
     if key is items.POSITION:
         return f"the position of {where}, an iterator"
+    if key is items.ORDER:
+        return f"the order of {where}"
+    if not where:
+        return str(key)
     if where.endswith("'s"):
         return f"{where} {key}"
     if isinstance(key, str) and key.isidentifier():

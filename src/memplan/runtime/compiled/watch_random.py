@@ -45,11 +45,19 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
 
         return seed
 
+    def asking(plain: Callable[[], int]) -> Callable[[], int]:
+        def initial_seed() -> int:
+            recorder.refuse(NotCapturable("the seed is asked for in the step", user_line()))
+            return plain()
+
+        return initial_seed
+
     for owner in (torch, torch.random):
         patches.replace(owner, "get_rng_state", reading(_cpu))
         patches.replace(owner, "set_rng_state", writing(_cpu))
         for name in ("manual_seed", "seed"):
             patches.replace(owner, name, seeding(getattr(owner, name)))
+        patches.replace(owner, "initial_seed", asking(owner.initial_seed))
     for owner in (torch.cuda, torch.cuda.random):
         patches.replace(owner, "get_rng_state", reading(_cuda))
         patches.replace(owner, "set_rng_state", writing(_cuda))
