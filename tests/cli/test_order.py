@@ -145,6 +145,7 @@ def test_out_of_time_before_anything_is_known(
         return np.ones(1, np.uint8)
 
     monkeypatch.setattr(layout_solve, "new_cancel", cancelled)
+    monkeypatch.setattr(solve, "cut_bound", weak_bound)
     monkeypatch.setattr(solve, "lower_bound", weak_bound)
     assert main(["order", str(path)]) == 0
     out = capfd.readouterr().out

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 
@@ -189,7 +192,7 @@ def test_segments_that_cannot_raise_the_peak_cost_nothing(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(solve_module, "part_of", counted)
     monkeypatch.setattr(solve_module, "early_updates", lambda graph, order: order)
-    monkeypatch.setattr(solve_module, "lower_bound", weak_bound)
+    monkeypatch.setattr(solve_module, "cut_bound", weak_bound)
     solve(graph, deadline_seconds=60.0)
     assert len(parts) == 1
 
@@ -206,9 +209,32 @@ def test_baselines_are_asked_once_and_only_where_they_may_help() -> None:
         asked.append(1)
         return baseline_orders(graph)
 
-    graph = training_step(60, batch=1, last=1)
+    graph = training_step(60, last=1)
     assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
     assert not asked  # updates placed early are as good as any order
     graph = random_graph(40)
     assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
     assert asked == [1]
+
+
+def test_who_waits_for_a_bound_can_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are handled, and `cancel` asked, while bounds are computed."""
+    graph = random_graph(150)
+    asked_in: list[str] = []
+
+    def cancel() -> bool:
+        asked_in.append(threading.current_thread().name)
+        return len(bounding) > 0
+
+    bounding: list[int] = []
+
+    def slow(graph: Graph, order: I64, *, cancel: npt.NDArray[np.uint8], **_: Any) -> Bound:
+        bounding.append(1)
+        assert threading.current_thread() is not threading.main_thread()
+        while not cancel[0]:
+            time.sleep(0.01)
+        return weak_bound(graph, order)
+
+    monkeypatch.setattr(solve_module, "cut_bound", slow)
+    assert isinstance(solve(graph, deadline_seconds=600.0, cancel=cancel), TimedOut)
+    assert "MainThread" in asked_in

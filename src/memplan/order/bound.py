@@ -52,40 +52,53 @@ def lower_bound(
     """The best bound found within `seconds`, or until `cancel[0]` is set. `order` is the best one
     known: the lower its peak, the less there is to do.
 
-    Raises ValueError for what is no permutation, or a graph of 2^61 bytes and more.
+    Raises ValueError for what is no permutation, or values of 2^61 bytes and more together.
     """
-    prover = _Prover(graph, seconds, np.zeros(1, np.uint8) if cancel is None else cancel)
-    rows = np.asarray(order, np.int64)
-    bytes_held = held(graph, rows)
-    best = max(_at_start(graph), _at_end(graph), key=lambda bound: bound.bytes)
-    pivots = prover.pivots(rows, bytes_held, best.bytes)
-    if pivots:
-        best = max(best, prover.prove(pivots[0], [], []), key=lambda bound: bound.bytes)
+    prover = _Prover(graph, seconds, cancel)
+    bytes_held = held(graph, order)
+    pivots, best = prover.cuts(np.asarray(order, np.int64), bytes_held)
     return prover.narrowed(pivots[:PIVOTS], best, int(bytes_held.max(initial=graph.base_bytes)))
 
 
+def cut_bound(
+    graph: Graph,
+    order: npt.ArrayLike,
+    *,
+    seconds: float = 1e9,
+    cancel: npt.NDArray[np.uint8] | None = None,
+) -> Bound:
+    """What takes little of `lower_bound`: the bounds of single operators."""
+    prover = _Prover(graph, seconds, cancel)
+    return prover.cuts(np.asarray(order, np.int64), held(graph, order))[1]
+
+
 class _Prover:
-    def __init__(self, graph: Graph, seconds: float, cancel: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, graph: Graph, seconds: float, cancel: npt.NDArray[np.uint8] | None) -> None:
         self.graph = graph
-        self.cuts = _native.OrderCuts(
+        self.native = _native.OrderCuts(
             graph.scratch, graph.before_start, graph.before, graph.bytes, graph.maker,
             graph.lasts.astype(np.uint8), graph.users_start, graph.users, graph.base_bytes,
         )  # fmt: skip
         self.end = time.monotonic() + seconds
-        self.cancel = cancel
+        self.cancel = np.zeros(1, np.uint8) if cancel is None else cancel
 
     def left(self) -> float:
         return 0.0 if self.cancel[0] else max(self.end - time.monotonic(), 0.0)
 
-    def pivots(self, rows: I64, bytes_held: I64, floor: int) -> list[int]:
-        """The operators whose cuts were looked at, those of the largest first."""
+    def cuts(self, rows: I64, bytes_held: I64) -> tuple[list[int], Bound]:
+        """The operators whose cuts were looked at, those of the largest first, and the bound that
+        follows from the largest, or from what is there at the step's start or end."""
+        best = max(_at_start(self.graph), _at_end(self.graph), key=lambda bound: bound.bytes)
         first = np.argsort(-bytes_held, kind="stable")
         least = np.zeros(len(rows), np.int64)
-        count = self.cuts.least(
-            rows[first], bytes_held[first], floor, self.left(), self.cancel, least
+        count = self.native.least(
+            rows[first], bytes_held[first], best.bytes, self.left(), self.cancel, least
         )
         looked_at: I64 = rows[first][:count]
-        return [int(op) for op in looked_at[np.argsort(-least[:count], kind="stable")]]
+        pivots = [int(op) for op in looked_at[np.argsort(-least[:count], kind="stable")]]
+        if pivots:
+            best = max(best, self.prove(pivots[0], [], []), key=lambda bound: bound.bytes)
+        return pivots, best
 
     def narrowed(self, pivots: Sequence[int], best: Bound, peak: int) -> Bound:
         """At least `best`: for each pivot that can raise it, the largest budget that is refuted."""
@@ -94,7 +107,9 @@ class _Prover:
             for _ in range(BISECTIONS):
                 if not best.bytes <= budget < unrefuted or not self.left():
                     break
-                possible, before, after = self.cuts.narrow(pivot, budget, self.left(), self.cancel)
+                possible, before, after = self.native.narrow(
+                    pivot, budget, self.left(), self.cancel
+                )
                 if possible:
                     unrefuted = budget
                 else:
@@ -127,7 +142,7 @@ class _Prover:
         share, rest, back = (
             np.zeros(rows, np.int64) for rows in (len(graph.users), graph.values, len(graph.before))
         )
-        nbytes = self.cuts.flow(
+        nbytes = self.native.flow(
             op, np.array(before, np.int64), np.array(after, np.int64), share, rest, back
         )
         return nbytes, Flow(op, Amounts.of(share), Amounts.of(rest), Amounts.of(back))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from memplan.types.trace import I64
 
 _NODES = 500  # sets of operators looked at before one that holds more is taken
 _LOOK_SECONDS = 0.1
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -73,10 +75,10 @@ def improve(graph: Graph, order: npt.ArrayLike, floor: int, clock: Clock) -> Imp
     return Improved(rows, *answer)
 
 
-def patiently(work: Callable[[], tuple[int, int]], clock: Clock) -> tuple[int, int]:
+def patiently(work: Callable[[], _T], clock: Clock) -> _T:
     """The answer of native work in a thread of its own: Python runs signal handlers in the main
     thread, which waits in a way that lets them run, and asks the clock's `cancel`."""
-    answers: list[tuple[int, int]] = []
+    answers: list[_T] = []
     errors: list[BaseException] = []
 
     def run() -> None:

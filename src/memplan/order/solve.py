@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.order.baselines import Candidate, baseline_orders, best
-from memplan.order.bound import lower_bound
+from memplan.order.bound import Bound, cut_bound, lower_bound
 from memplan.order.certificate import Certificate
 from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import held, peak, program_order
 from memplan.order.refine import refine
-from memplan.order.search import Clock
+from memplan.order.search import Clock, patiently
 from memplan.order.segments import segments
 from memplan.order.updates import early_updates
 from memplan.types.graph import Graph
@@ -54,22 +54,24 @@ def solve(
     """
     graph.check()
     clock = Clock(deadline_seconds, cancel)
-    start = _best_start(graph, clock, baselines or (lambda: baseline_orders(graph, clock.over)))
-    found = _by_segments(graph, start, clock, seed)
-    proved = lower_bound(graph, found, seconds=max(clock.left, _BOUND_SECONDS), cancel=clock.stop)
+    found = early_updates(graph, program_order(graph))
+    proved = patiently(
+        lambda: cut_bound(graph, found, seconds=clock.left, cancel=clock.stop), clock
+    )
+    if peak(graph, found) > proved.bytes:
+        known = baselines() if baselines is not None else baseline_orders(graph, clock.over)
+        start = min([found, best(known).order], key=lambda order: peak(graph, order))
+        found = _by_segments(graph, start, clock, seed)
+        proved = patiently(lambda: _bound(graph, found, clock), clock)
     order = Order(found, peak(graph, found), proved.certificate)
     if clock.over() and order.peak_bytes > proved.bytes:
         return TimedOut(order, proved.bytes, order.peak_bytes)
     return Solved(order, order.peak_bytes, proved.bytes)
 
 
-def _best_start(graph: Graph, clock: Clock, baselines: Callable[[], list[Candidate]]) -> I64:
-    """Of the baselines and the updates placed early."""
-    early = early_updates(graph, program_order(graph))
-    if peak(graph, early) <= lower_bound(graph, early, seconds=clock.left, cancel=clock.stop).bytes:
-        return early  # none is better
-    start = best(baselines())
-    return early if peak(graph, early) <= start.peak_bytes else start.order
+def _bound(graph: Graph, order: I64, clock: Clock) -> Bound:
+    seconds = max(clock.left, _BOUND_SECONDS)
+    return lower_bound(graph, order, seconds=seconds, cancel=clock.stop)
 
 
 def _by_segments(graph: Graph, order: I64, clock: Clock, seed: int) -> I64:
