@@ -105,6 +105,23 @@ class Recomputed(Layers):
         return self.model[3](y)
 
 
+class AttentionRecomputed(Layers):
+    """Frozen, in evaluation mode, without gradients: PyTorch has a faster way for it, that it does
+    not take where any function mode is active."""
+
+    def build(self) -> Any:
+        frozen = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+        return nn.Sequential(nn.Linear(8, 8), frozen, nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = checkpoint(self._block, x, use_reentrant=False)
+        return self.model[2](y)
+
+    def _block(self, x: Tensor) -> Tensor:
+        first, frozen, _ = self.model
+        return first(x) * frozen(x[:, None].expand(-1, 3, -1)).mean(1)
+
+
 class Experts(Loop):
     """Weights that have a gradient in some steps only."""
 
@@ -134,6 +151,7 @@ SERVED: list[tuple[type[Loop], int]] = [
     (Counted, 3 * 6),
     (SavedAfter, 3 * 6),
     (Recomputed, 3 * 6),
+    (AttentionRecomputed, 3 * 4),
     (Experts, 2 + 4 + 4),
     (Loaded, 6),
 ]

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.runtime.early.account import Account
+from memplan.runtime.early.fast_attention import fast_attention
 from memplan.runtime.early.followed import Followed, Parameter
 from memplan.runtime.early.hooks import RunEngine, hooked
 from memplan.runtime.early.one_parameter import share_memory, why_not
@@ -144,7 +145,7 @@ class EarlyUpdates:
             return self._run(tensors, *args, **kwargs)
         try:
             self._in_backward = True
-            with InBackward(self._used_in_backward):
+            with InBackward(self._seer), fast_attention():
                 return self._run(tensors, *args, **kwargs)
         finally:
             self._in_backward = False
@@ -156,19 +157,15 @@ class EarlyUpdates:
         if not self._in_backward:
             return self._run(tensors, *args, **kwargs)
         if kind := used_late(tensors, self._tensors()):
-            self._used_late(f"{kind} in a backward pass within another")
-        with InBackward(self._used_in_backward):  # PyTorch has left it
+            self._seer.found(f"{kind} in a backward pass within another may use a parameter late")
+        with InBackward(self._seer):  # PyTorch has left it
             return self._run(tensors, *args, **kwargs)
 
-    def _used_late(self, what: str) -> None:
-        if self._watch is None:
-            raise too_late(f"{what} may use a value")
-        self._watch.found(f"{what} may use a parameter after its gradient is complete")
-
-    def _used_in_backward(self, func: Any, tensor: torch.Tensor) -> None:
+    @property
+    def _seer(self) -> Watch | Guard:
         seer = self._watch or self._guard
         assert seer is not None, "one of them belongs to every backward pass"
-        seer.used(func, tensor)
+        return seer
 
     def _elsewhere(self, tensors: Any) -> None:
         """A backward pass begins in another thread."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,9 @@ class Guard(_Mode):
         """Their optimizer has stepped."""
         self._storages.difference_update(map(storage_of, tensors))
 
+    def found(self, finding: str) -> None:
+        raise too_late(finding)
+
     def used(self, func: Any, tensor: Tensor) -> None:
         if storage_of(tensor) in self._storages:
             raise too_late(f"{_name(func)}{where()} comes before optimizer.step() and uses a value")
@@ -132,12 +135,12 @@ def unseen() -> Iterator[None]:
 
 
 class InBackward(TorchFunctionMode):
-    """Tells `used` of the tensors that Python code gives to PyTorch: hooks, functions with a
+    """Tells `seer` of the tensors that Python code gives to PyTorch: hooks, functions with a
     backward of their own, recomputed forward passes. Follows autograd into its threads."""
 
-    def __init__(self, used: Callable[[Any, Tensor], None]) -> None:
+    def __init__(self, seer: Watch | Guard) -> None:
         super().__init__()
-        self._used = used
+        self._seer = seer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -145,7 +148,7 @@ class InBackward(TorchFunctionMode):
         seen = not getattr(_this_thread, "unseen", False)
         if seen and getattr(func, "__name__", "") not in _ABOUT_TENSORS:
             for tensor in _tensors((args, kwargs)):
-                self._used(func, tensor)
+                self._seer.used(func, tensor)
         return func(*args, **(kwargs or {}))
 
 
@@ -158,8 +161,11 @@ _ABOUT_TENSORS = frozenset(
         "element_size",
         "get_device",
         "is_complex",
+        "is_conj",
         "is_contiguous",
         "is_floating_point",
+        "is_inference",
+        "is_neg",
         "ndimension",
         "numel",
         "register_hook",
