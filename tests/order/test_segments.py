@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,3 +79,19 @@ def test_a_leaf_is_solved_exactly(graph: Graph) -> None:
     order = exact_order(graph, hint, seed=0, seconds=20.0, clock=Clock(20.0))
     assert order_fault(graph, order.tolist()) == ""
     assert peak(graph, order) == exhaustive_order(graph)[1]
+
+
+def test_ctrl_c_is_pythons_after_a_leaf_is_solved() -> None:
+    """CP-SAT takes SIGINT for itself unless told not to, and leaves it so that it ends Python."""
+    graph = make_graph([set()] * 4, [(3, 0, {3}, False), (5, 1, {2}, False), (4, 2, {3}, False)])
+    assert caught(signal.SIGINT)
+    order = exact_order(graph, program_order(graph), seed=0, seconds=20.0, clock=Clock(20.0))
+    assert peak(graph, order) < peak(graph, program_order(graph))  # CP-SAT has run
+    assert caught(signal.SIGINT)
+
+
+def caught(number: int) -> bool:
+    """Whether the process handles the signal, as the system sees it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    mask = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from itertools import pairwise
@@ -22,7 +24,7 @@ from memplan.order.check_bound import check_bound
 from memplan.order.compose import part_of
 from memplan.order.evaluate import peak, program_order
 from memplan.order.exhaustive import exhaustive_order
-from memplan.order.search import Clock, Improved, improve
+from memplan.order.search import Clock, Improved, improve, patiently
 from memplan.order.solve import solve
 from memplan.order.updates import early_updates
 from memplan.order.validate import order_fault
@@ -238,3 +240,19 @@ def test_who_waits_for_a_bound_can_cancel(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(solve_module, "cut_bound", slow)
     assert isinstance(solve(graph, deadline_seconds=600.0, cancel=cancel), TimedOut)
     assert "MainThread" in asked_in
+
+
+def test_ctrl_c_ends_what_works_in_other_threads() -> None:
+    clock, ended = Clock(600.0), threading.Event()
+
+    def work() -> None:
+        for _ in range(500):
+            if clock.stop[0]:
+                ended.set()
+                return
+            time.sleep(0.01)
+
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        patiently(work, clock)
+    assert ended.wait(30.0)

@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_YES
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # within a native module's import
+            _complain("interrupted", "")
+            return _EXIT_INTERRUPTED
         frames = traceback.extract_tb(error.__traceback__)
         last = [frame for frame in frames if "memplan" in frame.filename][-1]
         place = f"{Path(last.filename).name}:{last.lineno}"

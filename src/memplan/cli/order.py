@@ -50,20 +50,21 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     path = input_path(args.trace, made_by=_MADE_BY)
     graph, origin = _load(path)
-    from memplan.cli.order_layout import lay_out
     from memplan.layout.solve import new_cancel
-    from memplan.order.baselines import baseline_orders
-    from memplan.order.solve import solve
 
     cancel = new_cancel()
-    begin = time.monotonic()
-
-    @functools.cache  # the solver may need them, and the answer does
-    def baselines() -> list[Candidate]:
-        over = begin + args.timeout
-        return baseline_orders(graph, lambda: bool(cancel[0]) or time.monotonic() > over)
-
     with interrupts_set(cancel):
+        from memplan.cli.order_layout import lay_out
+        from memplan.order.baselines import baseline_orders
+        from memplan.order.solve import solve
+
+        begin = time.monotonic()
+
+        @functools.cache  # the solver may need them, and the answer does
+        def baselines() -> list[Candidate]:
+            over = begin + args.timeout
+            return baseline_orders(graph, lambda: bool(cancel[0]) or time.monotonic() > over)
+
         answer = solve(graph, deadline_seconds=args.timeout, cancel=lambda: bool(cancel[0]),
                        baselines=baselines)  # fmt: skip
         seconds = time.monotonic() - begin

@@ -39,6 +39,7 @@ class _Leaf:
 
     def solve(self, seed: int, seconds: float) -> I64:
         parameters = self._solver.parameters
+        parameters.catch_sigint_signal = False  # it would not give Ctrl-C back to Python
         parameters.num_workers = 1
         parameters.random_seed = seed
         parameters.max_time_in_seconds = seconds

@@ -56,7 +56,7 @@ def _solve_all(
         seconds = min(LEAF_SECONDS, clock.left)
         return exact_order(part, program_order(part), seed=seed, seconds=seconds, clock=clock)
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool, clock.stopped_by_errors():
         return dict(zip(chosen, pool.map(solve, chosen), strict=True))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,6 +44,15 @@ class Clock:
 
     def over(self) -> bool:
         return self.left <= 0
+
+    @contextlib.contextmanager
+    def stopped_by_errors(self) -> Iterator[None]:
+        """An error that leaves this block, Ctrl-C above all, stops what other threads do."""
+        try:
+            yield
+        except BaseException:
+            self.stop[0] = 1
+            raise
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,10 @@ def patiently(work: Callable[[], _T], clock: Clock) -> _T:
 
     worker = threading.Thread(target=run, name="memplan-order")
     worker.start()
-    while worker.is_alive():
-        worker.join(_LOOK_SECONDS)
-        clock.over()
+    with clock.stopped_by_errors():
+        while worker.is_alive():
+            worker.join(_LOOK_SECONDS)
+            clock.over()
     if errors:
         raise errors[0]
     return answers[0]

@@ -299,6 +299,7 @@ class _Program:
         """The best selection found, and the proved bound of the objective: None where there is no
         selection."""
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # it would not give Ctrl-C back
         solver.parameters.max_time_in_seconds = deadline_seconds
         solver.parameters.num_workers = workers
         status = solver.solve(self.model)

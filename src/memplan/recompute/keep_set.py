@@ -101,6 +101,7 @@ class KeepSetProblem:
             program.limit(row, budget_bytes)
         program.hint(hint)
         solver = cp_model.CpSolver()
+        solver.parameters.catch_sigint_signal = False  # it would not give Ctrl-C back
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = effort
         solver.parameters.max_time_in_seconds = deadline_seconds
