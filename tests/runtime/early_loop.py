@@ -121,7 +121,9 @@ class Applied:
 
     def __call__(self, loop: type[Loop], parameters: int = 0, *, same_job: bool = True) -> Loop:
         part = OrderPart(parameters=parameters, gradient_bytes=0)
-        with EarlyUpdates(part, self.notes.append, same_job=same_job):
+        early = EarlyUpdates(part, self.notes.append, same_job=same_job)
+        self.account = early.account
+        with early:
             return loop().run()
 
     @classmethod

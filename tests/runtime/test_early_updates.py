@@ -589,6 +589,25 @@ def test_fewer_updates_than_planned_are_said(applied: Applied) -> None:
     assert applied.notes and "6 of the 7 parameters" in applied.notes[0]
 
 
+def test_what_came_of_them_is_told(applied: Applied) -> None:
+    applied(Loop, 7)
+    assert applied.account.as_dict() == {"planned": 7, "parameters": 6, "steps": 3, "ended": ""}
+    applied(Clipped, 6)
+    assert applied.account.steps == 0 and "uses a gradient" in applied.account.ended
+
+
+def test_an_optimizer_that_is_not_seen_is_said(applied: Applied) -> None:
+    class Copied(Loop):
+        def zero(self, step: int) -> None:
+            super().zero(step)
+            if step == 0:
+                self.model, self.optimizers = copy.deepcopy((self.model, self.optimizers))
+
+    assert same(applied(Copied).result(), Copied().run().result())
+    assert not applied.early
+    assert [note for note in applied.notes if "copied or unpickled" in note], applied.notes
+
+
 def test_together_with_recomputation(applied: Applied) -> None:
     """What backward recomputes it does before the weights that it needs are updated."""
     drop = [OpOutput("aten.gelu.default", 0), OpOutput("aten.addmm.default", 0)]
