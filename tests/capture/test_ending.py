@@ -304,6 +304,29 @@ def test_a_script_that_is_not_there() -> None:
         capture_script(ScriptTarget("script", "nowhere/train.py"), options)
 
 
+def test_a_script_finds_what_lies_beside_it_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    main = sys.modules["__main__"]
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, pickle, sys\n"
+        "class Config: pass\n"
+        "assert sys.argv == ['train.py', '--x'], sys.argv\n"
+        "assert isinstance(pickle.loads(pickle.dumps(Config())), Config)\n"
+        "os.chdir('elsewhere')\n"
+        "assert pathlib.Path(__file__).read_text()\n"
+        + HEAD
+        + "while True:\n"
+        + _indented("torch.randn(4, 512)", 4)
+    )
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    trace = capture_script(ScriptTarget("script", "train.py", ("--x",)), options)
+    assert trace.meta.optimizer_steps == 3
+    assert sys.modules["__main__"] is main
+
+
 def _indented(batch: str, width: int) -> str:
     lines = [f"forward({batch}).backward()", "optimizer.step()", "optimizer.zero_grad()"]
     return "".join(" " * width + line + "\n" for line in lines)

@@ -22,6 +22,7 @@ from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, end_children
 from memplan.capture.patching import Patches
+from memplan.capture.program import run_program
 from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.script_faults import DOWNLOADS, hint_of
 from memplan.capture.session import CaptureSession
@@ -72,7 +73,7 @@ def _capture(
     started = Descendants()
     watched = Patches()
     argv_before, path_before = sys.argv, list(sys.path)
-    sys.argv = [target.name, *target.argv]
+    main_before = sys.modules["__main__"]
     try:
         with adopting(), box:
             unseen.watch(watched)
@@ -108,6 +109,7 @@ def _capture(
     finally:
         watched.undo()
         sys.argv, sys.path[:] = argv_before, path_before
+        sys.modules["__main__"] = main_before
     unseen.used(elsewhere)
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
@@ -117,15 +119,9 @@ def _capture(
 
 
 def _run(target: ScriptTarget) -> None:
-    if target.kind == "module":
-        sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(target.name, run_name="__main__", alter_sys=True)
-        return
-    path = Path(target.name)
-    if not path.is_file():
+    if target.kind == "script" and not Path(target.name).is_file():
         raise UsageError(f"{target.name}: no such script", "check the path")
-    sys.path.insert(0, str(path.resolve().parent))
-    runpy.run_path(str(path), run_name="__main__")
+    run_program(target.kind, target.name, tuple(target.argv))
 
 
 def _memplan_cause(error: BaseException) -> MemplanError | None:

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         plan, files, running = _prepare(args, program)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
+    from memplan.capture.program import run_program
     from memplan.runtime.in_effect import plan_in_effect
-    from memplan.runtime.script import run_program
 
     def finish() -> None:
         running.close()

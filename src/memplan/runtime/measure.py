@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from memplan.capture.program import run_program
 from memplan.runtime.in_effect import plan_in_effect
-from memplan.runtime.script import run_program
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 
