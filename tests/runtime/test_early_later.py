@@ -243,18 +243,6 @@ class InAThread(Loop):
         thread.join()
 
 
-NOTICED: list[tuple[Any, int]] = [
-    (later(Shared, 1), 6),
-    (later(HookedAfter, 1), 6),
-    (later(HookedEverywhere, 1), 6),
-    (later(TensorRate, 1), 6),
-    (later(InAThread, 2), 6),
-    (InAThread, 0),
-    (DataUsed, 0),
-    (PassedOn, 0),
-]
-
-
 def later_forward(loop: Any, at: int = 2) -> Any:
     """Has the forward pass of `loop` from step `at` on."""
 
@@ -266,22 +254,12 @@ def later_forward(loop: Any, at: int = 2) -> Any:
     return Later
 
 
-@pytest.mark.parametrize(
-    ("loop", "early"),
-    [*NOTICED, (later_forward(DataUsed), 6), (later_forward(PassedOn), 6)],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-def test_what_is_noticed_in_time_ends_it(applied: Applied, loop: Any, early: int) -> None:
-    assert same(applied(loop).result(), loop().run().result())
-    assert applied.early == early and len(applied.notes) == 1
-    assert re.search(loop.says, applied.notes[0]), applied.notes
-    assert not _get_current_dispatch_mode_stack()
-
-
 # Done for the first time where it is too late
 
 
 class StateSaved(Loop):
+    says = r"state_dict\(\) of the optimizer"
+
     def between(self, step: int) -> None:
         self.seen.append(copy.deepcopy(self.optimizers[0].state_dict()))
 
@@ -309,9 +287,18 @@ class StateReplaced(Loop):
 
 
 class WeightsSwapped(Loop):
+    says = "weights or the optimizer's state are replaced"
+
     def between(self, step: int) -> None:
         for p in self.model.parameters():
             p.data = torch.ones(p.shape)
+
+
+class LeftOut(Loop):
+    """Of the optimizer, between a gradient and the step."""
+
+    def between(self, step: int) -> None:
+        self.optimizers[0].param_groups[0]["params"].pop()
 
 
 class GradientsSaved(Loop):
@@ -390,9 +377,35 @@ class Both(InAThread):
             self.loss_failed.append(error)
 
 
+NOTICED: list[tuple[Any, int]] = [
+    (later(Shared, 1), 6),
+    (later(HookedAfter, 1), 6),
+    (later(HookedEverywhere, 1), 6),
+    (later(TensorRate, 1), 6),
+    (later(InAThread, 2), 6),
+    (InAThread, 0),
+    (DataUsed, 0),
+    (PassedOn, 0),
+    (WeightsSwapped, 0),
+    (StateSaved, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "early"),
+    [*NOTICED, (later_forward(DataUsed), 6), (later_forward(PassedOn), 6)],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_what_is_noticed_in_time_ends_it(applied: Applied, loop: Any, early: int) -> None:
+    assert same(applied(loop).result(), loop().run().result())
+    assert applied.early == early and len(applied.notes) == 1
+    assert re.search(loop.says, applied.notes[0]), applied.notes
+    assert not _get_current_dispatch_mode_stack()
+
+
 UNDONE = [
     StateSaved, StateLoaded, StateRead, StateCleared, StateReplaced, WeightsSwapped,
-    GradientsSaved, GradientsListed, GradientsAsArrays, Both,
+    LeftOut, GradientsSaved, GradientsListed, GradientsAsArrays, Both,
 ]  # fmt: skip
 
 

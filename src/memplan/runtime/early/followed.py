@@ -30,7 +30,8 @@ class Parameter:
         self._seen: tuple[int, int] = (0, 0)
         """Storage and version of the gradient when it was complete."""
         self._left: tuple[tuple[int, int], list[Any]] = (0, 0), []
-        """Storage and version of the parameter after its update, and its optimizer's state."""
+        """Storage and version of the parameter when its gradient was complete or, where that came
+        early, after its update; and its optimizer's state."""
 
     @property
     def tensor(self) -> Tensor:
@@ -54,6 +55,7 @@ class Parameter:
     def gradient_is_complete(self, gradient: Tensor) -> None:
         self.ready += 1
         self._seen = _state(gradient)
+        self._left = _state(self.tensor), self._state_values()
 
     def irregular(self) -> str:
         """Why its gradient at the optimizer's step is not the one that backward left; else
@@ -67,6 +69,8 @@ class Parameter:
             return "a gradient comes in several parts"
         if self._seen != _state(gradient):
             return "gradients are changed before the optimizer's step"
+        if not self.is_as_left():
+            return "weights or the optimizer's state are replaced before its step"
         return ""
 
     def update(self) -> None:
@@ -82,7 +86,7 @@ class Parameter:
         self._left = _state(tensor), self._state_values()
 
     def is_as_left(self) -> bool:
-        """Whether it and its optimizer's state are those that the update has left."""
+        """Whether it and its optimizer's state are still those of that moment."""
         now, (parameter, state) = self._state_values(), self._left
         return _state(self.tensor) == parameter and (
             len(now) == len(state) and all(map(operator.is_, now, state))
@@ -168,6 +172,8 @@ class Followed:
         """Why what comes to the step is not what the backward pass has left; empty where it is."""
         if reason := next(filter(None, (one.irregular() for one in self.parameters)), ""):
             return reason
+        if self.changed:
+            return "the optimizer's groups change before its step"
         if not all(one.may_be_updated() for one in self.with_gradient()):
             return "a gradient is sparse or laid out in another way than its parameter"
         if self.settings_changed():

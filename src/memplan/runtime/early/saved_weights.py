@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from memplan.runtime.early.watched import storage_of
 
@@ -64,7 +65,8 @@ def _saved(node: Any) -> Iterator[Tensor]:
     names = _saved_names.get(kind)
     if names is None:
         names = tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
-        _saved_names[kind] = names
+        if not issubclass(kind, BackwardCFunction):  # a class of the job's, perhaps one of many
+            _saved_names[kind] = names
     for name in names:
         values = getattr(node, name)
         for value in values if isinstance(values, (list, tuple)) else (values,):

@@ -318,8 +318,8 @@ class EarlyUpdates:
         followed = self._followed.get(optimizer)
         if followed is None:
             raise too_late("another optimizer steps and may ask for a gradient")
-        if followed.settings_changed() or in_autocast():
-            raise too_late("hyperparameters or autocast change before optimizer.step()")
+        if followed.changed or followed.settings_changed() or in_autocast():
+            raise too_late("groups, hyperparameters or autocast change before optimizer.step()")
         mine = [one for one in self._pending if one.optimizer() is optimizer]
         for one in mine:
             if one.tensor.grad is not one.applied:
