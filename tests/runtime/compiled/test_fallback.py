@@ -4,7 +4,9 @@ nothing is different from the plain loop."""
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import queue
 import random
 import threading
 import time
@@ -318,6 +320,41 @@ def keeping_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
+def leaving_a_setting(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        torch.set_grad_enabled(True)
+        loss = plain(x, y)
+        torch.set_grad_enabled(False)
+        return loss
+
+    return step
+
+
+def writing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    log = io.StringIO()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        log.write("a step")  # mark: write
+        return plain(x, y)
+
+    return step
+
+
+def taking_from_a_queue(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    plain = cross_entropy(model, optimizer)
+    factors: queue.SimpleQueue[float] = queue.SimpleQueue()
+    for number in range(8):
+        factors.put(float(number))
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return plain(x * factors.get(), y)  # mark: queue
+
+    return step
+
+
 CASES: dict[str, tuple[Any, str, str]] = {
     "branch": (branching, "branch", "mark: branch"),
     "global": (counting, "global counter", "mark: global"),
@@ -341,6 +378,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "deque": (losses_in_a_deque, "losses", ""),
     "tuple": (state_in_a_tuple, "hidden", "mark: tuple"),
     "thread": (threading_a_part, "a thread", "mark: thread"),
+    "write": (writing, "writes a file", "mark: write"),
+    "queue": (taking_from_a_queue, "uses a queue", "mark: queue"),
     "types": (telling_types, "numbers by type(x)", "mark: type"),
     "keep": (keeping_numbers, "keeps a number", "mark: keep"),
 }
@@ -420,6 +459,48 @@ def test_wrapped_models_are_refused_by_name(wrapper: str) -> None:
     with pytest.warns(UserWarning, match=wrapper if wrapper[0] == "D" else "torch.compile"):
         compiled(*batches((5, 6))[0])
     assert compiled.report().plain_calls == 1
+
+
+def test_a_setting_that_a_step_leaves_changed_is_left_so() -> None:
+    modes = []
+
+    def after() -> None:
+        modes.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(True)
+
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        job = Job(model, optimizer, leaving_a_setting(model, optimizer), batches((5, 6)))
+        job.after = after
+        return job
+
+    try:
+        with pytest.warns(UserWarning, match="leaves a setting changed: grad mode"):
+            run_both(make)
+    finally:
+        torch.set_grad_enabled(True)
+    assert modes == [False] * 12
+
+
+def test_what_a_step_takes_out_of_its_arguments_is_not_left_there() -> None:
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        plain = cross_entropy(model, optimizer)
+
+        def step(batch: dict[str, Tensor]) -> Any:
+            return plain(batch["x"], batch.pop("labels"))
+
+        given = [({"x": x, "labels": y},) for x, y in batches((5, 6))]
+        job = Job(model, optimizer, step, given)
+        job.after = lambda: left.append([len(one) for (one,) in given])
+        return job
+
+    left: list[list[int]] = []
+    with pytest.warns(UserWarning, match="changes its arguments"):
+        run_both(make)
+    assert left[:6] == left[6:]
 
 
 def test_a_number_read_from_a_tensor_is_a_float_to_the_recorded_step() -> None:

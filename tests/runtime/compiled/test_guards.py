@@ -3,6 +3,10 @@ with is looked at, and what differs is captured again, with a line that says wha
 
 from __future__ import annotations
 
+import contextvars
+import enum
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +155,167 @@ def load_state(job: Job) -> None:
     for one in state["state"].values():
         one["exp_avg"] = one["exp_avg"] * 2
     job.optimizer.load_state_dict(state)
+
+
+def in_words(how: str) -> Callable[[], Job]:
+    """A job whose step multiplies its input by a number that it finds in one way or another, which
+    is another number after the fourth call."""
+
+    def make() -> Job:
+        read, write = HOLDERS[how]()
+
+        def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+            plain = cross_entropy(model, optimizer)
+            return lambda x, y: plain(x * read(), y)
+
+        return changed(perceptron, lambda job: write(3.0), step_of=step_of)()
+
+    return make
+
+
+Holder = tuple[Callable[[], Any], Callable[[float], object]]
+
+
+def held_by_tensor() -> Holder:
+    tensor: Any = torch.ones(6)
+    tensor.factor = 1.0
+    return lambda: tensor * tensor.factor, lambda value: setattr(tensor, "factor", value)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def held_by_enum() -> Holder:
+    member: Any = Mode.FAST
+    member.factor = 1.0
+    return lambda: Mode.FAST.factor, lambda value: setattr(member, "factor", value)  # type: ignore[attr-defined]
+
+
+def held_by_defaults() -> Holder:
+    def read(factor: float = 1.0) -> float:
+        return factor
+
+    return read, lambda value: setattr(read, "__defaults__", (value,))
+
+
+def held_by_code() -> Holder:
+    def read() -> float:
+        return 1.0
+
+    def other() -> float:
+        return 3.0
+
+    return read, lambda value: setattr(read, "__code__", other.__code__)
+
+
+def held_by_function() -> Holder:
+    def read() -> Any:
+        return read.factor  # type: ignore[attr-defined]
+
+    read.factor = 1.0  # type: ignore[attr-defined]
+    return read, lambda value: setattr(read, "factor", value)
+
+
+def held_by_cache() -> Holder:
+    found = [1.0]
+    read = functools.cache(lambda: found[0])
+    read()
+
+    def write(value: float) -> None:
+        """All but what the cache has is as before."""
+        read.cache_clear()
+        found[0] = value
+        read()
+        found[0] = 1.0
+
+    return read, write
+
+
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+def held_by_context() -> Holder:
+    FACTOR.set(1.0)
+    return FACTOR.get, FACTOR.set
+
+
+def held_by_weak_keys() -> Holder:
+    weak: Any = weakref.WeakKeyDictionary({Mode: 1.0})
+    return lambda: weak[Mode], lambda value: weak.__setitem__(Mode, value)
+
+
+class Named(dict[str, float]):
+    factor = 1.0
+
+
+def held_by_kind_of_dict() -> Holder:
+    named = Named()
+    named.factor = 1.0
+    return lambda: named.factor, lambda value: setattr(named, "factor", value)
+
+
+def held_by_class() -> Holder:
+    one, two = type("One", (), {"factor": 1.0}), type("Two", (), {"factor": 3.0})
+    held = one()
+    return lambda: held.factor, lambda value: setattr(held, "__class__", two)
+
+
+def held_by_module() -> Holder:
+    from tests.runtime.compiled import training
+
+    set_factor = functools.partial(setattr, training, "factor")
+    set_factor(1.0)
+    return lambda: training.factor, set_factor  # type: ignore[attr-defined]
+
+
+def held_by_imported_module() -> Holder:
+    from tests.runtime.compiled import training
+
+    def read() -> Any:
+        from tests.runtime.compiled.training import factor  # type: ignore[attr-defined]
+
+        return factor
+
+    set_factor = functools.partial(setattr, training, "factor")
+    set_factor(1.0)
+    return read, set_factor
+
+
+def held_by_globals() -> Holder:
+    globals()["scale"] = 1.0
+    return lambda: globals()["scale"], lambda value: globals().__setitem__("scale", value)
+
+
+def held_by_order() -> Holder:
+    held = {"one": 1.0, "two": 3.0}
+    return lambda: next(iter(held.values())), lambda value: held.update(one=held.pop("one"))
+
+
+def held_by_bound_method() -> Holder:
+    held = {"factor": 1.0}
+    return functools.partial(held.get, "factor"), lambda value: held.update(factor=value)
+
+
+def held_by_view() -> Holder:
+    held = {"factor": 1.0}
+    view = held.values()
+    return lambda: sum(view), lambda value: held.update(factor=value)
+
+
+HOLDERS: dict[str, Callable[[], Holder]] = {
+    name.removeprefix("held_by_"): function
+    for name, function in list(globals().items())
+    if name.startswith("held_by_")
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_number_is_seen_wherever_it_is(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing but the step itself leads to it."""
+    compiled, _ = run_both(in_words(how), order=False)
+    assert len(again(caplog)) == 1
+    assert compiled.report().compiled_calls >= 4
 
 
 CHANGES: dict[str, tuple[Callable[[], Job], str]] = {
@@ -343,6 +508,28 @@ def test_draws_of_a_generator_of_ones_own_stay_in_order() -> None:
 
     compiled, _ = run_both(make)
     assert compiled.report().compiled_calls == 4
+
+
+def test_a_learning_rate_may_change_while_a_branch_on_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def branching(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        plain = cross_entropy(model, optimizer)
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            return plain(x * (2.0 if optimizer.param_groups[0]["lr"] > 0.005 else 1.0), y)
+
+        return step
+
+    def make() -> Job:
+        job = changed(perceptron, lambda job: None, step_of=branching)()
+        rates = iter((0.01, 0.011, 0.012, 0.013, 0.001, 0.002, 0.003, 0.004))
+        job.after = lambda: job.optimizer.param_groups[0].update(lr=next(rates))
+        return job
+
+    compiled, _ = run_both(make)
+    assert len(again(caplog)) == 1
+    assert compiled.report().compiled_calls == 5
 
 
 def test_an_old_shape_comes_back_to_its_program(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,15 +8,15 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 
-from memplan.runtime.installed import is_installed
+from memplan.runtime.compiled.lines import is_users_file
 
 
 def is_of_user(thing: types.FunctionType | types.ModuleType) -> bool:
-    """Whether it is code that the user wrote, not a library that is installed."""
+    """Whether it is code that the user wrote, not memplan's or a library that is installed."""
     if isinstance(thing, types.ModuleType):
         file = getattr(thing, "__file__", None)
-        return (file is not None and not is_installed(file)) or thing is sys.modules["__main__"]
-    return not is_installed(thing.__code__.co_filename)
+        return (file is not None and is_users_file(file)) or thing is sys.modules["__main__"]
+    return is_users_file(thing.__code__.co_filename)
 
 
 def is_user_class(cls: type) -> bool:
@@ -44,11 +44,15 @@ def compares_types(code: types.CodeType) -> str:
     is one of Python's numbers (`type(x) is float`); empty where it does not."""
     if "type" not in code.co_names or not _NUMBER_TYPES & {*code.co_names}:
         return ""
+    line, asks = "", False
     for instruction in dis.get_instructions(code):
+        if instruction.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+            continue
         called = "NULL" in instruction.argrepr
+        asks |= called and instruction.argval == "type"
         if instruction.argval in _NUMBER_TYPES and not called and instruction.positions:
-            return f"{code.co_filename}:{instruction.positions.lineno}"
-    return ""
+            line = line or f"{code.co_filename}:{instruction.positions.lineno}"
+    return line if asks else ""
 
 
 _NUMBER_TYPES = frozenset({"float", "int", "bool", "complex"})

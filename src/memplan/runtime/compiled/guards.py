@@ -57,6 +57,14 @@ def current_settings() -> tuple[Any, ...]:
     return tuple([read() for _, read in _SETTINGS])
 
 
+def settings_changed(before: tuple[Any, ...]) -> str:
+    """Which setting is not what it was, in words; empty where all are."""
+    for (name, _), now, then in zip(_SETTINGS, current_settings(), before, strict=True):
+        if now != then:
+            return f"{name} is {now} instead of {then}"
+    return ""
+
+
 class Arguments:
     """The arguments that a step was captured with: tensors by their geometry, plain values by type
     and value, other objects by identity."""
@@ -79,13 +87,18 @@ def _token(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return (
             type(leaf), tuple(leaf.shape), _strides(leaf), leaf.dtype, leaf.device,
-            leaf.requires_grad, leaf.is_inference(),
+            leaf.requires_grad, leaf.is_inference(), _attributes(leaf),
         )  # fmt: skip
     if isinstance(leaf, float):
         return float, leaf.hex()
     if isinstance(leaf, _PLAIN):
         return type(leaf), leaf
     return _Same(leaf)
+
+
+def _attributes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    own = vars(tensor)
+    return tuple((name, _token(own[name])) for name in sorted(own)) if own else ()
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -117,10 +130,11 @@ def _words(token: Any) -> str:
         return f"another {token.name}"
     if len(token) == 2:
         return repr(float.fromhex(token[1]) if token[0] is float else token[1])
-    _, shape, stride, dtype, device, requires_grad, inference = token
+    _, shape, stride, dtype, device, requires_grad, inference, own = token
     text = f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}, strides {list(stride)}"
     text += ", requires grad" if requires_grad else ""
-    return text + (", of inference mode" if inference else "")
+    text += ", of inference mode" if inference else ""
+    return text + "".join(f", with {name} {_words(value)}" for name, value in own)
 
 
 class Inputs:
@@ -301,11 +315,8 @@ class Guards:
         """What is different of all but the inputs' values; empty where nothing is."""
         if different := self._arguments.difference(leaves, spec):
             return different
-        now = current_settings()
-        if now != self._settings:
-            for (name, _), after, before in zip(_SETTINGS, now, self._settings, strict=True):
-                if after != before:
-                    return f"{name} is {after} instead of {before}"
+        if current_settings() != self._settings:
+            return settings_changed(self._settings)
         for change in self._state.changed():
             return str(change)
         for pin in self._pins:

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,8 @@ _CLOCKS = tuple(
     )
 )  # fmt: skip
 _NOW = ("now", "utcnow", "today")
+_TORCH = str(Path(torch.__file__).parent)
+"""It takes symbolic numbers for what they are."""
 _OF_FILES = frozenset(
     {
         "read", "read1", "readline", "readlines", "readinto", "write", "writelines", "truncate",
@@ -61,6 +64,8 @@ class OutsideWorld:
             return
         users = is_users_file(frame.f_code.co_filename)
         what = _asked(function)
+        if what == _FILE and not users:
+            users = _is_told(frame, function)
         if what and (users or what in _ANYWHERE):
             self._note(what, "ask outside the step, and pass it as an argument")
 
@@ -94,10 +99,20 @@ def _of_owner(owner: Any, name: str) -> str:
     return ""
 
 
+def _is_told(frame: FrameType, function: Any) -> bool:
+    """Whether a library writes something for the user: a bar of progress, a log of its own."""
+    home = str(frame.f_globals.get("__name__")).split(".")[0]
+    return function.__name__ in ("write", "writelines", "writerow") and home not in _QUIET
+
+
+_QUIET = ("memplan", "torch", "warnings", "logging", "traceback", "pickle", "tempfile")
+
+
 def _given_plain(frame: FrameType) -> None:
     """Plain numbers for the arguments of a function that tells types apart: `type(x) is float` is
     false of those that stay symbolic. What a profiler writes into a frame's variables stays."""
-    if is_ours(frame.f_code.co_filename) or not compares_types(frame.f_code):
+    file = frame.f_code.co_filename
+    if is_ours(file) or file.startswith(_TORCH) or not compares_types(frame.f_code):
         return
     variables = frame.f_locals
     for name, value in variables.items():

@@ -233,5 +233,8 @@ def words(value: object) -> str:
         return "not there"
     if value is TENSOR or isinstance(value, torch.Tensor):
         return "a tensor"
-    text = repr(value) if isinstance(value, (*PLAIN, list, tuple)) else f"a {type(value).__name__}"
+    known = isinstance(value, PLAIN) or (
+        isinstance(value, (list, tuple)) and all(isinstance(item, PLAIN) for item in value)
+    )
+    text = repr(value) if known else f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "…"

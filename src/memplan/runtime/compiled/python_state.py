@@ -318,12 +318,10 @@ class PythonState:
                 self._library(space, read, quick)
 
     def _library(self, space: Space, read: Any, quick: Any) -> None:
-        """What a library's functions are, which the user may replace, and its plain containers; not
-        what its functions use."""
+        """What a library's functions are, which the user may replace; not what they use."""
         self._nodes.append(Node(space.prefix, read, quick))
-        for name, value in read().items():
-            if type(value) in (dict, list, set) and value is not sys.modules:
-                self._queue.append((f"{space.prefix}{name}", value))
+        if space.holds is vars(sys) and "argv" in space.names:
+            self._queue.append(("sys.argv", sys.argv))
         if space.prefix == "os." and {"environ", "getenv"} & {*space.names}:
             self._dict("os.environ", vars(os.environ)["_data"])
 
