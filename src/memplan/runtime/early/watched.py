@@ -127,6 +127,10 @@ _this_thread = threading.local()
 def unseen() -> Iterator[None]:
     """What this thread does is no use of the job's. Other function modes, a default device among
     them, go on."""
+    if torch._C._len_torch_function_stack() == 1:  # ours alone: an update calls much
+        with torch._C.DisableTorchFunction():
+            yield
+        return
     _this_thread.unseen = True
     try:
         yield
