@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from memplan.runtime.compiled.in_place import add_in_place
-from memplan.runtime.compiled.lifting import Before
+from memplan.runtime.compiled.lifting import Before, Was
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import ITEM
 from memplan.runtime.compiled.program import (
@@ -32,17 +32,28 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class _Outputs:
     """The graph's outputs, each node once."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.nodes: dict[fx.Node, int] = {}
+        self._recorder = recorder
+        self._aliases: dict[fx.Node, fx.Node] = {}
 
     def number(self, node: fx.Node) -> int:
         return self.nodes.setdefault(node, len(self.nodes))
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Another tensor on a parameter's memory is not the parameter."""
+        node = self._recorder.tensors.node_of(tensor)
+        if node.op != "placeholder" or self._recorder.tensors.is_input(node, tensor):
+            return self.number(node)
+        if node not in self._aliases:
+            self._aliases[node] = self._recorder.tensors.alias(node)
+        return self.number(self._aliases[node])
 
 
 def finish(recorder: Recorder, before: Before, result: Any) -> StepProgram:
     """The program of a step that was recorded to its end. Raises NotCapturable."""
     recorder.random.states.check_all()
-    outputs = _Outputs()
+    outputs = _Outputs(recorder)
     gradients, frees = _gradients(recorder, before, outputs)
     rebound = _rebound(recorder, before, outputs)
     leaves, spec = pytree.tree_flatten(result)
@@ -86,7 +97,7 @@ def _gradients(
             if was is not None:
                 gradients.append(Gradient(place, None))
             continue
-        gradients.append(Gradient(place, outputs.number(recorder.tensors.node_of(now))))
+        gradients.append(Gradient(place, outputs.of(now)))
     return gradients, frees
 
 
@@ -98,18 +109,34 @@ def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebo
         except (KeyError, AttributeError, IndexError):
             now = None
         if was.is_now(now):
+            _check_needs(place, was, now)
             continue
         fixed = kind is Kind.PARAMETER or isinstance(place.owner, tuple)
         if fixed or not isinstance(now, torch.Tensor) or isinstance(now, nn.Parameter):
             raise NotCapturable(
                 f"{place.path} is replaced in the step", "", "write it in place: copy_, add_"
             )
-        rebound.append(Rebound(place, outputs.number(recorder.tensors.node_of(now))))
+        rebound.append(Rebound(place, outputs.of(now)))
+    for place, tensor, was in before.arguments:
+        if not was.is_now(tensor):
+            raise NotCapturable(
+                f"{place.path} is made another tensor in the step (its data, shape or strides)",
+                "",
+                "write its content only, or work on a copy",
+            )
+        _check_needs(place, was, tensor)
     for name in before.new_state():
         raise NotCapturable(
             f"the optimizer made {name} in this step", "", "let one plain step come first"
         )
     return rebound
+
+
+def _check_needs(place: Place, was: Was, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad != was.requires_grad:
+        raise NotCapturable(
+            f"requires_grad of {place.path} is changed in the step", "", "x.detach() has its own"
+        )
 
 
 def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
@@ -118,7 +145,7 @@ def _leaf(recorder: Recorder, leaf: Any, outputs: _Outputs) -> Leaf:
             raise NotCapturable(
                 "it returns a tensor to call backward on", "", "call backward inside the step"
             )
-        return Leaf(outputs.number(recorder.tensors.node_of(leaf)))
+        return Leaf(outputs.of(leaf))
     if isinstance(leaf, Symbolic):
         scalar = scalar_of(leaf)
         if scalar is not None:

@@ -35,6 +35,9 @@ class AppliedProgram:
         self._executable = Executable(ordering.nodes, inputs, graph.output_node())
         self._kind_of = {one.storage: one.kind for one in program.inputs if one.storage >= 0}
         self._generators = _generators(program)
+        freed = {(id(place.owner), place.key) for place in program.frees}
+        self._spends = any((id(one.place.owner), one.place.key) in freed for one in program.inputs)
+        """Whether it reads gradients that it frees: then no plain step can take its place."""
 
     def run(self, values: list[Any]) -> Any:
         """One step; what it returns. `values` is emptied.
@@ -64,7 +67,7 @@ class AppliedProgram:
             return
         nodes = self._executable.nodes
         changed = self._changed_by(nodes[: place + 1])
-        if not changed and _is_out_of_memory(error):
+        if not changed and not self._spends and _is_out_of_memory(error):
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state.get_state())
             raise OutOfMemoryUnharmed(str(error).split("\n")[0]) from None
@@ -105,7 +108,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _generators(program: StepProgram) -> list[torch.Generator]:
-    """The default generators that the step may draw from."""
+    """The generators that the step may draw from."""
     nodes = program.graph_module.graph.nodes
     if not any(facts_of(node).chains for node in nodes if node.op == "call_function"):
         return []
@@ -113,4 +116,9 @@ def _generators(program: StepProgram) -> list[torch.Generator]:
     return [
         torch.default_generator,
         *(torch.cuda.default_generators[device.index or 0] for device in devices),
+        *(
+            one.place.owner
+            for one in program.inputs
+            if isinstance(one.place.owner, torch.Generator)
+        ),
     ]

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from memplan.runtime.compiled.after import finish
 from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.constructs import Constructs, Hyperparameters
+from memplan.runtime.compiled.fast_paths import fast_paths
+from memplan.runtime.compiled.kept_numbers import plain_numbers, put_back
 from memplan.runtime.compiled.lifting import Alias, Places
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import RecordedStep, StepProgram
 from memplan.runtime.compiled.recording import Recorder
-from memplan.runtime.compiled.scalars import Symbolic, scalar_of
+from memplan.runtime.compiled.value_readers import ValueReaders
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Models = nn.Module | Sequence[nn.Module]
@@ -30,11 +31,14 @@ def record_step(
     optimizer: Optimizers,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
+    compares_types: str = "",
 ) -> RecordedStep:
     """Runs one step for real, with all its effects, and records it.
 
     The optimizer's state must be there already: a step came before. What the step raises is raised
     as it is. Where the step turns out not to be capturable it still runs to its end.
+    `compares_types`: `file:line` where its code tells numbers by `type(x)`, if it does: it is given
+    plain numbers.
     """
     kwargs = kwargs or {}
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -50,10 +54,14 @@ def record_step(
             recorder.refuse(NotCapturable(f"{place.path} is sparse"))
     before = places.look()
     aliases = places.aliases()
-    hyperparameters = Hyperparameters(recorder, optimizers)
-    constructs = Constructs(recorder, hyperparameters)
-    with hyperparameters, constructs, recorder:
-        result = train_step(*args, **kwargs)
+    hyperparameters = Hyperparameters(recorder, optimizers, constant=bool(compares_types))
+    constructs = Constructs(recorder, hyperparameters, compares_types)
+    try:
+        with fast_paths(), hyperparameters, constructs, ValueReaders(recorder), recorder:
+            result = train_step(*args, **kwargs)
+    except BaseException:
+        put_back(recorder.numbers)
+        raise
     program = None
     if recorder.refusal is None:
         try:
@@ -67,9 +75,12 @@ def record_step(
             recorder.refuse(refusal)
         except Exception as fault:
             recorder.refuse(NotCapturable(f"a fault of memplan: {fault!r}", "", "please report it"))
+    result = plain_numbers(result)
+    if (kept := put_back(recorder.numbers)) is not None:
+        recorder.refuse(kept)
     if recorder.refusal is not None:
         program = None
-    return RecordedStep(_numbers(result), program, recorder.refusal)
+    return RecordedStep(result, program, recorder.refusal)
 
 
 def capture_step(
@@ -106,13 +117,3 @@ def optimizers_of(optimizer: Optimizers) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def _numbers(result: Any) -> Any:
-    """A result with plain numbers."""
-
-    def plain(leaf: Any) -> Any:
-        scalar = scalar_of(leaf) if isinstance(leaf, Symbolic) else None
-        return leaf if scalar is None else scalar.value
-
-    return pytree.tree_map(plain, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.capture import record_step
 from memplan.runtime.compiled.dependencies import operators
 from memplan.runtime.compiled.gradients import without_old_gradients
-from memplan.runtime.compiled.guards import Arguments, Gradients, Guards, current_settings
+from memplan.runtime.compiled.guards import (
+    Arguments,
+    Gradients,
+    Guards,
+    current_settings,
+    settings_changed,
+)
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.ordering import choose_order
 from memplan.runtime.compiled.program import Kind, StepProgram
@@ -27,7 +34,7 @@ from memplan.runtime.compiled.refusals import check_model, check_optimizer, chec
 from memplan.runtime.compiled.report import CompileReport, ProgramReport
 from memplan.runtime.compiled.side_effects import SideEffects
 from memplan.types.device import parse_size
-from memplan.types.errors import UsageError
+from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
 
@@ -84,7 +91,12 @@ def compile(
     limit = parse_size(budget) if isinstance(budget, str) else budget
     if limit is not None and (type(limit) is not int or limit <= 0):
         raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
-    if not deadline_seconds >= 0:
+    for name, value in (("order", order), ("keep_gradients", keep_gradients)):
+        if type(value) is not bool:
+            raise UsageError(f"{name}={value!r}", "True or False")
+    if type(seed) is not int or seed < 0:
+        raise UsageError(f"seed={seed!r}", "a whole number, such as 0")
+    if type(deadline_seconds) not in (int, float) or not deadline_seconds >= 0:
         raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
     options = Options(limit, order, keep_gradients, deadline_seconds, seed)
     return CompiledStep(train_step, models, optimizers, options)
@@ -102,6 +114,28 @@ def _all_of(what: str, given: Any, kind: type) -> tuple[Any, ...]:
     if not items:
         raise UsageError(f"no {what}", f"the {what} that the step trains")
     return items
+
+
+def _left(
+    args: Any,
+    kwargs: dict[str, Any],
+    leaves: list[Any],
+    arguments: Arguments,
+    settings: tuple[Any, ...],
+) -> NotCapturable | None:
+    """What a recorded step did to its caller's arguments and PyTorch's settings, which a graph does
+    not do."""
+    now, spec = flatten_arguments(args, kwargs)
+    if len(now) == len(leaves) and any(map(operator.is_not, now, leaves)):
+        return NotCapturable("it puts other values into an argument", "", _COPY)
+    if different := arguments.difference(now, spec):
+        return NotCapturable(f"it changes its arguments: {different}", "", _COPY)
+    if different := settings_changed(settings):
+        return NotCapturable(f"it leaves a setting changed: {different}", "", "use `with`")
+    return None
+
+
+_COPY = "change a copy: batch = dict(batch)"
 
 
 @dataclass(frozen=True)
@@ -198,11 +232,13 @@ class CompiledStep(Generic[P, R]):
     ) -> R:
         try:
             result: R = applied.run(values)
+            self._surprises = 0
+            return result
         except OutOfMemoryUnharmed as error:
-            self._give_up(f"out of memory in the compiled step ({error}); nothing was changed")
-            return self._plainly(args, kwargs)
-        self._surprises = 0
-        return result
+            why = str(error)
+        # Not in the handler: the error's frames hold what the failed run had made.
+        self._give_up(f"out of memory in the compiled step ({why}); nothing was changed")
+        return self._plainly(args, kwargs)
 
     def _plainly(self, args: Any, kwargs: dict[str, Any]) -> R:
         self._plain_calls += 1
@@ -249,8 +285,9 @@ class CompiledStep(Generic[P, R]):
                 optimizer=self._optimizers,
                 args=args,
                 kwargs=kwargs,
+                compares_types=state.compares_types(),
             )
-        why = recorded.refusal or seen.refusal
+        why = recorded.refusal or seen.refusal or _left(args, kwargs, leaves, arguments, settings)
         if recorded.program is None or why is not None:
             assert isinstance(why, NotCapturable)
             self._later += 1
@@ -268,17 +305,20 @@ class CompiledStep(Generic[P, R]):
             )
         else:
             program = recorded.program
-            values = program.read(leaves)
-            guards = Guards(
-                program,
-                arguments=arguments,
-                state=state,
-                gradients=gradients,
-                settings=settings,
-                values=values,
-            )
-            del values
-            self._apply(program, guards)
+            try:
+                guards = Guards(
+                    program,
+                    arguments=arguments,
+                    state=state,
+                    gradients=gradients,
+                    settings=settings,
+                    values=program.read(leaves),
+                )
+                self._apply(program, guards)
+            except InfeasibleError:
+                raise
+            except Exception as fault:
+                self._give_up(f"a fault of memplan: {fault!r}", "please report it")
         result: R = recorded.result
         return result
 

@@ -68,6 +68,12 @@ class _Replays:
         dropped = set(self._group_of)
         alloc, free = one.graph.values.alloc, one.graph.values.free
         forward = one.graph.forward_ops
+        made_once = {
+            storage
+            for facts, again in zip(self._facts[:forward], one.graph.ops.replayable, strict=False)
+            if not again
+            for storage in (*facts.makes, *facts.writes)
+        }
         self._there = {
             storage
             for storage in one.storages
@@ -76,6 +82,7 @@ class _Replays:
                 alloc[number[storage]] < 0
                 or free[number[storage]] > forward
                 or number[storage] in selection.held
+                or storage in made_once
             )
         }
         """Kept into backward, or recomputed by now."""

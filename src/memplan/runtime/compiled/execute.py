@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.runtime.compiled.program import facts_of
+
 _LITERALS = (type(None), bool, int, str)
 _numbers = count()
 
@@ -34,6 +36,14 @@ class Executable:
         self._kept: list[Any] = []
         names = {node: f"v{number}" for number, node in enumerate((*inputs, *order))}
         self._names = names
+        lasting = {facts_of(node).shows for node in inputs} - {None}
+        self._detached = {
+            place
+            for place, node in enumerate(_items(output.args[0]))
+            if isinstance(node, fx.Node) and _is_view(node) and facts_of(node).shows in lasting
+        }
+        """Outputs that are views of inputs: below autograd a view of a parameter is a part of it
+        that requires a gradient."""
         lines = self._write(inputs, output)
         source = "\n".join(lines)
         self._file = f"<memplan step {next(_numbers)}>"
@@ -43,8 +53,18 @@ class Executable:
 
     def __call__(self, values: list[Any]) -> tuple[Any, ...]:
         """The graph's outputs. `values`, one for each input, is emptied."""
-        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-            return self._function(values)
+        before = torch.is_grad_enabled()
+        try:
+            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                outputs = self._function(values)
+        finally:
+            torch._C._set_grad_enabled(before)
+        if not self._detached:
+            return outputs
+        return tuple(
+            output.detach() if place in self._detached else output
+            for place, output in enumerate(outputs)
+        )
 
     def failed_at(self, error: BaseException) -> int | None:
         """Place in `nodes` of the node that was running when `error` was raised; None where it was
@@ -78,11 +98,15 @@ class Executable:
         lines = ["def step(values):", f"    {unpack}", "    values.clear()", f"    {_drop(unused)}"]
         assert len(lines) == _FIRST_LINE - 1
         there = set(inputs)
+        grad_mode: bool | None = None
         for line, node in enumerate(self._nodes):
             for used in node.all_input_nodes:
                 if used not in there:
                     raise ValueError(f"{node} runs before {used}, which it needs")
             parts = [f"{names[node]} = {self._call(node)}"]
+            if not _is_view(node) and grad_mode != facts_of(node).grad_mode:
+                grad_mode = facts_of(node).grad_mode
+                parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
             there.add(node)
             for element in elements.get(node, ()):
                 parts.append(
@@ -104,8 +128,7 @@ class Executable:
         return f"{self._constant(target)}({', '.join(arguments)})"
 
     def _tuple(self, value: Any) -> str:
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        return f"({''.join(self._expression(item) + ', ' for item in items)})"
+        return f"({''.join(self._expression(item) + ', ' for item in _items(value))})"
 
     def _expression(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -144,6 +167,15 @@ def _is_element(node: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and (node.args[0].op == "call_function" or _is_element(node.args[0]))
     )
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node has no kernel: a view, or arithmetic of Python numbers."""
+    return node.op == "call_function" and facts_of(node).free
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _origin(node: fx.Node) -> fx.Node:

@@ -49,6 +49,8 @@ class Places:
         """Places that are known, by their owner and key."""
         self.generators: list[torch.Generator] = []
         """Random generators that were there before the step, but for the devices' defaults."""
+        self.given: list[tuple[Place, torch.Tensor]] = []
+        """Tensors among the arguments."""
         self.gradients: list[tuple[Place, torch.Tensor]] = []
         """Places of `.grad`, and the parameters that they belong to."""
         for number, model in enumerate(models):
@@ -59,6 +61,8 @@ class Places:
         for number, value in enumerate(arguments):
             place = Place(f"argument {number}", By.ARGUMENT, None, number)
             self._add(Kind.ARGUMENT, place, value)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self.given.append((place, value))
             if isinstance(value, torch.Generator):
                 self.generators.append(value)
         roots = [("step", step), *(("model", model) for model in models)]
@@ -227,6 +231,7 @@ class Was:
     """Which memory a tensor showed, without holding it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.requires_grad = tensor.requires_grad
         self._storage = weakref.ref(tensor.untyped_storage())
         self._view = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -255,6 +260,7 @@ class Before:
             for kind, place in places.known
             if kind not in (Kind.GRADIENT, Kind.ARGUMENT)
         ]
+        self.arguments = [(place, tensor, Was(tensor)) for place, tensor in places.given]
         self._optimizers = optimizers
         self._state = self._state_keys()
 

@@ -13,6 +13,8 @@ from memplan.runtime.compiled.not_capturable import NotCapturable
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
+PACK = aten._pack_padded_sequence.default
+"""The lengths, its second argument, decide on the shapes of its results."""
 KNOWN = frozenset({"aten", "prims", "prim", "torchvision"})
 HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn"})
 """They advance a dropout state that their schema does not show as written."""
@@ -44,6 +46,13 @@ SHAPE_ONLY = frozenset(
 """Ops that read of their argument only how it lies."""
 
 
+_UNTAGGED = frozenset({"nms", "_pack_padded_sequence"})
+"""The shapes of their results depend on values, though PyTorch has no tag that says so."""
+_BY_VALUES = {"prod": 0, "masked_fill": 2, "masked_fill_": 2}
+"""Arguments whose gradient depends on values for its way to be computed (are there zeros?), and is
+computed in yet another way under a dispatch mode."""
+
+
 def check_supported(func: Any) -> None:
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         raise NotCapturable(f"communication between processes ({func})", user_line())
@@ -53,14 +62,27 @@ def check_supported(func: Any) -> None:
 
 def check_values(func: Any, args: tuple[Any, ...]) -> None:
     """Of an op on what differs between steps."""
-    if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
+    dynamic = torch.Tag.dynamic_output_shape in func.tags or func._opname in _UNTAGGED
+    if dynamic and not _by_numbers(func, args):
         raise NotCapturable(
             f"a result whose shape depends on values ({func})",
             user_line(),
             "use torch.where or a mask in place of it",
         )
+    if torch.is_grad_enabled() and _has_gradient_by_values(func, args):
+        raise NotCapturable(
+            f"the gradient of {func._opname}(), whose operators depend on values",
+            user_line(),
+            "torch.where in place of masked_fill, a sum of logarithms in place of prod",
+        )
     if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
         raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
+
+
+def _has_gradient_by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    place = _BY_VALUES.get(func._opname, len(args))
+    given = args[place] if place < len(args) else None
+    return isinstance(given, torch.Tensor) and given.requires_grad
 
 
 def _by_numbers(func: Any, args: tuple[Any, ...]) -> bool:

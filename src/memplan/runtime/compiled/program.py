@@ -202,6 +202,8 @@ class Facts:
     """Run inside `optimizer.step()`."""
     flops: int = 0
     """Of multiplications of matrices, convolutions and attention, where PyTorch has a formula."""
+    grad_mode: bool = True
+    """Whether autograd was on: a few kernels compute in another way where it is off."""
     splits: bool = False
     """One of several that a foreach or fused op was split into."""
 

@@ -28,6 +28,8 @@ def pieces(
         return None
     if any(tensor.device.type != "cpu" for one in lists for tensor in one):
         return None
+    if any(isinstance(argument, torch.Tensor) and argument.dim() for argument in args):
+        return None  # a number for each tensor, as a tensor
     return [
         (
             [_part(argument, count, number) for argument in mapped],

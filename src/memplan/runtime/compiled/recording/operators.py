@@ -9,10 +9,10 @@ import torch
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.nested import tensors_in
 from memplan.runtime.compiled.not_capturable import NotCapturable
-from memplan.runtime.compiled.op_limits import SHAPE_ONLY, flops_of
+from memplan.runtime.compiled.op_limits import PACK, SHAPE_ONLY, flops_of
 from memplan.runtime.compiled.program import FACTS, Facts
 from memplan.runtime.compiled.recording.step_graph import StepGraph
-from memplan.runtime.compiled.recording.tensors import Tensors
+from memplan.runtime.compiled.recording.tensors import Tensors, check_plain
 from memplan.runtime.compiled.split import pieces
 from memplan.runtime.tape.replayable import Traits
 
@@ -42,6 +42,8 @@ class Operators:
         """An op that has run and given `result`."""
         func, traits = call.func, call.traits
         outputs = list(tensors_in(result))
+        for output in outputs:
+            check_plain(output)
         if not outputs and not traits.written and not call.chains:
             if result is None and any(True for _ in tensors_in(call.args)):
                 raise NotCapturable(
@@ -73,8 +75,11 @@ class Operators:
         written = self._written(traits, args, kwargs)
         like = func._opname in SHAPE_ONLY
         fixed = not call.chains and self._known.is_fixed((args, kwargs), like)
+        self._check_sizes(call)
         node = self._graph.call(func, tuple(args), kwargs, effect=True)
         made = self._tensors.register(node, result, traits.name)
+        if func is PACK and self._known.is_fixed(args[1]):
+            self._known.fixed.update(made[1:])  # how many sequences there are at each place
         if fixed:
             self._known.fixed.update(made)
         else:
@@ -90,9 +95,18 @@ class Operators:
             source=user_line(),
             backward=backward,
             update=self._graph.updating > 0,
+            grad_mode=torch.is_grad_enabled(),
             flops=0 if split else flops_of(func, call.args, call.kwargs, result),
             splits=split,
         )
+
+    def _check_sizes(self, call: Call) -> None:
+        """Whether what an op has written is as long as before: `out=` may make it longer."""
+        for tensor in tensors_in((call.args, call.kwargs)) if call.traits.written else ():
+            storage = tensor.untyped_storage()
+            known = self._known.live.get(storage._cdata)
+            if known is not None and self._known.storages[known.index].bytes != storage.nbytes():
+                raise NotCapturable("a tensor whose storage is resized", user_line())
 
     def _alias(self, call: Call, outputs: list[torch.Tensor], result: Any) -> None:
         """An op that only makes views: a node where there is none for that view yet."""

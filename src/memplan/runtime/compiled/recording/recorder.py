@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.runtime.compiled.kernel_settings import different_setting, kernel_settings
 from memplan.runtime.compiled.lifting import Places
 from memplan.runtime.compiled.lines import user_line
 from memplan.runtime.compiled.nested import plain
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import (
     ITEM,
+    PACK,
     check_supported,
     check_values,
     current_stream,
@@ -46,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self.random = RandomNumbers(self.graph, self.tensors, places.generators)
         self.operators = Operators(self.graph, self.tensors)
         self._stream = current_stream()
+        self._settings = kernel_settings()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,12 +91,17 @@ class Recorder(TorchDispatchMode):
             return partial(self.tensors.constant, args[0])
         if current_stream() != self._stream:
             raise NotCapturable("an operator on another CUDA stream", user_line())
+        if setting := different_setting(self._settings, kernel_settings()):
+            raise NotCapturable(
+                f"{setting} is set for a part of the step", user_line(), "set it outside the step"
+            )
         traits = traits_of(func)
         given, self.given = self.given, {}
         mapped = self._mapped(args)
         mapped_kwargs = self._mapped(kwargs)
         check_supported(func)
-        if not self.tensors.known.is_fixed((mapped, mapped_kwargs)):
+        deciding = mapped[1:2] if func is PACK else (mapped, mapped_kwargs)
+        if not self.tensors.known.is_fixed(deciding):
             check_values(func, args)
         if func is ITEM:
             return partial(self.numbers.item, mapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from memplan.runtime.compiled.nested import copy_of, geometry_of, key_of, with_p
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import FACTS, By, Facts, Input, Kind, Place, StorageFacts
 from memplan.runtime.compiled.recording.step_graph import StepGraph
-from memplan.runtime.tape.storages import is_plain
+from memplan.runtime.tape.storages import has_own_dispatch, is_plain
 
 aten = torch.ops.aten
 LIFT_COPY = aten.lift_fresh_copy.default
@@ -31,14 +32,14 @@ class Tensors:
         self.known = KnownStorages(self.storages)
         self._graph = graph
         self._places = places
+        self._given: dict[fx.Node, weakref.ref[torch.Tensor]] = {}
+        """Of a placeholder: the tensor that it stood for."""
+        self._memory: list[tuple[int, int]] = []
+        """Of the inputs' storages: addresses, half-open."""
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """Raises NotCapturable for a tensor that the next step could not find."""
-        if not is_plain(tensor):
-            raise NotCapturable(
-                f"a tensor of type {type(tensor).__name__}, layout {tensor.layout}",
-                user_line(),
-            )
+        check_plain(tensor)
         found = self.known.live.get(tensor.untyped_storage()._cdata)
         if found is None:
             self._lift(tensor)
@@ -84,8 +85,7 @@ class Tensors:
             )
         if self.known.has(result):
             return
-        if not is_plain(result):
-            raise NotCapturable(f"a tensor of type {type(result).__name__}", user_line())
+        check_plain(result)
         node = self._graph.placeholder()
         copy = copy_of(result)
         place = Place("a constant", By.HELD, copy)
@@ -98,6 +98,22 @@ class Tensors:
         storages = self.register(made, result, "torch.tensor")
         self.known.fixed.update(storages)
         made.meta[FACTS] = Facts(reads=(held,), uses=(held,), makes=storages, source=user_line())
+
+    def is_input(self, node: fx.Node, tensor: torch.Tensor) -> bool:
+        """Whether a placeholder gives the tensor itself, and not only what lies in its place."""
+        found = self._given.get(node)
+        return found is not None and found() is tensor
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the same in each step."""
+        found = self.known.live.get(tensor.untyped_storage()._cdata)
+        return found is not None and found.index in self.known.fixed
+
+    def alias(self, node: fx.Node) -> fx.Node:
+        """A node's tensor as another one on the same memory."""
+        made = self._graph.free(aten.alias.default, (node,))
+        self.known.of[made] = self.known.of[node]
+        return made
 
     def note_results(self) -> None:
         """Writes into each node's facts which storage it shows."""
@@ -129,13 +145,30 @@ class Tensors:
             )
         self._input(found)
 
+    def _check_memory(self, tensor: torch.Tensor) -> None:
+        """Whether no other storage is known that lies over the same memory."""
+        if has_own_dispatch(tensor):
+            return
+        storage = tensor.untyped_storage()
+        first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if first < last and any(first < stop and start < last for start, stop in self._memory):
+            raise NotCapturable(
+                "two tensors over the same memory with a storage each, as of one NumPy array",
+                user_line(),
+                "make one of them a view of the other",
+            )
+        self._memory.append((first, last))
+
     def _input(self, found: Found) -> None:
         """A tensor from before the step becomes an input."""
         tensor = found.tensor
         node = self._graph.placeholder()
         storage = self.known.live.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            self._check_memory(tensor)
         index = self.known.add(tensor, node, found.place.path) if storage is None else storage.index
         self.known.of[node] = index
+        self._given[node] = weakref.ref(tensor)
         self.known.views[index].setdefault(key_of(tensor), node)
         self._graph.inputs.append(
             Input(
@@ -147,4 +180,14 @@ class Tensors:
                 tensor.device,
                 tensor.requires_grad,
             )
+        )
+
+
+def check_plain(tensor: torch.Tensor) -> None:
+    """Raises NotCapturable for what is more than a view of a storage."""
+    if not is_plain(tensor):
+        raise NotCapturable(
+            f"a {'nested ' if tensor.is_nested else ''}tensor of type {type(tensor).__name__}, "
+            f"layout {tensor.layout}",
+            user_line(),
         )
