@@ -184,6 +184,29 @@ bool Arena::in_use(std::int64_t lower, std::int64_t upper) const {
   return guests_.touch(lower, upper);
 }
 
+std::vector<std::int32_t> Arena::needed_last(std::int64_t page, std::int32_t count) const {
+  std::vector<std::int32_t> order;
+  order.reserve(static_cast<std::size_t>(count));
+  Cells listed(count);
+  const auto list = [&](std::int32_t first, std::int32_t last) {
+    for (auto each = listed.next_out(first); each < last; each = listed.next_out(each)) {
+      listed.add(each, each + 1);
+      order.push_back(each);
+    }
+  };
+  std::int32_t at = sequence_.next();
+  for (std::int32_t left = plan_->period(); left > 0; --left, at = plan_->next(at)) {
+    const Row& row = plan_->row(at);
+    if (row.first < 0) continue;
+    const std::int64_t end = row.offset + rounded(row.bytes);
+    list(static_cast<std::int32_t>(row.offset / page),
+         static_cast<std::int32_t>((end - 1) / page) + 1);
+  }
+  list(0, count);
+  std::reverse(order.begin(), order.end());
+  return order;
+}
+
 const Counters& Arena::counters() const {
   counters_.resyncs = sequence_.resyncs();
   return counters_;

@@ -83,6 +83,8 @@ class Arena {
 
   // Whether any of [lower, upper) is in use.
   bool in_use(std::int64_t lower, std::int64_t upper) const;
+  // The numbers of the arena's `count` pages, those first that the plan's next rows need last.
+  std::vector<std::int32_t> needed_last(std::int64_t page, std::int32_t count) const;
   const Counters& counters() const;
 
  private:

@@ -11,8 +11,7 @@ namespace memplan::planned {
 
 namespace {
 
-constexpr std::int64_t kLargeSegment = caching::Settings{}.large_segment_size;
-constexpr std::int64_t kThrash = 4;  // Arenas given back in a round.
+constexpr std::int64_t kAtOnce = 128;  // Part of the arena that is given back at the least.
 constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
 void* pointer_to(std::uint64_t address) { return reinterpret_cast<void*>(address); }
@@ -56,29 +55,6 @@ void Device::grant(int device) {
   for (const std::unique_ptr<Range>& range : retired_) {
     if (range->pages != nullptr) range->pages->grant(peer);
   }
-}
-
-Range::Range(std::shared_ptr<const Plan> the_plan, bool in_round)
-    : plan(std::move(the_plan)),
-      arena(plan, in_round),
-      holders(static_cast<std::size_t>(plan->cells())) {
-  for (std::size_t cell = 0; cell < holders.size(); ++cell) {
-    holders[cell].range = this;
-    holders[cell].cell = static_cast<std::int32_t>(cell);
-  }
-}
-
-bool Range::make_pages(Hardware& hardware) {
-  if (hardware.page == 0) return false;
-  pages = std::make_unique<Pages>(hardware.card, hardware.counted, Form::kArenaPage,
-                                  plan->arena_bytes(), hardware.page);
-  if (pages->base() == 0) {
-    pages.reset();
-    return false;
-  }
-  base = pages->base();
-  extent = static_cast<std::uint64_t>(pages->bytes());
-  return true;
 }
 
 // ---- Requests ----------------------------------------------------------------------------------
@@ -389,28 +365,23 @@ bool Device::map(Range& range, std::int64_t lower, std::int64_t upper) {
 
 bool Device::grows_beyond_mark(std::int64_t bytes, std::int32_t stream) {
   const std::int64_t growth = hardware_->upstream.growth(bytes, stream);
-  return growth > 0 && hardware_->counted.own() + growth > mark_;
+  return growth > 0 && mark_.exceeded_by(hardware_->counted.own() + growth) > 0;
 }
 
 // So many bytes are about to be taken from the device: beyond the mark only when nothing unused is
-// left to give back. A round that gives back several times the arena thrashes: then the mark rises.
+// left to give back.
 void Device::make_room(std::int64_t bytes) {
-  const auto above = [this, bytes] { return hardware_->counted.own() + bytes - mark_; };
+  const auto above = [this, bytes] { return mark_.exceeded_by(hardware_->counted.own() + bytes); };
   if (bytes == 0 || above() <= 0) return;
   const Plan& plan = *current_->plan;
-  if (serial_ - lap_begin_ > plan.period()) {
-    lap_begin_ = serial_;
-    lap_given_ = 0;
+  if (mark_.stays(plan, serial_)) {
+    const std::int64_t before = hardware_->counted.own();
+    // Not too little: each time the device is waited for.
+    give_back_pages(std::max(above(), plan.arena_bytes() / kAtOnce));
+    if (above() > 0 && hardware_->upstream.cached() > 0) hardware_->upstream.release_cached();
+    mark_.given(before - hardware_->counted.own());
   }
-  if (lap_given_ <= kThrash * plan.arena_bytes()) {
-    lap_given_ += give_back_pages(above());
-    if (above() > 0 && hardware_->upstream.cached() > 0) {
-      const std::int64_t before = hardware_->counted.own();
-      hardware_->upstream.release_cached();
-      lap_given_ += before - hardware_->counted.own();
-    }
-  }
-  mark_ += std::max<std::int64_t>(above(), 0);
+  mark_.rise(above());
 }
 
 std::int64_t Device::give_back_pages(std::int64_t enough) {
@@ -425,7 +396,7 @@ std::int64_t Device::give_back_pages(std::int64_t enough) {
   std::int64_t bytes = 0;
   for (Range* range : ranges) {
     range->uses.clear();
-    if (bytes < enough) bytes += range->pages->give_back(range->in_use(), enough - bytes);
+    if (bytes < enough) bytes += range->give_back(enough - bytes);
   }
   return bytes;
 }
@@ -463,42 +434,10 @@ std::string Device::load(std::shared_ptr<const Plan> plan, bool in_round) {
     hardware_->upstream.release_cached();
     give_back_pages(kAll);
   }
-  set_mark(*current_->plan, in_round);
+  const bool known = hardware_ != nullptr;
+  mark_.set(*current_->plan, in_round, known ? hardware_->page : kLeastPage,
+            known ? hardware_->counted.own() : 0);
   return "";
-}
-
-// What is reserved already stays; the plan adds the pages of its arena, in a round those that the
-// round needs, and what it gives no place.
-void Device::set_mark(const Plan& plan, bool in_round) {
-  const std::int64_t page = hardware_ != nullptr ? hardware_->page : kLeastPage;
-  const std::int64_t count = plan.arena_bytes() / page + 1;
-  std::vector<bool> needed(static_cast<std::size_t>(count), !in_round);
-  // Moments and changes of bytes, in the caching allocator's small and large segments.
-  std::vector<std::pair<std::int64_t, std::int64_t>> unplaced[2];
-  for (std::int32_t at = in_round ? plan.prologue() : 0; at < plan.size(); ++at) {
-    const Row& row = plan.row(at);
-    const Life& life = plan.life(at);
-    if (row.offset < 0 && row.space < 0) {
-      const std::int64_t size = rounded(row.bytes);
-      auto& changes = unplaced[size > caching::kSmallRequest ? 1 : 0];
-      changes.emplace_back(life.lower, size);
-      changes.emplace_back(life.upper, -size);
-    } else if (row.offset >= 0 && row.bytes > 0) {
-      const auto last = static_cast<std::size_t>((row.offset + row.bytes - 1) / page);
-      for (auto each = static_cast<std::size_t>(row.offset / page); each <= last; ++each) {
-        needed[each] = true;
-      }
-    }
-  }
-  mark_ = page * std::count(needed.begin(), needed.end(), true);
-  if (hardware_ != nullptr) mark_ += hardware_->counted.own();
-  for (auto& changes : unplaced) {
-    const bool small = &changes == &unplaced[0];
-    std::sort(changes.begin(), changes.end());
-    Counted::Amount beside;
-    for (const auto& [moment, change] : changes) beside.add(change);
-    mark_ += caching::round_up(beside.peak, small ? caching::kSmallSegment : kLargeSegment);
-  }
 }
 
 void Device::unload() {

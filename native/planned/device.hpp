@@ -1,62 +1,20 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "planned/arena.hpp"
 #include "planned/c_api.h"
 #include "planned/hardware.hpp"
 #include "planned/lock.hpp"
+#include "planned/mark.hpp"
 #include "planned/owners.hpp"
-#include "planned/pages.hpp"
+#include "planned/range.hpp"
 #include "planned/recorder.hpp"
 
 namespace memplan::planned {
-
-// An arena and the addresses it lies at.
-struct Range {
-  // Bytes released that other streams still use: whoever gets them comes after the marks.
-  struct Use {
-    std::int64_t lower, upper;
-    std::vector<std::int32_t> marks;
-  };
-
-  Range(std::shared_ptr<const Plan> the_plan, bool in_round);
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
-
-  // False where no addresses are left.
-  bool make_pages(Hardware& hardware);
-
-  // Whether any of [lower, upper), which may end beyond the arena, is in use.
-  Pages::InUse in_use() const {
-    return [this](std::int64_t lower, std::int64_t upper) {
-      const std::int64_t end = upper < plan->arena_bytes() ? upper : plan->arena_bytes();
-      return lower < end && arena.in_use(lower, end);
-    };
-  }
-  bool holds(std::uint64_t address) const { return address - base < extent; }
-  // Who has the planned place that begins there; null where nobody has.
-  Owner* holder(std::uint64_t address) {
-    if (!holds(address)) return nullptr;
-    const std::int32_t cell = plan->cell_at(static_cast<std::int64_t>(address - base));
-    if (cell < 0) return nullptr;
-    Owner& owner = holders[static_cast<std::size_t>(cell)];
-    return owner.address == address ? &owner : nullptr;
-  }
-
-  std::shared_ptr<const Plan> plan;
-  Arena arena;
-  std::unique_ptr<Pages> pages;          // Null until the first place is taken.
-  std::uint64_t base = 0, extent = 0;    // Its addresses; no extent without pages.
-  std::vector<Owner> holders;            // Of planned places, by their first cell.
-  std::deque<Use> uses;
-  std::int64_t live = 0;  // Places in use.
-};
 
 // The memory of one device. Every function may be called from any thread.
 //
@@ -130,7 +88,6 @@ class Device {
   bool order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream);
   bool map(Range& range, std::int64_t lower, std::int64_t upper);
   void make_room(std::int64_t bytes);
-  void set_mark(const Plan& plan, bool in_round);
   void take_back(Owner& owner);
   void leave_uses(Range& range, const Owner& owner);
   void release(Range& range, std::int64_t offset, std::int32_t cell, std::int32_t stream);
@@ -156,10 +113,7 @@ class Device {
   Owners owners_;  // Of all but planned places.
   Owners noted_;   // Of what a front end's own allocator serves.
   std::unordered_map<std::uint64_t, std::vector<std::int32_t>> shared_;  // Streams by address.
-  // Reserved memory that the plan takes; more is taken only when nothing unused can be given back.
-  std::int64_t mark_ = 0;
-  // Given back for it since request `lap_begin_`.
-  std::int64_t lap_begin_ = 0, lap_given_ = 0;
+  Mark mark_;
   std::int64_t resyncs_ = 0;  // Of plans before.
   std::int64_t retries_ = 0, ooms_ = 0;
   std::int64_t limit_ = -1, fail_at_ = 0;  // For the hardware, when it is there,

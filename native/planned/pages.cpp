@@ -126,10 +126,12 @@ bool Pages::any_unused(const InUse& in_use) const {
   return false;
 }
 
-std::int64_t Pages::give_back(const InUse& in_use, std::int64_t enough) {
+std::int64_t Pages::give_back(const InUse& in_use, std::int64_t enough,
+                              const std::vector<std::int32_t>& order) {
   const Current current(card_);
   std::int64_t given = 0;
-  for (std::int32_t page = count() - 1; page >= 0 && given < enough; --page) {
+  for (const std::int32_t page : order) {
+    if (given >= enough) break;
     if (handle(page) == 0) continue;
     if (!in_use(page_ * page, page_ * (page + 1)) && unmap(page)) given += page_;
   }

@@ -24,6 +24,8 @@ class Pages {
   Address base() const { return base_; }
   std::int64_t bytes() const { return page_ * static_cast<std::int64_t>(handles_.size()); }
   std::int64_t mapped() const { return page_ * mapped_; }
+  std::int64_t page() const { return page_; }
+  std::int32_t count() const { return static_cast<std::int32_t>(handles_.size()); }
 
   // Whether [lower, upper) can be used.
   bool ready(std::int64_t lower, std::int64_t upper) const {
@@ -38,9 +40,10 @@ class Pages {
   using InUse = std::function<bool(std::int64_t, std::int64_t)>;
   // Whether any page [lower, upper) can be used of which `in_use(lower, upper)` is false.
   bool any_unused(const InUse& in_use) const;
-  // Gives back such pages, the highest first, until it is `enough` bytes: no work may still use
-  // them. How many bytes.
-  std::int64_t give_back(const InUse& in_use, std::int64_t enough);
+  // Gives back such pages, in this order, until it is `enough` bytes: no work may still use them.
+  // How many bytes.
+  std::int64_t give_back(const InUse& in_use, std::int64_t enough,
+                         const std::vector<std::int32_t>& order);
   // Gives back the pages in [lower, upper).
   void drop(std::int64_t lower, std::int64_t upper);
   // Makes what is mapped accessible to another device.
@@ -49,7 +52,6 @@ class Pages {
   void for_each_run(const std::function<void(std::int64_t, std::int64_t)>& visit) const;
 
  private:
-  std::int32_t count() const { return static_cast<std::int32_t>(handles_.size()); }
   // The pages [first_of(lower), last_of(upper)) hold [lower, upper).
   std::int32_t first_of(std::int64_t lower) const {
     return static_cast<std::int32_t>(lower >> shift_);

@@ -189,6 +189,43 @@ def test_what_is_free_now_serves_before_more_memory_is_taken(library: Library) -
     assert seen.reserved_peak == seen.arena_mapped == 40 * MIB
 
 
+def test_pages_that_the_plan_needs_last_are_given_back_first(library: Library) -> None:
+    """Three places of 20 MiB, the highest needed first, and two that stay in use between them."""
+    held, places = (
+        ((2, -1, 0, 8, 20), (2, -1, 1, 8, 42)),
+        (
+            (20, 0, 2, 3, 44),
+            (20, 0, 4, 5, 22),
+            (20, 0, 6, 7, 0),
+        ),
+    )
+    size, phase, lower, upper, offset = np.array([*held, *places], np.int64).T
+    columns = Requests(size * MIB, 0 * size, phase, lower, upper, offset * MIB, 0 * size - 1)
+    part = AllocationPart(
+        requests=5,
+        prologue=2,
+        start=2,
+        clock=6,
+        arena_bytes=64 * MIB,
+        load_bytes=64 * MIB,
+        phases=["forward 0"],
+        columns=pack_requests(columns),
+    )
+    library.load(0, part)
+    stays = [library.malloc(2 * MIB) for _ in range(2)]
+    top = stays[0] + 44 * MIB
+    for _ in range(5):
+        library.free(library.malloc(20 * MIB))
+    stays.append(library.malloc(22 * MIB))  # the last place in another size: it fits nowhere
+    seen = library.statistics(0)
+    assert seen is not None and (seen.hits, seen.misses) == (7, 1)
+    blocks = library.snapshot(0)
+    ends = (blocks["address"] + blocks["bytes"])[blocks["planned"] == 1]
+    assert ends.max() == top and seen.arena_mapped < 64 * MIB
+    for pointer in stays:
+        library.free(pointer)
+
+
 def test_a_limit_holds(library: Library) -> None:
     library.set_limit(0, 64 * MIB)
     assert library.malloc(100 * MIB) == 0
