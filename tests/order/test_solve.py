@@ -246,13 +246,18 @@ def test_ctrl_c_ends_what_works_in_other_threads() -> None:
     clock, ended = Clock(600.0), threading.Event()
 
     def work() -> None:
-        for _ in range(500):
+        for _ in range(1000):
             if clock.stop[0]:
-                ended.set()
-                return
+                break
             time.sleep(0.01)
+        release.wait(30.0)
+        ended.set()
 
+    release = threading.Event()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         patiently(work, clock)
+    # Python must go on to know the thread, or it exits while native code runs in it.
+    assert "memplan-order" in [thread.name for thread in threading.enumerate()]
+    release.set()
     assert ended.wait(30.0)

@@ -105,6 +105,7 @@ def _pack(
     offsets = np.full(len(problem), -1, np.int64)
     answers: list[_native.Packing] = []
     errors: list[BaseException] = []
+    done, stop = threading.Event(), new_cancel() if cancel is None else cancel
 
     def search() -> None:
         try:
@@ -112,18 +113,25 @@ def _pack(
                 _native.pack(
                     problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
                     problem.twin, capacity, within, seconds, seed, threads, strategy,
-                    new_cancel() if cancel is None else cancel, offsets,
+                    stop, offsets,
                 )
             )  # fmt: skip
         except BaseException as error:
             errors.append(error)
+        finally:
+            done.set()
 
     # In a thread of its own: Python runs signal handlers in the main thread, which waits in a way
-    # that lets them run, and one of them may set `cancel`.
+    # that lets them run, and one of them may set `cancel`. Not join: Ctrl-C in it has Python 3.11
+    # take the thread for ended, and exit under it.
     worker = threading.Thread(target=search, name="memplan-layout")
-    worker.start()
-    while worker.is_alive():  # a signal that comes as the wait begins is handled when it ends
-        worker.join(0.1)
+    try:
+        worker.start()
+        while not done.wait(0.1):  # a signal that comes as the wait begins is handled afterwards
+            pass
+    except BaseException:
+        stop[0] = 1
+        raise
     if errors:
         if isinstance(errors[0], ValueError):
             raise UsageError(f"layout: {errors[0]}") from errors[0]

@@ -102,17 +102,23 @@ def inductor_orders(graph: Graph, stop: Callable[[], bool] = lambda: False) -> d
     except (ImportError, AttributeError) as error:
         raise RuntimeError(f"PyTorch Inductor has not the functions: {error}") from error
     found: dict[str, I64] = {}
+    abandoned = threading.Event()
 
     def call_all() -> None:
         for name in NAMES:
-            nodes, buffers, inputs, outputs = _stand_ins(graph, stop)
+            nodes, buffers, inputs, outputs = _stand_ins(
+                graph, lambda: abandoned.is_set() or stop()
+            )
             function = functions[f"topological_sort_{name}"]
             result = (
                 function(nodes, inputs, buffers, outputs) if name == "lpmf" else function(nodes)
             )
             found[name] = np.array([node.index for node in result], np.int64)
 
-    _with_deep_stack(call_all, len(graph))
+    try:
+        _with_deep_stack(call_all, len(graph))
+    finally:  # Ctrl-C in this thread ends the other one, too
+        abandoned.set()
     return found
 
 

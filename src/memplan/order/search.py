@@ -90,18 +90,21 @@ def patiently(work: Callable[[], _T], clock: Clock) -> _T:
     thread, which waits in a way that lets them run, and asks the clock's `cancel`."""
     answers: list[_T] = []
     errors: list[BaseException] = []
+    done = threading.Event()
 
     def run() -> None:
         try:
             answers.append(work())
         except BaseException as error:
             errors.append(error)
+        finally:
+            done.set()
 
     worker = threading.Thread(target=run, name="memplan-order")
-    worker.start()
     with clock.stopped_by_errors():
-        while worker.is_alive():
-            worker.join(_LOOK_SECONDS)
+        worker.start()
+        # Not join: Ctrl-C in it has Python 3.11 take the thread for ended, and exit under it.
+        while not done.wait(_LOOK_SECONDS):
             clock.over()
     if errors:
         raise errors[0]
