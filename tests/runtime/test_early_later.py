@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,6 +134,28 @@ class Experts(Loop):
         return self.model[0](x) + self.model[self.count % 3](x)
 
 
+class UnderAMode(Experts):
+    """A function mode of the job's own, as a default device is one: it holds where the optimizer
+    makes its state."""
+
+    make = staticmethod(lambda parameters: optim.AdamW(parameters, foreach=False))
+
+    class Made(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.tensor
+            return func(*args, **(kwargs or {}))
+
+    def run(self) -> Loop:
+        with self.Made() as mode:
+            super().run()
+        self.seen.append(mode.count)
+        return self
+
+
 class Loaded(Loop):
     def zero(self, step: int) -> None:
         super().zero(step)
@@ -152,7 +175,8 @@ SERVED: list[tuple[type[Loop], int]] = [
     (SavedAfter, 3 * 6),
     (Recomputed, 3 * 6),
     (AttentionRecomputed, 3 * 4),
-    (Experts, 2 + 4 + 4),
+    (Experts, 2 + 2 + 4),
+    (UnderAMode, 2 + 2 + 4),
     (Loaded, 6),
 ]
 """With how many updates are made early in all."""

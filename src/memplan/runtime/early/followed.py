@@ -92,6 +92,13 @@ class Parameter:
             len(now) == len(state) and all(map(operator.is_, now, state))
         )
 
+    def is_new(self) -> bool:
+        """Whether its update would be the first, where the optimizer keeps something: that is made
+        in the step, for a default device and the like do not hold in the backward pass."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        return bool(optimizer.state) and self.tensor not in optimizer.state
+
     def may_be_updated(self) -> bool:
         """Whether its gradient is such that an update alone does what one with the others does."""
         tensor, gradient = self.tensor, self.tensor.grad

@@ -275,7 +275,9 @@ class EarlyUpdates:
                 return
             if one.updated:
                 raise too_late("a second part comes for a gradient")
-            if one.may_be_updated() and not torch.is_autocast_enabled(tensor.device.type):
+            if one.is_new() or torch.is_autocast_enabled(tensor.device.type):
+                return
+            if one.may_be_updated():
                 assert self._guard is not None
                 self._pending.append(one)
                 one.update()

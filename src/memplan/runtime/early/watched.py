@@ -125,8 +125,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """What this thread does is no use of the job's. Other function modes, a default device among
-    them, go on."""
+    """What this thread does is no use of the job's. Other function modes go on."""
     if torch._C._len_torch_function_stack() == 1:  # ours alone: an update calls much
         with torch._C.DisableTorchFunction():
             yield
