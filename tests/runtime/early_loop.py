@@ -78,6 +78,17 @@ class Loop:
         return [self.seen, list(self.model.state_dict().values()), states]
 
 
+class Layers(Loop):
+    def build(self) -> Any:
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    step = -1
+
+    def backward(self, step: int) -> None:
+        self.step = step
+        super().backward(step)
+
+
 def later(loop: type[Loop], at: int = 2) -> type[Loop]:
     """Does as `loop` from step `at` on, and as the plain one before."""
 
