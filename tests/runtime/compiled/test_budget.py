@@ -10,8 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memplan.api as api
+from memplan.recompute.selection import Selection
+from memplan.runtime.compiled.capture import record_step
+from memplan.runtime.compiled.dependencies import operators
+from memplan.runtime.compiled.duplicate import with_recomputation
+from memplan.runtime.compiled.passes import passes_of
+from memplan.runtime.compiled.program import facts_of
 from memplan.types.errors import InfeasibleError
 from tests.runtime.compiled.test_bit_identity import adam, cross_entropy
 from tests.runtime.compiled.training import Job, batches, run_both
@@ -128,3 +135,35 @@ def test_accumulated_micro_batches_are_recomputed_each() -> None:
     report = compiled.report()
     assert report.compiled_calls == 4, report
     assert report.programs[0].recomputed > 0
+
+
+def test_a_replay_that_needs_a_drawn_mask_keeps_the_mask() -> None:
+    """A checkpointed block's mask dies in forward: drawing it again would move the generator."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU())
+    last = nn.Linear(8, 8)
+    model = nn.Sequential(block, last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        hidden = checkpoint(block, x, use_reentrant=False)
+        loss = last(hidden).tanh().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batch = (torch.randn(4, 8),)
+    step(*batch)
+    recorded = record_step(step, model=model, optimizer=optimizer, args=batch).program
+    assert recorded is not None
+    plain = operators(recorded)
+    (one,) = passes_of(plain)
+    draws = [node for node in plain.nodes if facts_of(node).chains]
+    chosen = [value for value in range(len(one.graph.values)) if one.graph.values.droppable[value]]
+    assert chosen
+    for value in chosen:
+        again, count = with_recomputation(plain, [(one, Selection((frozenset({value}),)))])
+        drawn = [node for node in operators(again).nodes if facts_of(node).chains]
+        assert count
+        assert [node.target for node in drawn] == [node.target for node in draws]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import memplan
 import memplan.api as api
 from memplan.runtime.compiled.compile import CompiledStep
+from memplan.types.errors import UsageError
 from tests.runtime.compiled.test_bit_identity import Norm, adam, cross_entropy, perceptron
 from tests.runtime.compiled.training import Job, batches, course_of, run_both, state_of
 
@@ -213,6 +214,67 @@ def test_out_of_memory_before_anything_was_changed_ends_in_the_plain_step(
     assert course == wanted
     assert step.report().plain_calls == 5
     assert "out of memory" in step.report().fallback
+
+
+def test_the_plain_step_after_out_of_memory_finds_the_memory_and_the_generators() -> None:
+    model = perceptron()
+    optimizer = adam(model.parameters())
+    generator = torch.Generator().manual_seed(3)
+    noise: list[weakref.ref[Any]] = []
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        assert not [held for held in noise if held() is not None]
+        loss = F.cross_entropy(model(x + torch.randn(x.shape, generator=generator)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = api.compile(train, model=model, optimizer=optimizer, order=False)
+    given = batches((5, 6))
+    for batch in given[:3]:
+        step(*batch)
+    before = generator.get_state()
+    failing(step, torch.ops.aten._log_softmax_backward_data.default, MemoryError())
+    space = step._programs[0]._executable._space
+    name = next(n for n, value in space.items() if value is torch.ops.aten.add.Tensor._op)
+    add = space[name]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        made = add(*args, **kwargs)
+        noise.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    space[name] = watched
+    with pytest.warns(UserWarning, match="out of memory in the compiled step"):
+        step(*given[3])
+    assert noise
+    after = generator.get_state()
+    generator.set_state(before)
+    torch.randn(5, 6, generator=generator)
+    assert torch.equal(generator.get_state(), after)
+
+
+def test_a_fault_while_a_program_is_made_ends_in_the_plain_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such row")
+
+    monkeypatch.setattr("memplan.runtime.compiled.compile.choose_order", broken)
+    with pytest.warns(UserWarning, match="a fault of memplan: ValueError.*no such row"):
+        job, step = compiled_job()
+    step(*job.batches[2])
+    assert step.report().plain_calls == 3
+
+
+@pytest.mark.parametrize(
+    "option", [{"seed": "a"}, {"seed": -1}, {"keep_gradients": 3}, {"deadline_seconds": "x"}]
+)
+def test_options_of_another_kind_are_refused(option: dict[str, Any]) -> None:
+    model = perceptron()
+    with pytest.raises(UsageError, match=next(iter(option))):
+        api.compile(print, model=model, optimizer=adam(model.parameters()), **option)
 
 
 def test_interrupting_leaves_a_note_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class AppliedProgram:
         if not changed and not self._spends and _is_out_of_memory(error):
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(state.get_state())
+            traceback.clear_frames(error.__traceback__)  # they hold what was made so far
             raise OutOfMemoryUnharmed(str(error).split("\n")[0]) from None
         node = nodes[place]
         source = facts_of(node).source
