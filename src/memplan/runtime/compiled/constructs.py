@@ -83,7 +83,11 @@ class Constructs(TorchFunctionMode):
                 construct = None
             if construct is not None:
                 self.recorder.refuse(
-                    NotCapturable(f"{construct}: a tensor read from Python", user_line())
+                    NotCapturable(
+                        f"{construct}: a tensor read from Python",
+                        user_line(),
+                        "return the tensor, and read it outside the step",
+                    )
                 )
             elif func in _FROM_DATA and args and not _is_python(args[0]):
                 self.recorder.refuse(

@@ -40,7 +40,11 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
 
     def seeding(plain: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
-            recorder.refuse(NotCapturable("random numbers are seeded in the step", user_line()))
+            recorder.refuse(
+                NotCapturable(
+                    "random numbers are seeded in the step", user_line(), "seed outside it"
+                )
+            )
             return plain(*args, **kwargs)
 
         return seed

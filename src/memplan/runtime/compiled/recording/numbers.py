@@ -62,7 +62,9 @@ class Numbers:
             if not self._is_foreseen(scalar, how):
                 self.refuse(
                     NotCapturable(
-                        how, user_line(), "keep such code out of the step, or run the step plainly"
+                        how,
+                        user_line(),
+                        "return the tensor or tensor.item(), and look at it outside the step",
                     )
                 )
             return
