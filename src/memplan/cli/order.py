@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         answer = solve(graph, deadline_seconds=args.timeout, cancel=lambda: bool(cancel[0]),
                        baselines=baselines)  # fmt: skip
         seconds = time.monotonic() - begin
-        layouts = lay_out(graph, _order(answer).order, seconds=_LAYOUT_SECONDS, cancel=cancel)
         candidates = baselines()
+        layouts = lay_out(graph, _order(answer).order, seconds=_LAYOUT_SECONDS, cancel=cancel)
     figures = _figures(answer, candidates, seconds, cancelled=bool(cancel[0]))
     if args.json:
         envelope = {"schema_version": 1, "memplan_version": __version__, **origin}
