@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from memplan.types.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -18,14 +20,21 @@ _REFRESH_SECONDS = 0.1
 
 def write_answer(text: str) -> None:
     """Write to stdout at once. A reader that has gone (`| head -1`) is no error: the exit code
-    still carries the verdict."""
+    still carries the verdict.
+
+    Raises UsageError where stdout cannot be written, as on a full disk.
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # Python flushes stdout once more on exit and would complain there.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UsageError(
+                f"the answer cannot be written: {error.strerror}", "send stdout elsewhere"
+            ) from error
 
 
 def write_json(value: object) -> None:
