@@ -5,6 +5,7 @@ Each check names what differs, for the log line of a recompilation.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -141,59 +142,68 @@ class Inputs:
     """The tensors that a program takes from where they lie between steps."""
 
     def __init__(self, program: StepProgram, values: Sequence[Any]) -> None:
-        self._inputs = [
+        tensors = [
             (place, one) for place, one in enumerate(program.inputs) if one.geometry is not None
         ]
-        places_by_number = any(
+        self._passing = [pair for pair in tensors if pair[1].kind in (Kind.ARGUMENT, Kind.GRADIENT)]
+        self._staying = [pair for pair in tensors if pair not in self._passing]
+        self._places = [place for place, _ in self._staying]
+        self._looks: list[tuple[Any, ...] | None] = [None] * len(self._staying)
+        """Of each that stays, when last looked at; None: look again."""
+        self._keys: dict[int, int] = {}
+        """The storages that these are on, by place."""
+        self._storage_of: dict[int, int] = {}
+        """`Input.storage` by storage, of those."""
+        self._offsets = any(
             getattr(node.target, "_opname", "") in _PLACED_BY_NUMBER
             for node in program.graph_module.graph.nodes
         )
-        self._offsets = places_by_number
-        self._seen: list[tuple[int, int, int] | None] = [None] * len(program.inputs)
-        """Of each input that stays: its tensor's id, address and storage when last looked at."""
-        self._storage_of: dict[int, int] = {}
-        """`Input.storage` by storage, of those."""
         self.difference(values)
 
     def difference(self, values: Sequence[Any]) -> str:
         """What is different, in words; empty where nothing is. `values`: of all inputs."""
+        try:
+            looks = _looks([*map(values.__getitem__, self._places)])
+        except TypeError:
+            looks = []
         moved = []
-        seen = self._seen
-        for place, one in self._inputs:
-            tensor = values[place]
-            if not isinstance(tensor, torch.Tensor):
-                return f"{one.place.path} is not a tensor"
-            known = seen[place]
-            if known is None or known[0] != id(tensor) or known[1] != tensor.data_ptr():
-                moved.append((place, one))
-            elif tensor.shape != one.geometry.shape or tensor.requires_grad != one.requires_grad:  # type: ignore[union-attr]
-                return self._geometry(one, tensor)
-        return self._look_at(moved, values)
+        if looks != self._looks:
+            for place, one in (*self._staying, *self._passing):
+                if not isinstance(values[place], torch.Tensor):
+                    return f"{one.place.path} is not a tensor"
+            moved = [n for n, look in enumerate(looks) if look != self._looks[n]]
+        for number in moved:
+            self._looks[number] = None
+            self._keys.pop(self._staying[number][0], None)
+        if moved:
+            self._storage_of = {
+                self._keys[place]: one.storage
+                for place, one in self._staying
+                if place in self._keys
+            }
+        different = self._look_at([*(self._staying[n] for n in moved), *self._passing], values)
+        if not different:
+            for number in moved:
+                self._looks[number] = looks[number]
+        return different
 
     def _look_at(self, moved: list[tuple[int, Input]], values: Sequence[Any]) -> str:
         """Geometry and storage of tensors that do not stay where they were."""
         for place, one in moved:
+            if not isinstance(values[place], torch.Tensor):
+                return f"{one.place.path} is not a tensor"
             if different := self._geometry(one, values[place]):
                 return different
-        if any(self._seen[place] for place, _ in moved):
-            for place, _ in moved:
-                self._seen[place] = None
-            self._storage_of = {
-                known[2]: one.storage
-                for place, one in self._inputs
-                if (known := self._seen[place]) is not None
-            }
         storage_of = dict(self._storage_of) if moved else {}
         keys = {storage: key for key, storage in storage_of.items()}
         for place, one in moved:
-            tensor = values[place]
-            key = tensor.untyped_storage()._cdata
+            key = values[place].untyped_storage()._cdata
             if storage_of.setdefault(key, one.storage) != one.storage:
                 return f"{one.place.path} shares its memory with another tensor"
             if keys.setdefault(one.storage, key) != key:
                 return f"{one.place.path} shares its memory no more"
             if one.kind not in (Kind.ARGUMENT, Kind.GRADIENT):
-                self._seen[place] = id(tensor), tensor.data_ptr(), key
+                self._keys[place] = key
                 self._storage_of[key] = one.storage
         return ""
 
@@ -216,6 +226,27 @@ class Inputs:
         if tensor.requires_grad != one.requires_grad:
             return f"{one.place.path} requires {'a' if tensor.requires_grad else 'no'} gradient now"
         return ""
+
+
+def _looks(tensors: list[Any]) -> list[tuple[Any, ...] | None]:
+    """All that can change of a tensor while it stays the same object, without a look at its
+    content. Raises TypeError where one is no tensor."""
+    one = torch.Tensor
+    return [
+        *zip(
+            map(id, tensors),
+            map(one.data_ptr, tensors),
+            map(one.size, tensors),
+            map(one.stride, tensors),
+            map(_requires_grad, tensors),
+            map(_dtype, tensors),
+            strict=True,
+        )
+    ]
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+_dtype = operator.attrgetter("dtype")
 
 
 def _geometry_words(geometry: Geometry) -> str:
@@ -310,6 +341,9 @@ class Guards:
         self._inputs = Inputs(program, values)
         self._foreseen = ForeseenValues(program)
         self._program = program
+        self._scalars = [
+            (place, one) for place, one in enumerate(program.inputs) if one.kind is Kind.SCALAR
+        ]
 
     def before_reading(self, leaves: Sequence[Any], spec: TreeSpec) -> str:
         """What is different of all but the inputs' values; empty where nothing is."""
@@ -328,11 +362,10 @@ class Guards:
 
     def of_inputs(self, values: Sequence[Any]) -> str:
         """What is different of the inputs' values."""
-        for one, value in zip(self._program.inputs, values, strict=True):
-            if one.kind is Kind.SCALAR and type(value) is not type(one.value):
-                return (
-                    f"{one.place.path} is a {type(value).__name__}, no {type(one.value).__name__}"
-                )
+        for place, one in self._scalars:
+            now, before = type(values[place]), type(one.value)
+            if now is not before:
+                return f"{one.place.path} is a {now.__name__}, no {before.__name__}"
         return self._inputs.difference(values)
 
     def of_foreseen(self, values: Sequence[Any]) -> str:

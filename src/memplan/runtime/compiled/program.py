@@ -16,9 +16,11 @@ A call of the step is
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,6 +80,16 @@ class Place:
             return self.owner[self.key[0]][self.key[1]]
         return arguments[self.key] if self.by is By.ARGUMENT else self.owner
 
+    def reader(self) -> Callable[[], Any]:
+        """What `read` does, soonest. An argument is not here: it gives None for one."""
+        if self.by is By.ATTRIBUTE:
+            return partial(getattr, self.owner, self.key)
+        if self.by is By.ITEM:
+            return partial(operator.getitem, self.owner, self.key)
+        if self.by is By.ARGUMENT:
+            return _nothing
+        return self.read
+
     def write(self, value: Any) -> None:
         if self.by is By.ATTRIBUTE:
             setattr(self.owner, self.key, value)
@@ -89,6 +101,10 @@ class Place:
     def clear(self) -> None:
         """Lets go of the tensor there."""
         self.write(None)
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -255,7 +271,23 @@ class StepProgram:
     def read(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments for the graph. `arguments`: leaves of
         `flatten_arguments(args, kwargs)`."""
-        return [one.place.read(arguments) for one in self.inputs]
+        values = [read() for read in self._readers]
+        for number, argument in self._arguments:
+            values[number] = arguments[argument]
+        return values
+
+    @cached_property
+    def _readers(self) -> list[Callable[[], Any]]:
+        return [one.place.reader() for one in self.inputs]
+
+    @cached_property
+    def _arguments(self) -> list[tuple[int, int]]:
+        """Inputs that are arguments, by their numbers among both."""
+        return [
+            (number, one.place.key)
+            for number, one in enumerate(self.inputs)
+            if one.place.by is By.ARGUMENT
+        ]
 
     def store(self, outputs: Sequence[Any]) -> None:
         """Puts gradients and replaced state in their places."""
