@@ -17,7 +17,7 @@ _INSTALLED = tuple(
         str(Path(torch.__file__).parent),
     }
 )
-_FOR_PACKAGES = {"site-packages", "dist-packages"}
+PACKAGES = {"site-packages", "dist-packages"}
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def is_installed(file: str) -> bool:
     return (
         file.startswith("<frozen")
         or str(path).startswith(_INSTALLED)
-        or not _FOR_PACKAGES.isdisjoint(path.parts)
+        or not PACKAGES.isdisjoint(path.parts)
         or _is_beside_torch(path)
     )
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode
 
 from memplan.runtime.compiled.gates import watch_scaler
-from memplan.runtime.compiled.lines import is_users_file, user_line
+from memplan.runtime.compiled.lines import is_users_file, refused_at
 from memplan.runtime.compiled.look_alikes import as_given, escaped, of_numbers
 from memplan.runtime.compiled.nested import plain
 from memplan.runtime.compiled.not_capturable import NotCapturable
@@ -85,7 +85,7 @@ class Constructs(TorchFunctionMode):
                 self.recorder.refuse(
                     NotCapturable(
                         f"{construct}: a tensor read from Python",
-                        user_line(),
+                        refused_at(),
                         "return the tensor, and read it outside the step",
                     )
                 )
@@ -93,7 +93,7 @@ class Constructs(TorchFunctionMode):
                 self.recorder.refuse(
                     NotCapturable(
                         f"a tensor made from a {type(args[0]).__name__}",
-                        user_line(),
+                        refused_at(),
                         "pass it to the step as an argument",
                     )
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.recording import Recorder
@@ -41,7 +41,7 @@ def watch_scaler(recorder: Recorder, patches: Patches) -> None:
             recorder.refuse(
                 NotCapturable(
                     "the scaler found a gradient that is not finite and left out the update",
-                    user_line(),
+                    refused_at(),
                     later=True,
                 )
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.random_state import read_random_state
 
@@ -64,7 +64,7 @@ class Generators:
         if before is None and not chain.startswith(_RANDOM):
             raise NotCapturable(
                 "a random generator that the step makes",
-                user_line(),
+                refused_at(),
                 "make and seed it outside the step",
             )
         with _disable_current_modes():
@@ -72,7 +72,7 @@ class Generators:
         if not same:
             raise NotCapturable(
                 "random numbers are drawn or seeded where PyTorch's dispatcher does not see it",
-                user_line(),
+                refused_at(),
             )
 
     def check_all(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.flop_counter import flop_registry
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 
 aten = torch.ops.aten
@@ -55,9 +55,9 @@ computed in yet another way under a dispatch mode."""
 
 def check_supported(func: Any) -> None:
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        raise NotCapturable(f"communication between processes ({func})", user_line())
+        raise NotCapturable(f"communication between processes ({func})", refused_at())
     if func.namespace == "aten" and func._opname in ("resize_", "resize_as_", "_resize_output_"):
-        raise NotCapturable("a tensor whose storage is resized", user_line())
+        raise NotCapturable("a tensor whose storage is resized", refused_at())
 
 
 def check_values(func: Any, args: tuple[Any, ...]) -> None:
@@ -66,17 +66,17 @@ def check_values(func: Any, args: tuple[Any, ...]) -> None:
     if dynamic and not _by_numbers(func, args):
         raise NotCapturable(
             f"a result whose shape depends on values ({func})",
-            user_line(),
+            refused_at(),
             "use torch.where or a mask in place of it",
         )
     if torch.is_grad_enabled() and _has_gradient_by_values(func, args):
         raise NotCapturable(
             f"the gradient of {func._opname}(), whose operators depend on values",
-            user_line(),
+            refused_at(),
             "torch.where in place of masked_fill, a sum of logarithms in place of prod",
         )
     if torch.Tag.data_dependent_output in func.tags and func is not ITEM:
-        raise NotCapturable(f"a Python value computed from tensors ({func})", user_line())
+        raise NotCapturable(f"a Python value computed from tensors ({func})", refused_at())
 
 
 def _has_gradient_by_values(func: Any, args: tuple[Any, ...]) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.fx.experimental.sym_node  # installs the arithmetic of torch.SymFloat
 from torch import fx
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 
 Symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)
@@ -71,7 +71,7 @@ class Scalar:
             self.recorder.refuse(
                 NotCapturable(
                     "a hyperparameter read after the scheduler's step",
-                    user_line() if where is None else where,
+                    refused_at() if where is None else where,
                     "read it before, or call scheduler.step() outside the step",
                 )
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.scalars import scalar_of
@@ -43,7 +43,7 @@ class Schedules:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
             self._restore()
             if args or kwargs:
-                self._refuse(NotCapturable("a scheduler's step with an argument", user_line()))
+                self._refuse(NotCapturable("a scheduler's step with an argument", refused_at()))
                 return plain(scheduler, *args, **kwargs)
             plain(scheduler)
             self.effects.append(functools.partial(plain, scheduler))
@@ -60,7 +60,7 @@ class Schedules:
             scalars = [scalar_of(rate) for rate in symbolic]
             if [None if one is None else one.value for one in scalars] == rates:
                 return symbolic
-            self._refuse(NotCapturable("get_last_lr() of a scheduler", user_line()))
+            self._refuse(NotCapturable("get_last_lr() of a scheduler", refused_at()))
             return rates
 
         return get_last_lr

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from memplan.capture.patching import Patches
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.outside_world import OutsideWorld
 
@@ -29,7 +29,7 @@ class SideEffects:
         self._patches = Patches()
         self._random: list[object] = []
         self._thread = threading.get_ident()
-        self._outside = OutsideWorld(lambda what, hint: self._note(what, user_line(), hint))
+        self._outside = OutsideWorld(lambda what, hint: self._note(what, refused_at(), hint))
 
     def __enter__(self) -> Self:
         self._random = _random_states()
@@ -64,7 +64,7 @@ class SideEffects:
             if threading.get_ident() == self._thread:
                 self._note(
                     f"{what} in the step would run once and never again",
-                    user_line(),
+                    refused_at(),
                     "return what is to be shown, and show it outside the step",
                 )
             return call(*args, **kwargs)

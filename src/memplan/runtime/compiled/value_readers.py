@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.nested import tensors_in
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.recording import Recorder
@@ -40,6 +40,6 @@ class ValueReaders(TorchFunctionMode):
             if tensor.dtype is torch.int64 and not self._recorder.tensors.is_fixed(tensor):
                 raise NotCapturable(
                     f"{name}() with sizes that come from a tensor",
-                    user_line(),
+                    refused_at(),
                     "give the sizes as a list of numbers",
                 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.patching import Patches
 from memplan.runtime.compiled.random_state import read_random_state, write_random_state
@@ -42,7 +42,7 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
         def seed(*args: Any, **kwargs: Any) -> Any:
             recorder.refuse(
                 NotCapturable(
-                    "random numbers are seeded in the step", user_line(), "seed outside it"
+                    "random numbers are seeded in the step", refused_at(), "seed outside it"
                 )
             )
             return plain(*args, **kwargs)
@@ -51,7 +51,7 @@ def watch_random_state(recorder: Recorder, patches: Patches) -> None:
 
     def asking(plain: Callable[[], int]) -> Callable[[], int]:
         def initial_seed() -> int:
-            recorder.refuse(NotCapturable("the seed is asked for in the step", user_line()))
+            recorder.refuse(NotCapturable("the seed is asked for in the step", refused_at()))
             return plain()
 
         return initial_seed

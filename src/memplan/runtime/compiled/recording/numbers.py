@@ -10,7 +10,7 @@ from torch import fx
 
 from memplan.runtime.compiled.foreseen import Escapes
 from memplan.runtime.compiled.known_storages import KnownStorages
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at, user_line
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import ITEM
 from memplan.runtime.compiled.program import FACTS, Facts, Input, Kind, Pin, Place
@@ -44,7 +44,7 @@ class Numbers:
     def item(self, mapped: list[Any], value: Any) -> Any:
         """What `tensor.item()` gives, whose arguments are `mapped` and whose result is `value`."""
         if isinstance(value, (complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotCapturable("the value of a complex or symbolic tensor", user_line())
+            raise NotCapturable("the value of a complex or symbolic tensor", refused_at())
         if self._known.is_fixed(mapped):
             return value
         node = self._graph.call(ITEM, tuple(mapped), effect=True)
@@ -63,7 +63,7 @@ class Numbers:
                 self.refuse(
                     NotCapturable(
                         how,
-                        user_line(),
+                        refused_at(),
                         "return the tensor or tensor.item(), and look at it outside the step",
                     )
                 )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at, user_line
 from memplan.runtime.compiled.nested import tensors_in
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import PACK, SHAPE_ONLY, flops_of
@@ -48,7 +48,7 @@ class Operators:
             if result is None and any(True for _ in tensors_in(call.args)):
                 raise NotCapturable(
                     f"{traits.name} returns nothing and says of no tensor that it writes it",
-                    user_line(),
+                    refused_at(),
                 )
             return  # an answer about shapes, types or devices
         new = [t for t in outputs if t.untyped_storage()._cdata not in self._known.live]
@@ -106,7 +106,7 @@ class Operators:
             storage = tensor.untyped_storage()
             known = self._known.live.get(storage._cdata)
             if known is not None and self._known.storages[known.index].bytes != storage.nbytes():
-                raise NotCapturable("a tensor whose storage is resized", user_line())
+                raise NotCapturable("a tensor whose storage is resized", refused_at())
 
     def _alias(self, call: Call, outputs: list[torch.Tensor], result: Any) -> None:
         """An op that only makes views: a node where there is none for that view yet."""

@@ -16,7 +16,7 @@ from memplan.runtime.compiled.generators import (
     chain_of_own,
     is_default,
 )
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at, user_line
 from memplan.runtime.compiled.nested import key_of, tensors_in
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import HIDDEN_STATE, KNOWN
@@ -80,7 +80,7 @@ class RandomNumbers:
     def write(self, state: torch.Tensor, device: torch.device) -> None:
         """Python is about to set the state of the default generator."""
         if not self._tensors.known.has(state):
-            raise NotCapturable("a random state from before the step", user_line())
+            raise NotCapturable("a random state from before the step", refused_at())
         given = self._tensors.node_of(state)
         node = self._graph.call(write_random_state, (given, device), effect=True)
         used = self._tensors.known.of_nodes(given)

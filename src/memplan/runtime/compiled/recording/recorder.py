@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.runtime.compiled.kernel_settings import different_setting, kernel_settings
 from memplan.runtime.compiled.lifting import Places
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.nested import plain
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.op_limits import (
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(refusal)
         except Exception as fault:
             self.refuse(
-                NotCapturable(f"a fault of memplan: {fault!r}", user_line(), "please report it")
+                NotCapturable(f"a fault of memplan: {fault!r}", refused_at(), "please report it")
             )
         return None
 
@@ -90,10 +90,10 @@ class Recorder(TorchDispatchMode):
         if func in LIFT:
             return partial(self.tensors.constant, args[0])
         if current_stream() != self._stream:
-            raise NotCapturable("an operator on another CUDA stream", user_line())
+            raise NotCapturable("an operator on another CUDA stream", refused_at())
         if setting := different_setting(self._settings, kernel_settings()):
             raise NotCapturable(
-                f"{setting} is set for a part of the step", user_line(), "set it outside the step"
+                f"{setting} is set for a part of the step", refused_at(), "set it outside the step"
             )
         traits = traits_of(func)
         given, self.given = self.given, {}
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, Symbolic):
             scalar = scalar_of(value)
             if scalar is None:
-                raise NotCapturable("a size that is not known yet", user_line())
+                raise NotCapturable("a size that is not known yet", refused_at())
             scalar.check()
             return scalar.value if scalar.node is None else scalar.node
         if isinstance(value, (list, tuple)):
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
             return self.random.node_of(value)
         if value is None or isinstance(value, _ARGUMENTS):
             return value
-        raise NotCapturable(f"an operator is given a {type(value).__name__}", user_line())
+        raise NotCapturable(f"an operator is given a {type(value).__name__}", refused_at())
 
 
 _ARGUMENTS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at
 from memplan.runtime.compiled.nested import nodes_in
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import FACTS, Facts, Input
@@ -47,7 +47,7 @@ class StepGraph:
         needs = any(node in self._gated for node in nodes_in((args, kwargs)))
         if self._gate is None or not (effect or needs):
             if needs:
-                raise NotCapturable("it uses what a scaler may leave out", user_line())
+                raise NotCapturable("it uses what a scaler may leave out", refused_at())
             return self.fx.call_function(function, args, kwargs)
         skip, unless = self._gate
         node = self.fx.call_function(unless(function), (skip, *args), kwargs)

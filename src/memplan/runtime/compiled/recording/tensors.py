@@ -13,7 +13,7 @@ from torch import fx
 from memplan.runtime.compiled.in_place import GEOMETRY
 from memplan.runtime.compiled.known_storages import KnownStorages
 from memplan.runtime.compiled.lifting import Found, Places
-from memplan.runtime.compiled.lines import user_line
+from memplan.runtime.compiled.lines import refused_at, user_line
 from memplan.runtime.compiled.nested import copy_of, geometry_of, key_of, with_paths
 from memplan.runtime.compiled.not_capturable import NotCapturable
 from memplan.runtime.compiled.program import FACTS, By, Facts, Input, Kind, Place, StorageFacts
@@ -80,7 +80,7 @@ class Tensors:
         if not tensor.untyped_storage().resizable():
             raise NotCapturable(
                 "a tensor on memory that is not PyTorch's, as of NumPy",
-                user_line(),
+                refused_at(),
                 "pass it to the step as an argument",
             )
         if self.known.has(result):
@@ -132,7 +132,7 @@ class Tensors:
                 )
                 self.known.of[view] = index
                 return view
-        raise NotCapturable("a tensor read as another type by means unseen", user_line())
+        raise NotCapturable("a tensor read as another type by means unseen", refused_at())
 
     def _lift(self, tensor: torch.Tensor) -> None:
         found = self._places.find(tensor)
@@ -140,7 +140,7 @@ class Tensors:
             raise NotCapturable(
                 f"a tensor {list(tensor.shape)} that is no argument of the step, not of the model "
                 "and not of the optimizer, and that no variable of the step holds",
-                user_line(),
+                refused_at(),
                 "pass it to the step as an argument",
             )
         self._input(found)
@@ -154,7 +154,7 @@ class Tensors:
         if first < last and any(first < stop and start < last for start, stop in self._memory):
             raise NotCapturable(
                 "two tensors over the same memory with a storage each, as of one NumPy array",
-                user_line(),
+                refused_at(),
                 "make one of them a view of the other",
             )
         self._memory.append((first, last))
@@ -189,5 +189,5 @@ def check_plain(tensor: torch.Tensor) -> None:
         raise NotCapturable(
             f"a {'nested ' if tensor.is_nested else ''}tensor of type {type(tensor).__name__}, "
             f"layout {tensor.layout}",
-            user_line(),
+            refused_at(),
         )
