@@ -17,7 +17,7 @@ constexpr std::int64_t kThrash = 4;  // Arenas given back in a round.
 }  // namespace
 
 void Mark::set(const Plan& plan, bool in_round, std::int64_t page, std::int64_t reserved) {
-  const std::int64_t count = plan.arena_bytes() / page + 1;
+  const std::int64_t count = caching::round_up(plan.arena_bytes(), page) / page;
   std::vector<bool> needed(static_cast<std::size_t>(count), !in_round);
   // Moments and changes of bytes, in the caching allocator's small and large segments.
   std::vector<std::pair<std::int64_t, std::int64_t>> unplaced[2];

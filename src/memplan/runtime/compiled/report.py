@@ -27,16 +27,23 @@ class ProgramReport:
     calls: int = 0
 
     def __str__(self) -> str:
-        gain = 1 - self.ordered_peak_bytes / max(1, self.plain_peak_bytes)
-        text = (
-            f"peak {format_bytes(self.plain_peak_bytes)} -> "
-            f"{format_bytes(self.ordered_peak_bytes)} ({-gain:+.1%}), {self.operators} operators"
-        )
+        parts = [f"{self.peaks}, {self.operators} operators"]
         if self.lower_bound_bytes:
-            text += f", no order below {format_bytes(self.lower_bound_bytes)}"
+            parts.append(f"no order below {format_bytes(self.lower_bound_bytes)}")
         if self.recomputed:
-            text += f", {self.recomputed} of them run twice"
-        return f"{text}; order found in {self.order_seconds:.1f} s, {self.calls} calls"
+            parts.append(f"{self.recomputed} of them run twice")
+        calls = f"{self.calls} calls"
+        found = f"order found in {self.order_seconds:.1f} s, " if self.order_seconds else ""
+        return f"{', '.join(parts)}; {found}{calls}"
+
+    @property
+    def peaks(self) -> str:
+        """In words; one of them where no order was looked for."""
+        plain, ordered = map(format_bytes, (self.plain_peak_bytes, self.ordered_peak_bytes))
+        if not self.order_seconds:
+            return f"peak {ordered} in the order of the step"
+        change = self.ordered_peak_bytes / max(1, self.plain_peak_bytes) - 1
+        return f"peak {plain} -> {ordered} ({change:+.1%})"
 
 
 @dataclass(frozen=True)
