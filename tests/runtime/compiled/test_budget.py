@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan.api as api
@@ -56,6 +56,23 @@ class Layers(nn.Module):
         return self.last(self.layers(x).mean(1))
 
 
+class Views(nn.Module):
+    """One product, of whose several views backward needs each."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(16, 48) for _ in range(depth))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.wide):
+            q, k, v = (
+                layer(x).chunk(3, -1) if number % 2 else layer(x).unflatten(-1, (3, 16)).unbind(-2)
+            )
+            x = x + F.scaled_dot_product_attention(q, k, v)
+        return self.last(x.mean(1))
+
+
 def maker(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[], Job]:
     def make() -> Job:
         model = build()
@@ -65,7 +82,11 @@ def maker(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[]
     return make
 
 
-MODELS = {"deep": maker(Deep, (4, 3, 12, 12)), "layers": maker(Layers, (8, 24, 16))}
+MODELS = {
+    "deep": maker(Deep, (4, 3, 12, 12)),
+    "layers": maker(Layers, (8, 24, 16)),
+    "views": maker(Views, (8, 24, 16)),
+}
 
 
 def ordered_peak(make: Callable[[], Job], **options: Any) -> int:
@@ -79,7 +100,9 @@ def ordered_peak(make: Callable[[], Job], **options: Any) -> int:
     return step.report().programs[0].ordered_peak_bytes
 
 
-@pytest.mark.parametrize(("name", "part"), [("deep", 0.9), ("deep", 0.7), ("layers", 0.75)])
+@pytest.mark.parametrize(
+    ("name", "part"), [("deep", 0.9), ("deep", 0.7), ("layers", 0.75), ("views", 0.8)]
+)
 def test_a_budget_is_kept_with_the_same_bits(name: str, part: float) -> None:
     make = MODELS[name]
     job = make()
@@ -167,3 +190,33 @@ def test_a_replay_that_needs_a_drawn_mask_keeps_the_mask() -> None:
         drawn = [node for node in operators(again).nodes if facts_of(node).chains]
         assert count
         assert [node.target for node in drawn] == [node.target for node in draws]
+
+
+def test_views_that_come_several_at_once_are_of_what_is_recomputed() -> None:
+    """`unbind` and `chunk` of a product that is dropped: backward reads the new one's views."""
+    torch.manual_seed(0)
+    job = MODELS["views"]()
+    job.step(*job.batches[0])
+    recorded = record_step(
+        job.step, model=job.model, optimizer=job.optimizer, args=job.batches[1]
+    ).program
+    assert recorded is not None
+    plain = operators(recorded)
+    (one,) = passes_of(plain)
+    chosen = [value for value in range(len(one.graph.values)) if one.graph.values.droppable[value]]
+    assert chosen
+    for value in chosen:
+        again, _ = with_recomputation(plain, [(one, Selection((frozenset({value}),)))])
+        operators(again)  # checks that whoever uses it runs after what makes it
+        dropped = plain.program.storages[one.storages[value]].maker
+        name, backward = dropped.name, [n for n in operators(again).nodes if facts_of(n).backward]
+        assert not any(name in from_free_nodes(node) for node in backward), name
+
+
+def from_free_nodes(node: fx.Node) -> set[str]:
+    """Operators that a node's arguments come from, through views."""
+    found = set()
+    for needed in node.all_input_nodes:
+        views = needed.op != "placeholder" and facts_of(needed).free
+        found |= from_free_nodes(needed) if views else {needed.name}
+    return found

@@ -213,9 +213,9 @@ class _Replays:
         """The node that shows now what a node showed."""
         if node.op == "placeholder":
             return node
-        facts = facts_of(node)
-        now = None if facts.shows is None else self._now(facts.shows, mapped)
-        if now == facts.shows:
+        facts, shown = facts_of(node), _shown(node)
+        now = None if shown is None else self._now(shown, mapped)
+        if now == shown:
             return node
         assert now is not None
         if (found := self._twins.get((node, now))) is not None:
@@ -234,6 +234,17 @@ class _Replays:
                 if (now := self._twin(needed, {})) is not needed:
                     node.replace_input_with(needed, now)
         node.meta[FACTS] = self._mapped(facts_of(node), {}, set())
+
+
+def _shown(node: fx.Node) -> int | None:
+    """The storage that a node's result lies in, be it several views of it: `unbind`, `split`."""
+    if node.op == "placeholder":
+        return None
+    facts = facts_of(node)
+    if facts.shows is not None or not facts.free:
+        return facts.shows
+    shown = (_shown(needed) for needed in node.all_input_nodes)
+    return next((storage for storage in shown if storage is not None), None)
 
 
 def _is_twin(node: fx.Node) -> bool:
