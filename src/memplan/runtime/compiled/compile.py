@@ -365,11 +365,14 @@ class CompiledStep(Generic[P, R]):
     def _not_settled(self, change: Change) -> None:
         self._unsettled += 1
         if self._unsettled >= _MOST_UNSETTLED:
+            counts = change.where.startswith("optimizer")
             self._refuse(
                 NotCapturable(
                     f"it changes {change.where} (from {change.before} to {change.after})",
                     change.line,
-                    "keep such values in tensors, or change them outside the step",
+                    "an optimizer that counts its steps in tensors, as torch.optim's do"
+                    if counts
+                    else "keep such values in tensors, or change them outside the step",
                 )
             )
 

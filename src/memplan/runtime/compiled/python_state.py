@@ -115,7 +115,9 @@ class PythonState:
                 named = node.where if key is items.POSITION or not isinstance(key, str) else where
                 name = re.split(r"[ .]", named.rstrip("."))[-1].split("[")[0]
                 line = stores(self._codes, name)
-                yield Change(where, name, items.words(before), items.words(after), line)
+                was, now = items.words(before), items.words(after)
+                now = re.sub("^a ", "another ", now) if now == was else now
+                yield Change(where, name, was, now, line)
 
     def compares_types(self) -> str:
         """`file:line` where the user's code asks for a number's type; empty where none does."""
@@ -350,6 +352,8 @@ def _join(where: str, key: Any) -> str:
         return f"the order of {where}"
     if not where:
         return str(key)
+    if isinstance(key, tuple):  # of a set's item, with its type, or of a parameter's state
+        return f"{where}[{key[-1]!r}]"
     if where.endswith("'s"):
         return f"{where} {key}"
     if isinstance(key, str) and key.isidentifier():

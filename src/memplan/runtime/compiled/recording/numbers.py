@@ -17,6 +17,9 @@ from memplan.runtime.compiled.program import FACTS, Facts, Input, Kind, Pin, Pla
 from memplan.runtime.compiled.recording.step_graph import StepGraph
 from memplan.runtime.compiled.scalars import Scalar, symbolic
 
+_A_LOOK_OUTSIDE = "return the tensor or tensor.item(), and look at it outside the step"
+_CHECKED_ARGUMENTS = "torch.distributions.Distribution.set_default_validate_args(False)"
+
 
 class Numbers:
     """Makes the step's symbolic numbers, and is whom they tell what Python does with them."""
@@ -60,13 +63,9 @@ class Numbers:
     def escaped(self, scalar: Scalar, how: str) -> None:
         if scalar.measured:
             if not self._is_foreseen(scalar, how):
-                self.refuse(
-                    NotCapturable(
-                        how,
-                        refused_at(),
-                        "return the tensor or tensor.item(), and look at it outside the step",
-                    )
-                )
+                where = refused_at()
+                hint = _CHECKED_ARGUMENTS if "torch/distributions/" in where else _A_LOOK_OUTSIDE
+                self.refuse(NotCapturable(how, where, hint))
             return
         for number in scalar.places:
             one = self._graph.inputs[number]
