@@ -378,3 +378,29 @@ def test_methods_and_callable_objects_are_steps() -> None:
 
     compiled, _ = run_both(make)
     assert compiled.report().compiled_calls == 5
+
+
+def test_a_first_update_in_a_later_call_is_waited_for() -> None:
+    """Gradients accumulated over calls: the optimizer makes its state when it first updates."""
+
+    def make() -> Job:
+        model = perceptron()
+        optimizer = adam(model.parameters())
+
+        def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+            loss = F.cross_entropy(model(x), y) / 2
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        given = batches((5, 6), count=10)
+        each = [(*batch, number % 2 == 1) for number, batch in enumerate(given)]
+        return Job(model, optimizer, step, each)
+
+    compiled, _ = run_both(make)
+    report = compiled.report()
+    assert not report.fallback
+    assert report.compiled_calls == 6, report
+    assert len(report.programs) == 2

@@ -127,7 +127,10 @@ def _rebound(recorder: Recorder, before: Before, outputs: _Outputs) -> list[Rebo
         _check_needs(place, was, tensor)
     for name in before.new_state():
         raise NotCapturable(
-            f"the optimizer made {name} in this step", "", "let one plain step come first"
+            f"the optimizer made {name} in this step",
+            "",
+            "let one plain step come first",
+            later=True,  # an accumulation over calls updates first in a later one
         )
     return rebound
 
