@@ -596,3 +596,26 @@ def test_under_autocast_and_out_of_it(caplog: pytest.LogCaptureFixture) -> None:
     assert course_of(job, within(compiled)) == plain
     assert "autocast on the CPU is True" in again(caplog)[0]
     assert compiled.report().compiled_calls == 4
+
+
+def test_a_cache_that_others_fill_is_no_change() -> None:
+    found = {"factor": 1.0}
+
+    @functools.cache
+    def read(number: int) -> float:
+        return found["factor"] * number
+
+    def make() -> Job:
+        read.cache_clear()
+        model = perceptron()
+        optimizer = adam(model.parameters())
+        inner = cross_entropy(model, optimizer)
+        calls = iter(range(100, 200))
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            return inner(x * read(3), y)
+
+        return Job(model, optimizer, step, batches((5, 6)), after=lambda: read(next(calls)))
+
+    compiled, _ = run_both(make)
+    assert compiled.report().compiled_calls == 4

@@ -335,7 +335,7 @@ class CompiledStep(Generic[P, R]):
             if one.kind is Kind.SCALAR:
                 key = one.place.key
                 state.let_change(one.place.owner, key[0] if isinstance(key, tuple) else key)
-        return state.changed()
+        return state.changed(growth=True)
 
     def _lost(self, state: PythonState, program: StepProgram) -> Change | None:
         """A tensor that the recorded step has put where a run of the program would not."""

@@ -35,7 +35,7 @@ def content_of(value: Any) -> Callable[[], dict[Any, Any]] | None:
         return lambda: {POSITION: bytes(memoryview(value)[:LARGEST])}
     if isinstance(value, memoryview) and value.nbytes <= LARGEST:
         return lambda: {POSITION: value.tobytes()}
-    if isinstance(value, functools._lru_cache_wrapper):
+    if is_cache(value):
         return lambda: _cached(value)
     if isinstance(value, contextvars.ContextVar):
         return lambda: {"value": value.get(MISSING)}
@@ -44,6 +44,11 @@ def content_of(value: Any) -> Callable[[], dict[Any, Any]] | None:
     if type(value).__module__ == "torch.utils.data.dataloader" and hasattr(value, "_num_yielded"):
         return lambda: {POSITION: value._num_yielded}
     return _of_numpy(value)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a function with `functools.lru_cache` around it."""
+    return isinstance(value, functools._lru_cache_wrapper)
 
 
 def _cached(function: Any) -> dict[Any, Any]:

@@ -31,7 +31,7 @@ from memplan.runtime.compiled.code_lines import (
     stores,
 )
 from memplan.runtime.compiled.named import Space, spaces_of
-from memplan.runtime.compiled.python_objects import behind, content_of
+from memplan.runtime.compiled.python_objects import behind, content_of, is_cache
 from memplan.runtime.compiled.watched import Node
 
 MOST_NODES = 50_000
@@ -100,15 +100,16 @@ class PythonState:
         """The item of a dict is allowed to differ."""
         self._may_change.add((id(owner), key))
 
-    def changed(self, most: int = 1) -> list[Change]:
-        """The first `most` differences between now and when this was made."""
-        return list(islice(self._changes(), most))
+    def changed(self, most: int = 1, *, growth: bool = False) -> list[Change]:
+        """The first `most` differences between now and when this was made. `growth`: also what has
+        come into caches, by which a step may not have found what it put there."""
+        return list(islice(self._changes(growth), most))
 
-    def _changes(self) -> Iterator[Change]:
+    def _changes(self, growth: bool) -> Iterator[Change]:
         for node in self._nodes:
             if node.is_same():
                 continue
-            for key, before, after in node.changes():
+            for key, before, after in node.changes(growth):
                 if (node.owner, key) in self._may_change:
                     continue
                 where = _join(node.where, key)
@@ -184,7 +185,7 @@ class PythonState:
             self._class(value)
             return
         elif (content := content_of(value)) is not None:
-            self._add(where, content)
+            self._add(where, content, grows=is_cache(value))
         self._queue.extend((where, one) for one in behind(value))
         self._attributes(where, value)
 
@@ -205,8 +206,9 @@ class PythonState:
         read: Callable[[], dict[Any, Any]],
         quick: Callable[[], Collection[Any]] | None = None,
         owner: int = 0,
+        grows: bool = False,
     ) -> None:
-        node = Node(where, read, quick, owner=owner)
+        node = Node(where, read, quick, owner=owner, grows=grows)
         self._nodes.append(node)
         self._queue.extend((_join(where, key), value) for key, value in node.items.items())
         for key, reference in node.tensors.items():

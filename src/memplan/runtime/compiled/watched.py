@@ -15,7 +15,9 @@ from memplan.runtime.compiled import python_items as items
 class Node:
     """A container, and what it held."""
 
-    __slots__ = ("compare", "expected", "items", "owner", "quick", "read", "tensors", "where")
+    __slots__ = (
+        "compare", "expected", "grows", "items", "owner", "quick", "read", "tensors", "where",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -24,9 +26,12 @@ class Node:
         quick: Callable[[], Collection[Any]] | None = None,
         compare: Callable[[Any, Any], bool] = operator.is_,
         owner: int = 0,
+        grows: bool = False,
     ) -> None:
         """`read` gives its items now, as pairs of key and value; `quick` their values alone, in the
-        same order, where that takes less time. `owner`: the id of the dict itself, if it is one."""
+        same order, where that takes less time. `owner`: the id of the dict itself, if it is one.
+        `grows`: it is a cache, in which new items are no change to who knows the old ones."""
+        self.grows = grows
         self.compare = compare
         self.owner = owner
         self.where = where
@@ -49,13 +54,14 @@ class Node:
             return False
         return len(now) == len(self.expected) and all(map(self.compare, now, self.expected))
 
-    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+    def changes(self, growth: bool) -> Iterator[tuple[Any, Any, Any]]:
+        """Keys with what was there and what is. `growth`: a cache's new items count too."""
         now = self.read()
         for key, before in self.items.items():
             after = now.get(key, items.MISSING)
             if after is not before and not items.same(before, after):
                 yield key, before, after
-        if len(now) != len(self.items):
+        if len(now) != len(self.items) and (growth or not self.grows):
             for key, after in now.items():
                 if key not in self.items:
                     yield key, items.MISSING, after
