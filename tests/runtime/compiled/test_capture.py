@@ -217,7 +217,8 @@ def test_what_cannot_be_captured_is_named_and_still_runs(name: str) -> None:
     assert isinstance(recorded.refusal, NotCapturable)
     assert construct in recorded.refusal.message
     line = line_of(body)
-    assert recorded.refusal.where == (f"{__file__}:{line}" if line else "")
+    where, *_ = recorded.refusal.where.split(" (in ")
+    assert where == (f"{__file__}:{line}" if line else "")
     if not isinstance(expected, nn.Module):
         assert type(recorded.result) is type(expected)
         assert repr(recorded.result) == repr(expected)
