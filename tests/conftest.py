@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,11 @@ def prepared_process() -> None:
 
     assert self_test().ok, self_test().detail
     make_torchvision_importable()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is Python's, also where the tests run in the background and were told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

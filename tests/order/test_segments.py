@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def test_a_leaf_is_solved_exactly(graph: Graph) -> None:
     assert peak(graph, order) == exhaustive_order(graph)[1]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_is_pythons_after_a_leaf_is_solved() -> None:
     """CP-SAT takes SIGINT for itself unless told not to, and leaves it so that it ends Python."""
     graph = make_graph([set()] * 4, [(3, 0, {3}, False), (5, 1, {2}, False), (4, 2, {3}, False)])

@@ -242,6 +242,7 @@ def test_who_waits_for_a_bound_can_cancel(monkeypatch: pytest.MonkeyPatch) -> No
     assert "MainThread" in asked_in
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_what_works_in_other_threads() -> None:
     clock, ended = Clock(600.0), threading.Event()
 

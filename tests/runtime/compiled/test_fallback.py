@@ -417,6 +417,8 @@ def test_what_cannot_be_a_graph_runs_plainly(
 ) -> None:
     step_of, construct, mark = CASES[case]
     monkeypatch.setitem(globals(), "counter", 0)
+    # Dynamo turns it off for the process as soon as anything was compiled.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         random.seed(4)
