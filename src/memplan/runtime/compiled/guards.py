@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import TreeSpec
 
 from memplan.runtime.compiled.foreseen import ForeseenValues
+from memplan.runtime.compiled.kernel_settings import KERNEL_SETTINGS
 from memplan.runtime.compiled.program import Geometry, Input, Kind, Pin, Place, StepProgram
 from memplan.runtime.compiled.python_items import same
 from memplan.runtime.compiled.python_state import PythonState
@@ -37,11 +38,7 @@ _SETTINGS: list[tuple[str, Callable[[], Any]]] = [
     ("autocast on CUDA", lambda: torch.is_autocast_enabled("cuda")),
     ("autocast's type on the CPU", lambda: torch.get_autocast_dtype("cpu")),
     ("autocast's type on CUDA", lambda: torch.get_autocast_dtype("cuda")),
-    ("deterministic algorithms", torch.get_deterministic_debug_mode),
-    ("the default dtype", torch.get_default_dtype),
-    ("mkldnn", torch._C._get_mkldnn_enabled),
-    ("cudnn", torch._C._get_cudnn_enabled),
-    ("cudnn.deterministic", torch._C._get_cudnn_deterministic),
+    *KERNEL_SETTINGS,
     ("flash attention", torch._C._get_flash_sdp_enabled),
     ("memory-efficient attention", torch._C._get_mem_efficient_sdp_enabled),
     ("attention by plain math", torch._C._get_math_sdp_enabled),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_SETTINGS: list[tuple[str, Callable[[], Any]]] = [
+KERNEL_SETTINGS: list[tuple[str, Callable[[], Any]]] = [
     ("the default dtype", torch.get_default_dtype),
     ("deterministic algorithms", torch.get_deterministic_debug_mode),
     ("the filling of empty memory", torch._C._get_deterministic_fill_uninitialized_memory),
@@ -23,10 +23,10 @@ _SETTINGS: list[tuple[str, Callable[[], Any]]] = [
 
 
 def kernel_settings() -> tuple[Any, ...]:
-    return tuple([read() for _, read in _SETTINGS])
+    return tuple([read() for _, read in KERNEL_SETTINGS])
 
 
 def different_setting(one: tuple[Any, ...], other: tuple[Any, ...]) -> str:
     """The name of the first one that differs; empty where none does."""
-    pairs = zip(_SETTINGS, one, other, strict=True)
+    pairs = zip(KERNEL_SETTINGS, one, other, strict=True)
     return next((name for (name, _), before, now in pairs if before != now), "")
