@@ -36,11 +36,16 @@ VERSIONS = {
 INSTALL = {
     "deepspeed": "install DeepSpeed here (DS_BUILD_OPS=0 pip install deepspeed): its own Python "
     "runs, without its kernels",
+    "transformer_engine": "install Transformer Engine here (pip install "
+    "transformer-engine einops pydantic): its own Python runs, its compiled part is not needed",
     "liger_kernel": "install Liger-Kernel here (pip install --no-deps liger-kernel): its own "
     "Python runs, without its kernels",
 }
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
-EXTENSIONS = {"flash_attn_2_cuda": "flash_attn"}
+EXTENSIONS = {
+    "flash_attn_2_cuda": "flash_attn",
+    "transformer_engine_torch": "transformer_engine",
+}
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
 
@@ -139,7 +144,7 @@ class StandInFinder:
             return None
         spec = self._spec(fullname, rules)
         if spec is None and not is_guarded(frame) and not probe:
-            spec = _empty(fullname)
+            spec = empty(fullname)
         if spec is not None and not probe:
             if package == "triton":
                 has_triton_package()  # remembers the answer: PyTorch goes on without
@@ -163,7 +168,7 @@ class StandInFinder:
                 found.submodule_search_locations = []  # so that submodules are asked for here too
             return found
         if any(name.startswith(fullname + ".") for name in rules):
-            return _empty(fullname)
+            return empty(fullname)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
@@ -191,7 +196,7 @@ class _Extensions:
         if package is None or not installed(package):
             return None
         self._modules.append(fullname)
-        return _empty(fullname)
+        return _in_packages(fullname) or empty(fullname)
 
     def _of_torch(
         self, fullname: str, path: Sequence[str] | None
@@ -245,7 +250,8 @@ def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:
     return importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
 
 
-def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
+def empty(fullname: str) -> importlib.machinery.ModuleSpec:
+    """A module of which nothing but rules is known."""
     return importlib.machinery.ModuleSpec(fullname, _EmptyLoader(), is_package=True)
 
 

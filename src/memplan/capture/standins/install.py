@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.standins import compiled_kernels, kernels, launch, subclasses
+from memplan.capture.standins import (
+    compiled_kernels,
+    kernels,
+    launch,
+    subclasses,
+    transformer_engine,
+)
 from memplan.capture.standins.finder import (
     INSTALL,
     PACKAGES,
@@ -80,6 +86,7 @@ class StandIns:
         stack.callback(actor.stop)
         _follow_functions(patches, mode)
         subclasses.install(patches, mode)
+        transformer_engine.install(stack, self.finder)
         loading = logging.getLogger("bitsandbytes.cextension")
         loading.addFilter(_not_expected)
         stack.callback(loading.removeFilter, _not_expected)
