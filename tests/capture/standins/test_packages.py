@@ -371,52 +371,6 @@ def test_rules_carry_their_provenance() -> None:
     assert bytes_of(trace, Role.COMMUNICATION) == 0
 
 
-# Transformer Engine
-
-
-@absent("transformer_engine")
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_linear_layer_keeps_fp8_copies_in_an_fp8_region(fp8: bool) -> None:
-    rows, columns, out = 512, 256, 1024
-
-    def job() -> None:
-        import transformer_engine.pytorch as te  # type: ignore[import-not-found]
-        from transformer_engine.common.recipe import DelayedScaling  # type: ignore[import-not-found]
-
-        layer = te.Linear(columns, out, bias=False, params_dtype=torch.bfloat16)
-        x = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        with te.fp8_autocast(enabled=fp8, fp8_recipe=DelayedScaling(amax_history_len=16)):
-            y = layer(x)
-        y.sum().backward()
-        assert layer.weight.grad is not None
-
-    trace = record(job)
-    forward = made(trace, "transformer_engine.linear", Phase.FORWARD)
-    assert rows * out * 2 in forward
-    # input and weight, one byte a value, and transposed
-    copies = [2 * rows * columns, 2 * out * columns]
-    assert set(copies) <= set(forward) if fp8 else not set(copies) & set(forward)
-    assert ([e.bytes for e in allocations(trace, op="zeros")] == [16 * 3 * 4, 16 * 2 * 4]) is fp8
-    backward = made(trace, "transformer_engine.linear", Phase.BACKWARD)
-    assert backward[-2:] == [rows * columns * 2, out * columns * 2]
-
-
-@absent("transformer_engine")
-def test_a_whole_layer_of_transformer_engine_trains() -> None:
-    def job() -> None:
-        import transformer_engine.pytorch as te
-
-        layer = te.TransformerLayer(256, 1024, 4, num_gqa_groups=2, params_dtype=torch.bfloat16)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        x = torch.empty(64, 2, 256, device="cuda", dtype=torch.bfloat16)
-        layer(x).sum().backward()
-        assert all(parameter.grad is not None for parameter in layer.parameters())
-        optimizer.step()
-
-    trace = record(job, steps=1)
-    assert "flash" in {choice.kernel for choice in trace.meta.kernels}
-
-
 # xFormers, Apex
 
 

@@ -37,7 +37,9 @@ def _names(text: str, module: str) -> set[str]:
     aliases = {module, *re.findall(rf"import {module} as (\w+)", text)}
     used = re.findall(_USED.format(alias=f"(?:{'|'.join(aliases)})"), text)
     lists = re.findall(rf"from {module} import \(?([\w\s,]+)", text)
-    return {name for pair in used for name in pair if name} | set(re.findall(r"\w+", " ".join(lists)))
+    return {name for pair in used for name in pair if name} | set(
+        re.findall(r"\w+", " ".join(lists))
+    )
 
 
 class ExtensionFunction(Rule):

@@ -144,7 +144,7 @@ class StandInFinder:
             return None
         spec = self._spec(fullname, rules)
         if spec is None and not is_guarded(frame) and not probe:
-            spec = empty(fullname)
+            spec = _empty(fullname)
         if spec is not None and not probe:
             if package == "triton":
                 has_triton_package()  # remembers the answer: PyTorch goes on without
@@ -168,7 +168,7 @@ class StandInFinder:
                 found.submodule_search_locations = []  # so that submodules are asked for here too
             return found
         if any(name.startswith(fullname + ".") for name in rules):
-            return empty(fullname)
+            return _empty(fullname)
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
@@ -196,7 +196,7 @@ class _Extensions:
         if package is None or not installed(package):
             return None
         self._modules.append(fullname)
-        return _in_packages(fullname) or empty(fullname)
+        return _in_packages(fullname) or _empty(fullname)
 
     def _of_torch(
         self, fullname: str, path: Sequence[str] | None
@@ -250,8 +250,7 @@ def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:
     return importlib.machinery.PathFinder.find_spec(fullname, [str(folder)])
 
 
-def empty(fullname: str) -> importlib.machinery.ModuleSpec:
-    """A module of which nothing but rules is known."""
+def _empty(fullname: str) -> importlib.machinery.ModuleSpec:
     return importlib.machinery.ModuleSpec(fullname, _EmptyLoader(), is_package=True)
 
 

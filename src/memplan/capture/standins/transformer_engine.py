@@ -11,14 +11,17 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._triton import has_triton_package
 
 from memplan.capture.importing import WrappedLoader
-from memplan.capture.standins.finder import StandInFinder, empty, installed
+from memplan.capture.standins.finder import StandInFinder, _empty, installed
 from memplan.types.errors import CaptureError
 
 PACKAGE = "transformer_engine"
 _COMMON = "transformer_engine.common"
+_PYTHON = "transformer_engine.pytorch."
 _ONNX = "transformer_engine.pytorch.onnx_extensions"
 """For export alone; no training calls it."""
 _NEEDED = ("einops", "pydantic")
@@ -60,6 +63,29 @@ def _load(framework: str) -> None:
     importlib.import_module("transformer_engine_torch")
 
 
+class _TypeOfType(type):
+    def __call__(cls, *args: Any) -> Any:
+        if len(args) != 1:
+            return type(*args)
+        found = type(args[0])
+        if not issubclass(found, FakeTensor):
+            return found
+        return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, type)
+
+
+class _PlainType(metaclass=_TypeOfType):
+    """`type`, to which a tensor without data is an ordinary one: Transformer Engine compares."""
+
+
+class _PythonLoader(WrappedLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        module.type = _PlainType  # type: ignore[attr-defined]
+        super().exec_module(module)
+
+
 class _Finder:
     """Comes first: `transformer_engine.common` would load libraries that need a driver."""
 
@@ -71,12 +97,14 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         """Part of the import protocol."""
         if fullname == _ONNX and not installed("onnxscript"):
-            return empty(fullname)
-        if fullname != _COMMON:
+            return _empty(fullname)
+        if fullname != _COMMON and not fullname.startswith(_PYTHON):
             return None
         found = importlib.machinery.PathFinder.find_spec(fullname, path)
         if found is not None and found.loader is not None:
-            found.loader = _CommonLoader(found.loader, self._standins)
+            of_python = _PythonLoader(found.loader)
+            common = fullname == _COMMON
+            found.loader = _CommonLoader(found.loader, self._standins) if common else of_python
         return found
 
 

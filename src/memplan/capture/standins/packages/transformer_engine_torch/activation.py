@@ -29,7 +29,9 @@ _SCALED = ("swiglu", "situglu", "clamped_swiglu", "srelu")
 def _made(call: Call, shape: Any, like: torch.Tensor, quantizer: Any) -> Any:
     out = create(quantizer, shape, like.dtype, like.device)
     if not writes_directly(quantizer, "activation"):
-        quantize_into(call, torch.empty(shape, dtype=like.dtype, device=like.device), quantizer, out)
+        quantize_into(
+            call, torch.empty(shape, dtype=like.dtype, device=like.device), quantizer, out
+        )
     return out
 
 

@@ -8,6 +8,7 @@ the order of arguments before the first tensor; those are known by their types.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,6 @@ from memplan.capture.standins.packages.transformer_engine_torch.enums import (
     DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
 from memplan.capture.standins.rules import Call
@@ -106,7 +104,7 @@ def _lengths_bytes(sizes: _Sizes, mask: Any, ragged_keys: bool) -> int:
     return nbytes + count * offset
 
 
-def _converted(form: str, shape: torch.Size, to: str) -> list[int]:
+def _converted(form: str, shape: Sequence[int], to: str) -> list[int]:
     if form == to:
         return list(shape)
     named = dict(zip(form, shape, strict=True))
@@ -125,7 +123,9 @@ def _split(args: tuple[Any, ...]) -> tuple[dict[str, Any], list[Any]]:
 
 def _has_bias(kinds: dict[str, Any], bias: Any) -> bool:
     given = kinds["NVTE_Bias_Type"][0]
-    return given not in (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Bias_Type.NVTE_ALIBI) and bias is not None
+    return (
+        given not in (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Bias_Type.NVTE_ALIBI) and bias is not None
+    )
 
 
 def _has_offset(kinds: dict[str, Any]) -> bool:
@@ -321,7 +321,7 @@ def _backend(asked: _Asked) -> tuple[Any, str]:
         (_head_fits(asked, arch), "head dimension"),
         (_mask_fits(asked), "mask and bias"),
         (_window_fits(asked), "window"),
-        ("thd" != _format(asked.layout) or arch >= 90, "layout"),
+        (_format(asked.layout) != "thd" or arch >= 90, "layout"),
         (arch < 100 or not (asked.training and asked.deterministic and asked.dropout), "dropout"),
     ):
         if not fits:
@@ -365,5 +365,3 @@ def _window_fits(asked: _Asked) -> bool:
         and asked.bias == NVTE_Bias_Type.NVTE_NO_BIAS
         and asked.dropout == 0.0
     )
-
-

@@ -19,7 +19,8 @@ class _Numbers(IntEnum):
     """Members of the extension's enumerations equal those of others by their number alone."""
 
     def __eq__(self, other: object) -> bool:
-        return int(self) == int(other) if isinstance(other, (int, Enum)) else NotImplemented
+        number: Any = other
+        return int(self) == int(number) if isinstance(other, (int, Enum)) else NotImplemented
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -28,9 +29,13 @@ class _Numbers(IntEnum):
         return int.__hash__(self)
 
 
+_numbered: Any = _Numbers
+"""Called, it makes an enumeration."""
+
+
 def _counted(name: str, members: str, prefix: str = "", start: int = 0) -> Any:
     names = [prefix + member for member in members.split()]
-    return _Numbers(name, {member: start + i for i, member in enumerate(names)}, module=__name__)
+    return _numbered(name, {member: start + i for i, member in enumerate(names)}, module=__name__)
 
 
 class DType(_Numbers):
@@ -83,8 +88,8 @@ NVTE_QKV_Layout = _counted(
 _BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 if "NVTE_F16_max512_seqlen" in mentioned("transformer_engine"):
     _BACKENDS["NVTE_F16_max512_seqlen"] = 0
-NVTE_Fused_Attn_Backend: Any = _Numbers("NVTE_Fused_Attn_Backend", _BACKENDS, module=__name__)
-NVTEScalingMode: Any = _Numbers(
+NVTE_Fused_Attn_Backend: Any = _numbered("NVTE_Fused_Attn_Backend", _BACKENDS, module=__name__)
+NVTEScalingMode: Any = _numbered(
     "NVTEScalingMode",
     {
         "NVTE_DELAYED_TENSOR_SCALING": 0,
@@ -99,9 +104,7 @@ NVTEScalingMode: Any = _Numbers(
 Float8BlockScaleTensorFormat = _counted(
     "Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID"
 )
-NVTERoutingMapFormat = _counted(
-    "NVTERoutingMapFormat", "BYTEMAP BITMAP_U8"
-)
+NVTERoutingMapFormat = _counted("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
 NVTEQBHistogramMode = _counted("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 CommOverlapType = _counted("CommOverlapType", "RS AG")
 CommOverlapAlgo = _counted(

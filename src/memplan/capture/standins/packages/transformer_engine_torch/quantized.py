@@ -22,9 +22,7 @@ def dtype_of(tensor: Any) -> torch.dtype:
     return found
 
 
-def create(
-    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Any:
+def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """An empty tensor as the quantizer makes it."""
     if quantizer is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -1,0 +1,178 @@
+"""Transformer Engine's own Python above the stand-in for its compiled part: sizes counted by hand
+from the extension's sources."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from memplan.types.errors import CaptureError
+from memplan.types.trace import EventKind, Phase, Provenance, Trace
+from tests.capture.jobs import record
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine's Python is not installed",
+)
+MIB = 1 << 20
+TOKENS, WIDE = 256, 512
+BF16 = torch.bfloat16
+
+
+def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:
+    return [
+        event.bytes
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and event.op == f"transformer_engine_torch.{op}"
+        and (phase is None or event.phase == phase)
+    ]
+
+
+def trained(build: Callable[[], torch.nn.Module]) -> Trace:
+    """One forward and backward pass of a module on (256, 512) in bf16."""
+
+    def job() -> None:
+        module = build()
+        x = torch.empty(TOKENS, WIDE, device="cuda", dtype=BF16, requires_grad=True)
+        out = module(x)
+        out.backward(torch.empty_like(out))
+
+    return record(job)
+
+
+def test_a_linear_layer_makes_its_output_and_three_gradients() -> None:
+    def build() -> torch.nn.Module:
+        import transformer_engine.pytorch as te
+
+        return te.Linear(WIDE, 1024, params_dtype=BF16)
+
+    trace = trained(build)
+    assert made(trace, "generic_gemm", Phase.FORWARD) == [2 * TOKENS * 1024]
+    # of the input, then of weight and bias in one product
+    assert sorted(made(trace, "generic_gemm", Phase.BACKWARD)) == sorted(
+        [2 * TOKENS * WIDE, 2 * WIDE * 1024, 2 * 1024]
+    )
+    # the workspace of cuBLAS is made once and stays: 4 MiB before Hopper
+    assert sum(event.bytes == 4 * MIB for event in trace if event.kind == EventKind.ALLOC) == 1
+
+
+def test_normalisations_keep_a_number_a_row_in_fp32() -> None:
+    def build() -> torch.nn.Module:
+        import transformer_engine.pytorch as te
+
+        return torch.nn.Sequential(
+            te.LayerNorm(WIDE, params_dtype=BF16), te.RMSNorm(WIDE, params_dtype=BF16)
+        )
+
+    trace = trained(build)
+    out, row, weight = 2 * TOKENS * WIDE, 4 * TOKENS, 2 * WIDE
+    assert made(trace, "layernorm_fwd") == [row, row, out]
+    assert made(trace, "rmsnorm_fwd") == [row, out]
+    assert made(trace, "layernorm_bwd")[:3] == [out, weight, weight]
+    assert made(trace, "rmsnorm_bwd")[:2] == [out, weight]
+
+
+def test_the_parts_of_a_norms_gradient_have_bounds() -> None:
+    def build() -> torch.nn.Module:
+        import transformer_engine.pytorch as te
+
+        return te.RMSNorm(4096, params_dtype=BF16)
+
+    def job() -> None:
+        x = torch.empty(4096, 4096, device="cuda", dtype=BF16, requires_grad=True)
+        out = build()(x)
+        out.backward(torch.empty_like(out))
+
+    trace = record(job)
+    part = 4 * 4096 * 108  # one part a multiprocessor, of an A100
+    (row,) = [
+        event.index
+        for event in trace
+        if event.op == "transformer_engine_torch.rmsnorm_bwd"
+        and event.kind == EventKind.ALLOC
+        and trace.events.bytes_low[event.index] != trace.events.bytes_high[event.index]
+    ]
+    assert trace.event(row).bytes == 2 * part
+    assert trace.event(row).provenance == Provenance.RULE
+    assert trace.events.bytes_low[row] == part
+    assert trace.events.bytes_high[row] == 8 * part
+
+
+def test_a_gated_layer_recomputes_nothing_and_keeps_what_it_needs() -> None:
+    def build() -> torch.nn.Module:
+        import transformer_engine.pytorch as te
+
+        return te.LayerNormMLP(
+            WIDE, 1024, params_dtype=BF16, normalization="RMSNorm", activation="swiglu", bias=False
+        )
+
+    trace = trained(build)
+    assert made(trace, "swiglu", Phase.FORWARD) == [2 * TOKENS * 1024]
+    assert made(trace, "dswiglu") == [2 * TOKENS * 2048]
+    assert made(trace, "generic_gemm", Phase.FORWARD) == [2 * TOKENS * 2048, 2 * TOKENS * WIDE]
+
+
+def test_fused_attention_keeps_the_log_sum_exp() -> None:
+    batch, length, heads, head = 2, 1024, 8, 64
+
+    def job() -> None:
+        import transformer_engine.pytorch as te
+
+        attention = te.DotProductAttention(heads, head, attention_dropout=0.0)
+        shape = (length, batch, heads, head)
+        q, k, v = (
+            torch.empty(shape, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3)
+        )
+        out = attention(q, k, v, attn_mask_type="causal")
+        out.backward(torch.empty_like(out))
+
+    trace = record(job)
+    out, rows = 2 * batch * length * heads * head, 4 * batch * heads * length
+    forward, backward = made(trace, "fused_attn_fwd"), made(trace, "fused_attn_bwd")
+    assert [n for n in forward if n > 16] == [out, rows]
+    assert 16 in forward  # random state
+    assert backward[:3] == [out] * 3
+    assert backward[3] == rows * (1 + head)  # row sums and dQ in fp32
+
+
+def test_states_of_the_fused_optimizer() -> None:
+    def job() -> None:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        p = torch.nn.Parameter(torch.empty(1000, device="cuda", dtype=BF16))
+        optimizer = FusedAdam([p], lr=1e-3, master_weights=True)
+        for _ in range(3):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+
+    trace = record(job)
+    states = [event.bytes for event in trace if event.kind == EventKind.ALLOC]
+    assert states.count(4000) >= 3  # two moments and a master weight
+
+
+def test_what_has_no_rule_is_refused_by_name_when_it_is_called() -> None:
+    def job() -> None:
+        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine_torch as tex
+
+        assert hasattr(tex, "convert_thd_to_bshd")
+        assert not hasattr(tex, "no_such_function")
+        tex.convert_thd_to_bshd(torch.empty(8, device="cuda"))
+
+    with pytest.raises(CaptureError, match=r"transformer_engine_torch\.convert_thd_to_bshd"):
+        record(job)
+
+
+def test_user_buffers_are_refused() -> None:
+    def job() -> None:
+        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine_torch as tex
+
+        tex.CommOverlapHelper()
+
+    with pytest.raises(CaptureError, match="tp_comm_overlap"):
+        record(job)
