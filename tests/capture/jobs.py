@@ -16,12 +16,16 @@ from memplan.types.trace import EventKind, EventView, Phase, Provenance, Role, T
 
 
 def record(
-    job: Callable[[], object], *, routing: str = "balanced", steps: int | None = None
+    job: Callable[[], object],
+    *packages: str,
+    routing: str = "balanced",
+    steps: int | None = None,
 ) -> Trace:
     """The trace of a job on a fake A100."""
     options = CaptureOptions(
         profile=find_profile("a100-80gb"),
         steps=steps,
+        packages=packages,
         routing="worst" if routing == "worst" else "balanced",
     )
     with CaptureSession(options) as session, suppress(EnoughSeen):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from memplan.capture.options import CaptureOptions
+from memplan.capture.standins.finder import advice
 
 _OF_THE_WORLD = re.compile(
     r"world[ _-]?size|\bmesh\b|\branks?\b|num_devices|n_?gpus|parallel", re.I
@@ -35,11 +36,7 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
     if _NO_SUCH_DEVICE in text or (options.place is None and _TOO_FEW_DEVICES.search(text)):
         return _of_devices(options)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        top = error.name.partition(".")[0]
-        return (
-            f"install {top} beside memplan; --with {top} where only the machine with the GPU can "
-            "have it"
-        )
+        return advice(error.name)
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
     if isinstance(error, NameError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,9 @@ import torch
 
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions
+from memplan.capture.script_faults import hint_of
 from memplan.capture.session import CaptureSession
+from memplan.capture.standins.finder import VERSIONS
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, UsageError
 from memplan.types.trace import Trace
@@ -145,6 +148,16 @@ def test_deepspeed_is_to_be_installed() -> None:
 def test_an_unknown_package_is_refused() -> None:
     with pytest.raises(UsageError, match="no stand-in for no_such_package"):
         run(guarded, "no_such_package")
+
+
+def test_what_is_advised_is_accepted() -> None:
+    for package in (*VERSIONS, "no_such_package"):
+        error = ModuleNotFoundError(name=package)
+        hint = hint_of(error, "train.py", CaptureOptions(profile=find_profile("a100-80gb")))
+        advised = re.findall(r"--with (\S+?)[;: ]", hint)
+        assert advised == ([package] if package in VERSIONS else ["RULES.py"])
+        if package in VERSIONS:
+            run(guarded, package)
 
 
 def test_a_file_of_rules(tmp_path: Path) -> None:

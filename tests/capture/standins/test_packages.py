@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.capture.standins import registry
 from memplan.capture.standins.kernels import bitsandbytes as bnb_kernels
+from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace
 from tests.capture.jobs import allocations, assumed, bytes_of, operators, record
 
@@ -146,6 +148,98 @@ def test_pytorch_itself_goes_on_without_triton() -> None:
         assert not has_triton_package()
 
     record(job)
+
+
+@absent("triton")
+@pytest.mark.parametrize("packages", [(), ("triton",)])
+def test_names_of_the_kernel_language_are_all_there(packages: tuple[str, ...]) -> None:
+    def job() -> None:
+        try:  # a package that a script can do without
+            import triton
+            import triton.language as tl
+            from triton.experimental import gluon  # type: ignore[import-not-found]
+            from triton.language.core import (  # type: ignore[import-not-found]
+                constexpr,
+                never_heard_of,
+            )
+            from triton.language.extra.libdevice import rsqrt  # type: ignore[import-not-found]
+            from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
+        except ImportError:
+            assert not packages  # seen without a stand-in
+            import triton
+
+            return
+
+        assert constexpr is tl.constexpr
+        assert (tl.constexpr(3) * 2).value == 6
+        assert tl.constexpr(2) in (1, 2)
+        assert tl.float16 != tl.bfloat16
+        assert tl.float8e4nv.primitive_bitwidth == 8
+        assert hasattr(tl, "make_tensor_descriptor")
+        assert not triton.knobs.runtime.interpret
+        assert not isinstance(3, tl.block_type)
+
+        @tl.core.extern  # type: ignore[untyped-decorator]
+        @triton.constexpr_function  # type: ignore[untyped-decorator]
+        def on_host(n: int) -> int:
+            return n + 1
+
+        assert on_host(1) == 2
+
+        class Derived(tl.core.base_value):  # type: ignore[misc]
+            pointer = tl.pointer_type(tl.int64)
+
+        @gluon.jit  # type: ignore[untyped-decorator]
+        def kernel(a: tl.pointer_type, n: tl.constexpr) -> None:
+            tl.store(a, rsqrt(n))
+
+        assert isinstance(kernel, JITFunction)
+        assert Derived()
+        kernel[(1,)](torch.empty(4, device="cuda"), 1)
+        try:
+            raise ValueError
+        except (triton.compiler.CompilationError, ValueError):
+            pass
+        with pytest.raises(CaptureError, match="never_heard_of"):
+            range(never_heard_of)
+        with pytest.raises(CaptureError, match=r"triton.ops.matmul"):
+            triton.ops.matmul(torch.empty(4, device="cuda"))
+
+    record(job, *packages)
+
+
+@absent("triton")
+def test_a_package_may_derive_its_own_tuner() -> None:
+    def job() -> None:
+        import triton
+        from triton.runtime.autotuner import Autotuner  # type: ignore[import-not-found]
+
+        class Tuner(Autotuner):  # type: ignore[misc]
+            def run(self, *args: Any, **kwargs: Any) -> Any:
+                assert self.keys == ["n"]
+                return super().run(*args, **kwargs)
+
+        @triton.jit  # type: ignore[untyped-decorator]
+        def kernel(x: Any, n: Any) -> None:
+            pass
+
+        configs = [triton.Config({"BLOCK": size}) for size in (128, 256)]
+        tuned = Tuner(kernel, kernel.arg_names, configs, ["n"], None, ["x"])
+        tuned[(1,)](torch.empty(256, device="cuda"), n=256)
+        tuned[(1,)](None, n=512)
+
+    assert made(record(job), "triton.autotune") == [1024, 256 * MIB, 256 * MIB]
+
+
+@absent("triton")
+def test_compilers_do_without_the_stand_in() -> None:
+    def job() -> None:
+        import triton  # noqa: F401
+
+        double = torch.compile(lambda x: 2 * x + 1)
+        double(torch.empty(256, device="cuda"))
+
+    assert not [text for text in assumed(record(job, "triton")) if "could not be compiled" in text]
 
 
 # flash-attention

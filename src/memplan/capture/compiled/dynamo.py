@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.compiled import flex
 from memplan.capture.context import shown_path
+from memplan.capture.standins.finder import without_triton
 from memplan.capture.standins.registry import RuledOperator
 from memplan.capture.standins.rules import Rule
 from memplan.types.trace import Provenance
@@ -77,7 +78,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     def call(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         lenient = dynamo_config.suppress_errors
         strict = dynamo_config.patch(suppress_errors=False) if lenient else nullcontext()
-        with suspension.active(), strict, _without_modes():
+        with suspension.active(), strict, _without_modes(), without_triton():
             try:
                 return compile_frame(wrapper, frame, *args, **kwargs)
             except Exception as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch.utils._triton import has_triton_package
 
 from memplan.capture.context import shown_path
@@ -19,6 +22,7 @@ from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError
 
+_pytorch_asks: Any = inspect.unwrap(has_triton_package).__code__
 PACKAGES = Path(__file__).parent / "packages"
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -29,7 +33,7 @@ VERSIONS = {
     "flash_attn": "2.8.3",
     "liger_kernel": "0.8.5",
     "transformer_engine": "2.20.2",
-    "triton": "3.7.0",
+    "triton": "3.7.1",
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
@@ -49,6 +53,21 @@ EXTENSIONS = {
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
 
+def _install(package: str) -> str:
+    return INSTALL.get(package, f"install {package} here if it imports without a GPU")
+
+
+def advice(module: str) -> str:
+    """What to try where a module is missing: the one place that knows what `--with` takes."""
+    package, _, part = module.partition(".")
+    if package in VERSIONS:
+        return _install(package) if part else f"--with {package}; or {_install(package)}"
+    return (
+        f"install {package} beside memplan; where only the machine with the GPU can have it, say "
+        "what it takes in a file of rules: --with RULES.py (docs/packages.md)"
+    )
+
+
 class Unknown:
     """A name of an absent package that no stand-in and no rule knows: importing it is harmless,
     using it ends the capture."""
@@ -64,11 +83,10 @@ class Unknown:
             where = f"{text}:{frame.f_lineno}" if text else ""
             frame = frame.f_back
         package = self.__name__.partition(".")[0]
-        install = INSTALL.get(package, f"install {package} here if it imports without a GPU")
         return CaptureError(
             f"{where or 'the script'}: {self.__name__} cannot be captured: {package} is not "
             "installed here, and nothing says what it takes of the GPU's memory",
-            f"{install}; or say it with memplan.register_rule({self.__name__!r})",
+            f"{_install(package)}; or say it with memplan.register_rule({self.__name__!r})",
         )
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -89,6 +107,52 @@ class Unknown:
         if name.startswith("__"):
             raise AttributeError(name)
         return Unknown(f"{self.__name__}.{name}")
+
+
+class DeviceName(Unknown):
+    """A name of code for the device that host code may say, call, decorate with, subscript and
+    derive from: kernels are never compiled, so nothing comes of it. It has no value: what host code
+    computes with it, and what is to be done to a tensor, is refused."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(item, torch.Tensor) for item in (*args, *kwargs.values())):
+            raise self._refuse()
+        if len(args) == 1 and not kwargs and isinstance(args[0], FunctionType | type):
+            return args[0]  # decorated
+        return DeviceName(f"{self.__name__}()")
+
+    def __mro_entries__(self, _bases: Any) -> Any:
+        return ()
+
+    def __getitem__(self, _key: Any) -> Any:
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _no_value(self, *_args: Any) -> Any:
+        raise self._refuse()
+
+    __bool__ = __int__ = __index__ = __float__ = __len__ = __iter__ = _no_value
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = _no_value
+    __mul__ = __rmul__ = __truediv__ = __floordiv__ = __mod__ = __enter__ = __exit__ = _no_value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _device_name(self.__name__, name)
+
+
+def _device_name(module: str, name: str) -> Any:
+    """A name that no file of the stand-in has. Triton names things where they are defined and in
+    the packages above: what one of those has is meant."""
+    above = module
+    while above := above.rpartition(".")[0]:
+        if name in (known := vars(sys.modules.get(above, object))):
+            return known[name]
+    if name.endswith("Error"):
+        return type(name, (Exception,), {"__module__": module})
+    return DeviceName(f"{module}.{name}")
 
 
 class StandInFinder:
@@ -138,16 +202,18 @@ class StandInFinder:
         if "." in fullname and package not in self.served:
             return None  # installed, but without this module
         frame, probe = importing_frame()
+        if frame is not None and frame.f_code is _pytorch_asks:
+            return None  # its own use of Triton goes deep, and it can do without
         known = package in self.served or package in self.wanted
         if not known and (probe or is_guarded(frame)):
             self._note(package, frame)
             return None
         spec = self._spec(fullname, rules)
-        if spec is None and not is_guarded(frame) and not probe:
+        if spec is None and not probe and (package == "triton" or not is_guarded(frame)):
             spec = _empty(fullname)
         if spec is not None and not probe:
             if package == "triton":
-                has_triton_package()  # remembers the answer: PyTorch goes on without
+                has_triton_package()  # which remembers the answer
             if package not in self.served and package not in self.wanted:
                 self.served.add(package)
                 forget_probes()
@@ -210,20 +276,29 @@ class _Extensions:
 
 
 class _WithoutTriton(WrappedLoader):
-    """PyTorch's own use of Triton goes deep, and it can do without: it sees no stand-in."""
+    """A module of PyTorch's, which sees no stand-in for Triton."""
 
     def exec_module(self, module: ModuleType) -> None:
-        hidden = {
-            name: found
-            for name, found in sys.modules.items()
-            if name == "triton" or name.startswith("triton.")
-        }
-        for name in hidden:
-            sys.modules[name] = None  # type: ignore[assignment]
-        try:
+        with without_triton():
             super().exec_module(module)
-        finally:
-            sys.modules.update(hidden)
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """While entered, a stand-in for Triton is not there. PyTorch's compilers do without it."""
+    served = sys.modules.get("triton")
+    loader = getattr(getattr(served, "__spec__", None), "loader", None)
+    hidden = {
+        name: found
+        for name, found in sys.modules.items()
+        if isinstance(loader, _PackageLoader) and name.partition(".")[0] == "triton"
+    }
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 class _PackageLoader(WrappedLoader):
@@ -261,6 +336,8 @@ def make_permissive(module: ModuleType) -> None:
         frame, _ = importing_frame()
         if not name.startswith("__") and _in_packages(f"{module.__name__}.{name}") is not None:
             return importlib.import_module(f"{module.__name__}.{name}")
+        if module.__name__.partition(".")[0] == "triton" and not name.startswith("__"):
+            return vars(module).setdefault(name, _device_name(module.__name__, name))
         if name.startswith("__") or is_guarded(frame):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
         return Unknown(f"{module.__name__}.{name}")

@@ -37,8 +37,8 @@ def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     rule = rule_for_function(f"{getattr(kernel, '__module__', '')}.{name}")
     if rule is not None:
         return rule(*args, **kwargs)
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    leaves = (getattr(leaf, "base", leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]  # or a descriptor's base
     mode.launch(f"triton.{name}", tensors, tensors)
     mode.kernels[name, "triton", "not run: writes to what is passed in, allocates nothing"] += 1
     mode.assumptions.add("kernel", _SAID)
@@ -63,9 +63,10 @@ def tune(tuner: Any, names: Sequence[str], args: Any, kwargs: Any) -> None:
         return
     tuner.timed.add(key)
     with acting(mode, "triton.autotune"), torch.no_grad():
-        copies = [given[name].clone() for name in tuner.restore_value if name in given]
+        kept = [given[name] for name in tuner.restore_value if given.get(name) is not None]
+        copies = [tensor.clone() for tensor in kept]
         buffer = Call().workspace(FLUSHED_BYTES, low=0, high=FLUSHED_BYTES)
-        del copies, buffer
+        del kept, copies, buffer
     mode.assumptions.add("kernel", _TUNED)
 
 

@@ -1,4 +1,8 @@
-"""Enough of Triton to define kernels and launch them; a launch allocates nothing."""
+"""Enough of Triton to define kernels and launch them; a launch allocates nothing.
+
+What host code needs to work is here. Every other name of Triton belongs to code of the device and
+is a `DeviceName` (`finder.py`): no list of them could be complete.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,16 @@ class KernelInterface:
 class JITFunction(KernelInterface):
     """A kernel."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Any, **_options: Any) -> None:
         self.fn = fn
         functools.update_wrapper(self, fn)
-        self.arg_names = list(inspect.signature(fn).parameters)
+        self.signature = inspect.signature(fn)
+        self.arg_names = list(self.signature.parameters)
+
+    @property
+    def src(self) -> str:
+        """The kernel's source."""
+        return inspect.getsource(self.fn)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
@@ -66,19 +76,34 @@ class Autotuner(KernelInterface):
     """Takes the first configuration; what timing them takes is known."""
 
     def __init__(
-        self, fn: Any, configs: list[Config], keys: list[str], restored: list[str]
+        self,
+        fn: Any,
+        arg_names: list[str],
+        configs: list[Config],
+        key: Any,
+        reset_to_zero: Any,
+        restore_value: Any,
+        pre_hook: Any = None,
+        post_hook: Any = None,
+        prune_configs_by: dict[str, Any] | None = None,
+        *_timing: Any,
+        **_options: Any,
     ) -> None:
         self.fn = self.base_fn = fn
-        self.configs = configs
-        self.keys = keys
-        self.restore_value = restored
+        while isinstance(self.base_fn, KernelInterface):
+            self.base_fn = self.base_fn.fn
+        self.arg_names = arg_names
+        self.configs = configs or [Config({})]
+        self.keys = list(key)
+        self.reset_to_zero = list(reset_to_zero or ())
+        self.restore_value = list(restore_value or ())
+        self.pre_hook, self.user_defined_pre_hook = pre_hook, pre_hook is not None
+        self.post_hook, self.user_defined_post_hook = post_hook, post_hook is not None
+        self.early_config_prune = (prune_configs_by or {}).get("early_config_prune")
         self.timed: set[str] = set()
-        self.best_config = configs[0] if configs else Config({})
+        self.best_config = self.configs[0]
         self.cache: dict[Any, Config] = {}
         self.__name__ = getattr(fn, "__name__", "kernel")
-        while isinstance(fn, KernelInterface):
-            fn = fn.fn
-        self.arg_names = list(inspect.signature(fn).parameters)
 
     def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
         """Launch on a grid."""
@@ -90,8 +115,9 @@ class Autotuner(KernelInterface):
 class Heuristics(KernelInterface):
     """Its values only matter to the kernel."""
 
-    def __init__(self, fn: Any, values: dict[str, Any]) -> None:
+    def __init__(self, fn: Any, arg_names: list[str], values: dict[str, Any]) -> None:
         self.fn = fn
+        self.arg_names = arg_names
         self.values = values
         self.__name__ = getattr(fn, "__name__", "kernel")
 
@@ -107,16 +133,23 @@ def autotune(
     prune_configs_by: Any = None,
     reset_to_zero: Any = None,
     restore_value: Any = None,
+    pre_hook: Any = None,
+    post_hook: Any = None,
     **_options: Any,
 ) -> Any:
     """A decorator."""
-    del prune_configs_by, reset_to_zero
-    return lambda fn: Autotuner(fn, list(configs), list(key), list(restore_value or ()))
+    more = (key, reset_to_zero, restore_value, pre_hook, post_hook, prune_configs_by)
+    return lambda fn: Autotuner(fn, fn.arg_names, list(configs), *more)
 
 
 def heuristics(values: dict[str, Any]) -> Any:
     """A decorator."""
-    return lambda fn: Heuristics(fn, values)
+    return lambda fn: Heuristics(fn, fn.arg_names, values)
+
+
+def constexpr_function(fn: Any) -> Any:
+    """A decorator of functions that the host may call too."""
+    return fn
 
 
 def cdiv(x: int, y: int) -> int:
@@ -133,4 +166,4 @@ def set_allocator(_allocator: Any) -> None:
     """Nothing is launched that would ask for memory."""
 
 
-from . import language, runtime, testing  # noqa: E402, F401
+from . import knobs, language, runtime, testing  # noqa: E402, F401

@@ -1,9 +1,13 @@
-"""Names that kernels use. Kernels are never run, so what the names do does not matter; types and
-constants that host code compares are distinct."""
+"""Types and constants of kernels that host code compares and computes with. Kernels are never run,
+so what the other names do does not matter: each is a `DeviceName`."""
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
+
+from memplan.capture.standins.finder import DeviceName
 
 
 class dtype:  # noqa: N801
@@ -11,9 +15,15 @@ class dtype:  # noqa: N801
 
     def __init__(self, name: str) -> None:
         self.name = name
+        digits = re.search(r"\d+", name)
+        self.primitive_bitwidth = int(digits.group()) if digits else 0
+        self.itemsize = max(self.primitive_bitwidth // 8, 1)
 
     def __repr__(self) -> str:
         return f"triton.language.{self.name}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(DeviceName(repr(self)), name)
 
 
 _NAMES = (
@@ -30,17 +40,41 @@ class constexpr:  # noqa: N801
     def __init__(self, value: Any = None) -> None:
         self.value = getattr(value, "value", value)
 
+    def __repr__(self) -> str:
+        return f"constexpr[{self.value}]"
+
     def __index__(self) -> int:
         return int(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
 
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == getattr(other, "value", other))
-
     def __hash__(self) -> int:
         return hash(self.value)
+
+
+def _computes(function: Any, swapped: bool) -> Any:
+    def compute(self: constexpr, *other: Any) -> constexpr:
+        values = [self.value, *(getattr(item, "value", item) for item in other)]
+        return constexpr(function(*reversed(values)) if swapped else function(*values))
+
+    return compute
+
+
+_BINARY = "add sub mul truediv floordiv mod pow lshift rshift and or xor"
+_OTHERS = "neg pos invert lt le gt ge eq ne"
+for _name in _BINARY.split():
+    _function = getattr(operator, f"__{_name}__")
+    setattr(constexpr, f"__{_name}__", _computes(_function, False))
+    setattr(constexpr, f"__r{_name}__", _computes(_function, True))
+for _name in _OTHERS.split():
+    setattr(constexpr, f"__{_name}__", _computes(getattr(operator, f"__{_name}__"), False))
 
 
 class tensor:  # noqa: N801
