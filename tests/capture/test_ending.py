@@ -437,6 +437,31 @@ if __name__ == "__main__":
     assert "Traceback" not in done.stderr
 
 
+def test_the_evaluation_is_seen_where_workers_outlive_their_epoch(tmp_path: Path) -> None:
+    body = """
+loaders = [
+    DataLoader(TensorDataset(torch.randn(64 * size, 512)), size, num_workers=1,
+               persistent_workers=True)
+    for size in (4, 32)
+]
+with torch.no_grad():  # an evaluation before the training: its iterator is used again after it
+    for (batch,) in loaders[1]:
+        forward(batch[:1])
+for epoch in range(10_000):
+    for (batch,) in loaders[0]:
+        forward(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for (batch,) in loaders[1]:
+            forward(batch)
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 4
+    sizes = trace.events.bytes[trace.events.bytes > 0].tolist()
+    assert sizes.count(32 * 512 * 4) >= 3
+
+
 @pytest.mark.parametrize(
     ("handler", "line"),
     [

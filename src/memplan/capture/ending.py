@@ -61,14 +61,20 @@ class Ending:
             self.before_backward()
             return real_backward(*args, **kwargs)
 
+        real_reset = iterator._reset
+
+        def reset(loader: Any, *args: Any, **kwargs: Any) -> None:
+            # Another epoch of an iterator whose workers persist: as if it were another iterator.
+            self._forget(loader)
+            real_reset(loader, *args, **kwargs)
+
         patches.set(iterator, "__next__", next_batch)
+        patches.set(iterator, "_reset", reset)
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
     def begin(self, *, at_once: bool) -> None:
         """Enough training steps were seen: drain the loaders being read, or stop right here."""
-        # Workers that outlive their epoch cannot be cut short: they would be waited for.
-        lasting = any(getattr(loader, "_persistent_workers", False) for loader in self._reading)
-        if at_once or lasting or not self._reading:
+        if at_once or not self._reading:
             self.stop()
         self.draining = self.mode.answers.finishing = True
         self._patience = Patience(_SECONDS_AFTER)
@@ -120,6 +126,11 @@ class Ending:
         self._batches[loader] = self._batches.get(loader, 0) + 1
         if self._batches[loader] > _BATCHES_AFTER:
             raise StopIteration
+
+    def _forget(self, loader: Any) -> None:
+        self._reading.discard(loader)
+        self._dry.discard(loader)
+        self._batches.pop(loader, None)
 
     @property
     def saw_evaluation(self) -> bool:

@@ -22,7 +22,9 @@ _LEAVE_OUT = (
     "where {name} runs with a GPU, leave this part out when estimating; MEMPLAN_DEBUG=1 shows the "
     "traceback"
 )
-DOWNLOADS = "run it once by itself so that what it downloads is cached, or pass --allow-network"
+DOWNLOADS = (
+    "run it once by itself if it keeps what it downloads; --allow-network lets it download here"
+)
 _OFFLINE = re.compile(
     r"offline mode|couldn't connect to 'http|LocalEntryNotFoundError|outgoing traffic has been",
     re.I,
