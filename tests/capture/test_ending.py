@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from memplan.capture import steps as steps_module
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.script import capture_script
@@ -208,18 +210,119 @@ for step in range(1000):
     assert not trace.meta.assumptions
 
 
-def test_many_micro_batches_are_not_all_run(tmp_path: Path) -> None:
+ACCUMULATING = """
+for step in range(50):
+    for micro in range(20):
+        loss = forward(torch.randn(4, 512))
+        loss.backward()
+    {clip}
+    optimizer.step()
+    optimizer.zero_grad(set_to_none={to_none})
+"""
+
+
+def test_a_long_step_need_not_be_run_a_third_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = ACCUMULATING.format(clip="", to_none=True)
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+    monkeypatch.setattr(steps_module, "_LONG_STEP", 50)
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 2
+    assert trace.meta.steady_steps == [1, 2]
+    backward = trace.ops.phase == Phase.BACKWARD
+    assert (backward & (trace.ops.step == 0)).sum() == (backward & (trace.ops.step == 1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("clip", "to_none", "steps"),
+    [
+        ("", False, 3),  # gradients are added to from the first micro-batch of the second step on
+        ("kept = torch.zeros(step + 1, 512).cuda()", True, 16),
+        ("forward(torch.randn(4 + 4 * (step == 1), 512))", True, 4),
+    ],
+)
+def test_a_long_step_that_is_not_like_the_first_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: str, to_none: bool, steps: int
+) -> None:
+    monkeypatch.setattr(steps_module, "_LONG_STEP", 50)
+    body = ACCUMULATING.format(clip=clip, to_none=to_none)
+    assert run(tmp_path, body).meta.optimizer_steps == steps
+
+
+def test_forwards_without_a_backward_between_them_end_nothing(tmp_path: Path) -> None:
+    """As a pipeline's warm-up: memory climbs until the first backward."""
     body = """
 for step in range(50):
-    for micro in range(64):
-        forward(torch.randn(4, 512)).backward()
+    losses = []
+    for micro in range(24):
+        losses.append(forward(torch.randn(4, 512)))
+        if micro >= 20:
+            losses.pop(0).backward()
+    while losses:
+        losses.pop(0).backward()
     optimizer.step()
     optimizer.zero_grad()
 """
     trace = run(tmp_path, body)
-    assert trace.meta.optimizer_steps == 1
-    assert "micro-batches of 64 a step" in trace.meta.stop_reason
-    assert (trace.events.phase[trace.events.step == 1] == Phase.BACKWARD).any()
+    assert trace.meta.optimizer_steps == 3
+    forwards = (trace.ops.phase == Phase.FORWARD) & (trace.ops.step == 1)
+    names = np.array(trace.strings)[trace.ops.name[forwards]]
+    assert (names == "aten.addmm.default").sum() == 24
+
+
+AUGMENTED = """
+class Images(torch.utils.data.Dataset):
+    augment = nn.Sequential(nn.Flatten(0), nn.Dropout(0.5))
+    def __len__(self):
+        return 640
+    def __getitem__(self, number):
+        return (self.augment(torch.rand(512)),)
+"""
+
+
+def test_what_transforms_data_is_no_model(tmp_path: Path) -> None:
+    """Neither for the steps nor, once enough was seen, for the evaluation that follows."""
+    body = AUGMENTED + EPOCHS.replace("TensorDataset(torch.randn(4096, 512))", "Images()").replace(
+        "batch_size=1024", "batch_size=320"
+    )
+    body = body.replace("in loader:", "in DataLoader(Images(), batch_size=64):")
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps == 4
+    evaluated = trace.events.phase == Phase.EVALUATION
+    assert trace.events.bytes[evaluated].max() == 320 * 512 * 4
+
+
+def test_processes_forked_while_loaders_run_dry_are_on_their_own(tmp_path: Path) -> None:
+    """What a worker reads does not run dry with what the script reads."""
+    read = "assert sum(1 for _ in DataLoader(range(40), batch_size=4)) == 10\n        return ("
+    body = AUGMENTED.replace("return (", read) + EPOCHS.replace(
+        "DataLoader(TensorDataset(torch.randn(4096, 512)), batch_size=1024)",
+        "DataLoader(Images(), batch_size=320, num_workers=1)",
+    )
+    trace = run(tmp_path, body)
+    assert (trace.events.bytes == 320 * 512 * 4).any(), "the evaluation was reached"
+    assert not trace.meta.assumptions
+
+
+def test_an_optimizer_that_has_yet_to_step_is_waited_for(tmp_path: Path) -> None:
+    """The generator of a GAN that is trained now and then."""
+    body = """
+other = nn.Linear(512, 1024, device="cuda")
+second = torch.optim.Adam(other.parameters())
+for step in range(1000):
+    forward(torch.ones(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % {every} == {every} - 1:
+        other(torch.ones(1024, 512, device="cuda")).sum().backward()
+        second.step()
+        second.zero_grad()
+"""
+    trace = run(tmp_path, body.format(every=6))
+    assert trace.meta.optimizer_steps == 15 and not trace.meta.assumptions
+    trace = run(tmp_path, body.format(every=100))
+    assert [item.kind for item in trace.meta.assumptions] == ["optimizer"]
 
 
 def test_checkpointed_blocks_are_no_micro_batches(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ class Context:
         self.in_function = 0
         """Inside the forward of a `torch.autograd.Function` that is part of a graph: gradients are
         off there, and yet it is the job's forward."""
-        self.forward_seen = False
+        self._forward_seen = False
+        """A module has asked for something of the device: not one that transforms data."""
         self._stack: list[int] = []
         self._call = -1
         self._calls = 0
@@ -66,7 +67,6 @@ class Context:
             self._call = self._calls
             self._calls += 1
         self._stack.append(self.builder.intern(name))
-        self.forward_seen = True
 
     def leave_module(self) -> None:
         """The module's `__call__` ended, by whatever way."""
@@ -114,9 +114,10 @@ class Context:
         builder.module = self._stack[-1] if self._stack else 0
         builder.source = self._source(frame)
         builder.call = self._call
+        self._forward_seen = self._forward_seen or bool(self._stack)
         if self.in_optimizer and not (self._stack and torch.is_grad_enabled()):
             builder.phase = Phase.OPTIMIZER  # else: the model, run again by a closure
-        elif not self.forward_seen:
+        elif not self._forward_seen:
             builder.phase = Phase.SETUP
         elif torch.is_grad_enabled() or self.in_function:
             builder.phase = Phase.FORWARD

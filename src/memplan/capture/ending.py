@@ -80,8 +80,8 @@ class Ending:
         self._patience = Patience(_SECONDS_AFTER)
         self.mode.on_real_op = self._watch_time
 
-    def before_module(self, *, training: bool) -> None:
-        """A root module is about to run."""
+    def model_runs(self, *, training: bool) -> None:
+        """One that no other module called, which asks for memory of the device or has some."""
         if not self.draining:
             return
         if not training:

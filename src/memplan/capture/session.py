@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch
+from torch.utils.data import dataloader
 
 import memplan
 from memplan.capture import (
@@ -51,6 +52,14 @@ from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
 aten = torch.ops.aten
+
+_FOLLOWED = {
+    (torch.nn.Module, "__call__"),
+    (threading.Thread, "run"),
+    (dataloader._BaseDataLoaderIter, "__next__"),
+    (torch.autograd, "_engine_run_backward"),
+}
+"""What is patched to see where the job is, and to end it."""
 
 _active: CaptureSession | None = None
 
@@ -101,13 +110,14 @@ class CaptureSession:
         if options.place is not None:
             check_place(options.place)
         self._stack = ExitStack()
+        self._patches = Patches()
 
     def __enter__(self) -> CaptureSession:
         global _active
         if _active is not None:
             raise RuntimeError("a capture is already running in this process")
         with ExitStack() as stack:
-            patches = Patches()
+            patches = self._patches
             stack.callback(patches.undo)
             packages.make_torchvision_importable()
             watcher = ImportWatcher(packages.adapters(patches, self.ending))
@@ -168,15 +178,28 @@ class CaptureSession:
             if not context.in_module:
                 if asked:
                     cards.tell_of(module, self.mode.device_type)
-                self.ending.before_module(training=torch.is_grad_enabled())
-                if torch.is_grad_enabled():
-                    self.steps.before_forward()
-                self._name_parameters(module)
+                return root_call(module, args, kwargs)
             context.enter_module(module)
             try:
                 return module_call(module, *args, **kwargs)
             finally:
                 context.leave_module()
+
+        def root_call(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            # A model has memory on the device, or asks for some. A transform of data does neither.
+            model = self._name_parameters(module)
+            builder = self.mode.recorder.builder
+            begun, newest = len(builder), builder.newest_storage
+            if model:
+                self._model_runs(begun)
+            context.enter_module(module)
+            try:
+                result = module_call(module, *args, **kwargs)
+            finally:
+                context.leave_module()
+            if not model and builder.newest_storage > newest:
+                self._model_runs(begun)
+            return result
 
         def run(thread: threading.Thread) -> None:
             try:
@@ -210,9 +233,20 @@ class CaptureSession:
         self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
         return memory
 
-    def _name_parameters(self, root: torch.nn.Module) -> None:
+    def _model_runs(self, begun: int) -> None:
+        """One that no other module called, since event `begun`."""
+        training = torch.is_grad_enabled()
+        if training:
+            self.steps.forward(begun)
+        self.ending.model_runs(training=training)
+
+    def _name_parameters(self, root: torch.nn.Module) -> bool:
+        """Whether any is on the device."""
+        there = False
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self.mode.role_of(tensor, Role.PARAMETER, name)
+            there = there or tensor.device.type == self.mode.device_type
+        return there
 
     def new_tensor(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor for a checkpoint read back: its data were never written."""
@@ -237,6 +271,15 @@ class CaptureSession:
         mode.recorder.restart()
         mode.host.restart()
 
+    def leave(self) -> None:
+        """In a forked child: the job is followed no more. What CUDA answers stays as it is."""
+        while _python_dispatch._get_current_dispatch_mode_stack():
+            _python_dispatch._pop_mode()
+        self.steps.__exit__()
+        for owner, name, before in self._patches.originals():
+            if (owner, name) in _FOLLOWED:
+                setattr(owner, name, before)
+
     def _settings_in_force(self) -> str:
         """Allocator settings of the environment and of the script, in PyTorch's order: of a key
         that both set the script's counts."""
@@ -259,6 +302,7 @@ class CaptureSession:
             alloc_conf=self._alloc_conf or self._settings_in_force(),
             optimizer_steps=self.steps.completed,
             stop_reason=self.steps.stop_reason or "the job ended by itself",
+            steady_steps=list(self.steps.repeats or ()),
             assumptions=self.mode.assumptions.listed(),
             kernels=[
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
@@ -283,8 +327,7 @@ def _deactivate() -> None:
 def _leave_in_child() -> None:
     """A forked worker prepares real data: it has no business with the fake device."""
     if _active is not None:
-        while _python_dispatch._get_current_dispatch_mode_stack():
-            _python_dispatch._pop_mode()
+        _active.leave()
         other_processes.refuse_in_fork(report_device)
 
 

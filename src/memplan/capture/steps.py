@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import optimizer as optim_module
 
+from memplan.capture.patching import Patches
 from memplan.capture.patience import Patience
 from memplan.types.trace import Role
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
 
 DEFAULT_MAX_STEPS = 16
-_MANY_MICRO_BATCHES = 16
-_MICRO_BATCHES_SEEN = 4
+_LONG_STEP = 20_000
+"""Events of a step that need not be run a third time, if the second is like the first."""
 _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps than that must do."""
 _STATE_STEPS = 2
@@ -34,7 +36,10 @@ class StepWatcher:
 
     A step is everything between the ends of two calls of the first optimizer that stepped. It is
     steady when it asked for the same bytes on the same streams in the same order as the one before,
-    or the last few did as the few before them: another optimizer may step every other time.
+    or the last few did as the few before them: another optimizer may step every other time. The
+    first makes the optimizer's state and is like no other, so that takes three; of a long one (many
+    micro-batches) the second will do, where its passes asked for what those of the first did and it
+    left as much alive.
     """
 
     def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending | None) -> None:
@@ -46,14 +51,20 @@ class StepWatcher:
         self.steady = False
         self.stop_reason = ""
         self._patience = Patience(_PATIENCE_SECONDS)
-        self._forwards: list[int] = []
-        self._forwards_in_a_step = 0
+        self._patches = Patches()
+        self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """How often each has stepped, also inside another that wraps it."""
         self._first: int | None = None
         self._start = 0
+        self._passes: tuple[int, int] | None = None
+        """Of the step that runs: the events of its forward and backward passes, as far as known."""
+        self._earlier_passes: tuple[int, int] | None = None
+        self._last_round: tuple[int, int] | None = None
         self._history: deque[tuple[bytes, int]] = deque(maxlen=2 * _LONGEST_ROUND + 1)
         """Of the last steps: a digest of the requests, and the bytes alive at the end."""
         self._round = 0
-        """The steps that repeat the same number of steps before them; 0 while there are none."""
+        """The last so many steps repeat what came before them; 0 while they do not."""
         self._kept = 0
         self._grew_in = 0
         self._handles: list[Any] = []
@@ -63,13 +74,25 @@ class StepWatcher:
             optim_module.register_optimizer_step_pre_hook(self._before),
             optim_module.register_optimizer_step_post_hook(self._after),
         ]
+        real_init: Any = torch.optim.Optimizer.__init__
+
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            real_init(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        self._patches.set(torch.optim.Optimizer, "__init__", init)
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._patches.undo()
         for handle in self._handles:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+        outermost = self.mode.context.in_optimizer == 0
+        if outermost and self._passes is not None and self._first in (None, id(optimizer)):
+            self.mode.recorder.flush()
+            self._passes = self._passes[0], len(self.mode.recorder.builder)
         self.mode.context.in_optimizer += 1
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
@@ -78,6 +101,7 @@ class StepWatcher:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
         self.mode.context.in_optimizer -= 1
+        self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         kept = 0
         for state in optimizer.state.values():
             for tensor in _tensors(state):
@@ -92,48 +116,28 @@ class StepWatcher:
         if id(optimizer) == self._first:
             self._complete()
 
-    def before_forward(self) -> None:
-        """A root module is about to run with gradients: perhaps the next of many micro-batches.
-
-        Where a step accumulates very many, the second is not run to its end: the first step's
-        update made the optimizer's state, and micro-batches that repeat show nothing new.
-        """
-        if self.ending is None or self.enough or self.max_steps is not None:
-            return
-        if self.mode.context.in_optimizer:  # a closure: an evaluation, not a micro-batch
-            return
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed block, run again in backward
-            return
-        self.mode.recorder.flush()
-        self._forwards.append(len(self.mode.recorder.builder))
-        if self.completed != 1 or self._forwards_in_a_step < _MANY_MICRO_BATCHES:
-            return
-        if len(self._forwards) < _MICRO_BATCHES_SEEN:
-            return
-        first, second, third = self._forwards[-3:]
-        builder = self.mode.recorder.builder
-        if builder.requests(first, second) == builder.requests(second, third):
-            self.enough = True
-            self.stop_reason = (
-                f"stopped in step 1 (the second): micro-batches of {self._forwards_in_a_step} "
-                "a step asked for the same memory again and again"
-            )
-            self.ending.begin(at_once=False)
+    def forward(self, begun: int) -> None:
+        """A model runs with gradients since event `begun`."""
+        if self._passes is None and not self.mode.context.in_optimizer:
+            self._passes = begun, begun
 
     def _complete(self) -> None:
         recorder = self.mode.recorder
         recorder.flush()
         self.completed += 1
-        self._forwards_in_a_step = len(self._forwards)
-        self._forwards.clear()
         recorder.builder.step = self.completed
         self.mode.answers.new_step()
         end = len(recorder.builder)
         requests = recorder.builder.requests(self._start, end)
-        self._start = end
         self._history.append((blake2b(requests).digest(), recorder.live_bytes))
         self._round = self._steps_that_repeat()
-        self.steady = self._round > 0
+        self.steady = self._round > 0 and (
+            self.completed > _STATE_STEPS or end - self._start >= _LONG_STEP or self._patience.over
+        )
+        if self._round and not self.enough:
+            self._last_round = self.completed - self._round, self.completed
+        self._start = end
+        self._earlier_passes, self._passes = self._passes, None
         if self.ending is None:
             self.mode.answers.finishing = self.steady or self._out_of_patience()
             return
@@ -145,12 +149,45 @@ class StepWatcher:
 
     def _steps_that_repeat(self) -> int:
         """More than one where a loop has a second optimizer that steps less often."""
+        if self.completed == _STATE_STEPS:
+            return int(self._second_is_like_the_first())
         seen = [digest for digest, _ in self._history]
         for count in range(1, _LONGEST_ROUND + 1):
             first = self.completed - 2 * count  # the very first step is like no other
             if first > 0 and seen[-count:] == seen[-2 * count : -count]:
                 return count
         return 0
+
+    def _second_is_like_the_first(self) -> bool:
+        """Whether the passes of the second step allocated what those of the first did, but for what
+        was made there to last (gradients that are zeroed in place, a gradient scaler's tensors,
+        library workspaces), and whether as much was alive in the end."""
+        (_, before), (_, after) = self._history
+        first, second = self._earlier_passes, self._passes
+        if first is None or second is None or before != after:
+            return False
+        builder = self.mode.recorder.builder
+        return builder.allocations(*second) == builder.allocations(*first, gone_by=len(builder))
+
+    def _waiting(self) -> int:
+        """Parameters on the device of optimizers that have not stepped twice: the first step makes
+        the state, beside which the second is taken. Those that another one updates do not count."""
+        late = [one for one in self._made if self._stepped.get(one, 0) < _STATE_STEPS]
+        if not late:
+            return 0
+        updated = {
+            id(parameter)
+            for one, times in self._stepped.items()
+            if times >= _STATE_STEPS
+            for parameter in _parameters(one)
+        }
+        return sum(
+            parameter.requires_grad
+            and parameter.device.type == self.mode.device_type
+            and id(parameter) not in updated
+            for one in late
+            for parameter in _parameters(one)
+        )
 
     def _growth(self) -> int:
         """Bytes that the last round of steps kept, of each step."""
@@ -163,7 +200,23 @@ class StepWatcher:
             if self.completed < self.max_steps:
                 return False
             self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
-        elif self.steady and (self._on_default_stream() or self._out_of_patience()):
+        elif self._out_of_patience() or (
+            self.steady and self._on_default_stream() and not self._waiting()
+        ):
+            self._say_why()
+        else:
+            return False
+        return True
+
+    def _say_why(self) -> None:
+        waiting = self._waiting()
+        if waiting:
+            self.mode.assumptions.add(
+                "optimizer",
+                f"an optimizer of {waiting} parameters did not step twice in the first "
+                f"{self.completed} steps; a step that it takes later may need more: --steps N",
+            )
+        if self.steady:
             count, growth = self._round, self._growth()
             alike = (
                 "last asked for the same memory as the step before"
@@ -181,18 +234,22 @@ class StepWatcher:
                     f"in a list?); the peak is that of {self.completed} steps, and a longer run "
                     "needs more: --steps N",
                 )
-        elif self._out_of_patience():
+        else:
             self.stop_reason = (
-                f"stopped after {self.completed} optimizer steps, none of which repeated the last"
+                f"stopped after {self.completed} optimizer steps, the last unlike those before"
             )
             self.mode.assumptions.add(
                 "steady-step",
-                f"no two consecutive steps of the first {self.completed} were alike (batches of "
-                "different shapes?); a later step may need more: raise --steps to see more",
+                f"the last of the first {self.completed} steps was not like those before it "
+                "(batches of different shapes?); a later step may need more: raise --steps to see "
+                "more",
             )
-        else:
-            return False
-        return True
+
+    @property
+    def repeats(self) -> tuple[int, int] | None:
+        """First and one past the last of the steps that a longer run is taken to repeat; None where
+        none are known, or the job ended by itself."""
+        return self._last_round if self.enough or self.ending is None else None
 
     def _on_default_stream(self) -> bool:
         """Whether this is the job proper: the steps before a CUDA graph is captured, three and

@@ -15,12 +15,12 @@ from memplan.estimate.curve import thin
 from memplan.estimate.host import host_memory
 from memplan.estimate.interval import Interval, find_interval
 from memplan.estimate.width import why_wide
-from memplan.simulate import AllocatorSettings
+from memplan.simulate import AllocatorSettings, Settled, settled
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.device_corrections import MEASURED_HERE
 from memplan.types.errors import UsageError
 from memplan.types.estimate import Estimate, GpuInfo
-from memplan.types.trace import Trace
+from memplan.types.trace import Assumption, Trace
 
 
 def estimate(
@@ -46,9 +46,10 @@ def estimate(
     card = profile or _seen_card(trace)
     communication = communication_bytes(trace.meta.communicators, card.capability)
     part = _part(_with_communicators(card, communication), trace.meta.card_processes)
-    interval = find_interval(trace, settings, part, limited=profile is not None)
+    steady = settled(trace, settings)
+    interval = find_interval(steady.trace, settings, part, limited=profile is not None)
     timeline = interval.expected.timeline
-    contents = Contents(trace, timeline, peak_event(timeline))
+    contents = Contents(steady.trace, timeline, peak_event(timeline))
     low, peak, high = interval.peak
     missing = _missing_bytes(interval, settings, part) * trace.meta.card_processes
     fits = None if profile is None else missing == 0
@@ -79,15 +80,16 @@ def estimate(
         gathered_parameter_bytes=contents.gathered_bytes(),
         peak=contents.point(),
         largest=contents.largest(),
-        assumptions=list(meta.assumptions),
+        assumptions=[*meta.assumptions, *_unsettled(steady)],
         kernels=list(meta.kernels),
-        curve=thin(trace, timeline),
+        curve=thin(steady.trace, timeline),
         steps=meta.optimizer_steps,
         stop_reason=meta.stop_reason,
         method=meta.method,
         alloc_conf=meta.alloc_conf,
         num_alloc_retries=timeline.num_alloc_retries,
         events=len(trace),
+        repeated_steps=steady.rounds * steady.steps,
         host_peak_bytes=None if host is None else host.peak,
         host_low_bytes=None if host is None else host.low,
         host_high_bytes=None if host is None else host.high,
@@ -103,9 +105,23 @@ def estimate(
             *_notes(interval, profile, card),
             *communication_notes(meta.communicators, card.capability),
             *why_wide(trace, interval),
+            *_repetitions(steady),
             *meta.notes,
         ],
     )
+
+
+def _unsettled(steady: Settled) -> list[Assumption]:
+    return [Assumption("steady-state", steady.unsettled)] if steady.unsettled else []
+
+
+def _repetitions(steady: Settled) -> list[str]:
+    if not steady.rounds:
+        return []
+    return [
+        f"the allocator was simulated for {steady.rounds * steady.steps} steps more than were "
+        "captured, like the last of these, because what it reserves grew until then"
+    ]
 
 
 def _seen_card(trace: Trace) -> DeviceProfile:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan.report.memory_viz_frames import Frame, FrameWriter
-from memplan.simulate import AllocatorSettings, Timeline, simulate
+from memplan.simulate import AllocatorSettings, Timeline, settled, simulate
 from memplan.simulate.replay import with_start
 from memplan.types.collection import paused_collection
 from memplan.types.errors import UsageError
@@ -69,7 +69,7 @@ def memory_viz_snapshot(
         )
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
-    trace = with_start(trace, settings, device=device)
+    trace = settled(with_start(trace, settings, device=device), settings).trace
     walk = _Walk(trace, simulate(trace, settings, device=device))
     walk.run()
     return {

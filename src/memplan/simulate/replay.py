@@ -11,6 +11,7 @@ import numpy as np
 
 from memplan.simulate.compare import compare_segments
 from memplan.simulate.settings import AllocatorSettings
+from memplan.simulate.settle import settled
 from memplan.simulate.simulator import simulate
 from memplan.simulate.start_state import infer_start
 from memplan.simulate.timeline import Timeline
@@ -38,6 +39,8 @@ class ReplayReport(TypedDict):
     oom_event: int | None
     fits: bool | None
     events: int
+    repeated_steps: int
+    """Steps of a captured job that were replayed once more, until the reserved peak settled."""
     seconds: float
     """Time of the replay itself, without reading the file."""
 
@@ -65,11 +68,15 @@ def replay_report(
     Raises: as `simulate`.
     """
     started = with_start(trace, settings, device=device)
+    inferred = started is not trace
+    if settings is None:
+        settings = AllocatorSettings.parse(trace.meta.alloc_conf)
+    steady = settled(started, settings)
+    started = steady.trace
     begin = time.perf_counter()
     timeline = simulate(started, settings, capacity_bytes=capacity_bytes, device=device)
     seconds = time.perf_counter() - begin
     comparison = compare_segments(started, timeline)
-    inferred = started is not trace
     return {
         "allocated_peak_bytes": timeline.allocated_peak_bytes,
         "reserved_peak_bytes": grown_peak(timeline) if inferred else timeline.reserved_peak_bytes,
@@ -84,6 +91,7 @@ def replay_report(
         "oom_event": timeline.oom_event,
         "fits": timeline.fits,
         "events": len(trace),
+        "repeated_steps": steady.rounds * steady.steps,
         "seconds": seconds,
     }
 

@@ -170,6 +170,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     num_alloc_retries: int
     """Times the allocator had to give cached segments back to go on, on this card."""
     events: int
+    """Of the capture."""
+    repeated_steps: int = 0
+    """Steps that were simulated beyond those captured, like the steady ones of these; `peak` and
+    `curve` count their events too."""
     card_processes: int = 1
     """Processes of the job that share the card; `fits`, `spare_bytes` and `missing_bytes` count
     them all, every other figure is of one."""

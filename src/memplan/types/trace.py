@@ -207,6 +207,9 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """Allocator settings in force, in the syntax of `PYTORCH_ALLOC_CONF`."""
     optimizer_steps: int = 0
     stop_reason: str = ""
+    steady_steps: list[int] = []
+    """First and one past the last of the steps that the rest of the job is taken to repeat; empty
+    where none are known, or the job ended by itself."""
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None
