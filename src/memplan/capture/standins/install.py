@@ -193,14 +193,15 @@ def _place(path: str, error: BaseException) -> str:
 def _follow_functions(patches: Patches, mode: CaptureMode) -> None:
     """The forward of a `torch.autograd.Function` runs without gradients, in the job's forward."""
     context = mode.context
-    apply: Any = torch.autograd.Function.__dict__["apply"].__func__
+    apply: Any = vars(torch.autograd.Function)["apply"]  # of Python, or native since 2.15
 
     def follow(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = apply.__get__(None, cls)
         if not torch.is_grad_enabled():
-            return apply(cls, *args, **kwargs)
+            return call(*args, **kwargs)
         context.in_function += 1
         try:
-            return apply(cls, *args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             context.in_function -= 1
 
