@@ -41,16 +41,18 @@ class Pipelines:
 
         def adapt(module: ModuleType) -> None:
             stage = module.PipelineStage
-            forward, backward = stage._warmup_forward_vote, stage._warmup_backward_result
-            patches.set(stage, "_warmup_forward_vote", self._vote(module, forward))
-            patches.set(stage, "_warmup_backward_result", self._result(backward))
+            if (forward := getattr(stage, "_warmup_forward_vote", None)) is not None:
+                patches.set(stage, "_warmup_forward_vote", self._vote(module, forward))
+                result = self._result(stage._warmup_backward_result)
+                patches.set(stage, "_warmup_backward_result", result)
             patches.set(stage, "_recv_meta", self._receiver(module))
             patches.set(stage, "_send_meta", self._sender())
             patches.set(module._PipelineStage, "_move_submod_to_device", _move)
 
         watcher.add(_MODULE, adapt)
 
-    # Whether shapes are exchanged at all: every rank is taken to vote as this one
+    # Whether shapes are exchanged at all: every rank is taken to vote as this one. Before PyTorch
+    # 2.15 the votes travel from stage to stage; since then a collective takes the least of them
 
     def _vote(self, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
         def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
