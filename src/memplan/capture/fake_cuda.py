@@ -2,10 +2,10 @@
 
 Fake tensors on `cuda` need two things that a machine without a GPU lacks: a device guard for CUDA
 (a build without CUDA registers none), and an accelerator that the autograd engine accepts. Both are
-put in place here, through private interfaces of PyTorch, and taken out again. Nothing else of
-memplan touches these interfaces; `self_test` proves them on the installed PyTorch by one real
-forward and backward, and `capture` falls back to CPU-only tracing, with wider intervals, when it
-fails.
+put in place here, through private interfaces of PyTorch, and taken out again, as is what times a
+real device in DistributedDataParallel. Nothing else of memplan touches these interfaces;
+`self_test` proves them on the installed PyTorch by one real forward and backward, and `capture`
+falls back to CPU-only tracing, with wider intervals, when it fails.
 
 Hazard: the objects handed to C++ must live as long as the process, so they are kept in module
 globals and made at most once each.
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 _CUDA = 1
 _PRIVATEUSE1 = 20
 _REGISTRY_SIZE = 22
+_NO_DEVICE = 127
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
+_TIMERS = "_ZN4c10d13TimerRegistryEv"
 
 # Layout of the hooks' vtable: two words before the address point (offset to top, type info), two
 # destructors, then isBuilt, isAvailable and hasPrimaryContext.
@@ -166,6 +168,41 @@ def _patched_vtable(original: int) -> int:
     return ctypes.addressof(copy) + _WORDS_BEFORE * word
 
 
+def _timer_keys() -> Iterator[ctypes.c_int8]:
+    """The kinds of devices for which DistributedDataParallel has timers, where they are stored.
+
+    The registry begins with a hash table of libstdc++: buckets, their number, the first node, the
+    number of nodes. A node holds the next one's address and, behind it, the key.
+    """
+    try:
+        get_registry = getattr(_libraries()[1], _TIMERS)
+    except AttributeError:  # built without torch.distributed
+        return
+    get_registry.restype = ctypes.c_void_p
+    _, _, node, count = (ctypes.c_size_t * 4).from_address(get_registry())
+    if count > _REGISTRY_SIZE:
+        raise RuntimeError("this PyTorch keeps its timers of devices otherwise")
+    for _ in range(count):
+        yield ctypes.c_int8.from_address(node + ctypes.sizeof(ctypes.c_void_p))
+        node = ctypes.c_size_t.from_address(node).value
+
+
+@contextmanager
+def _no_cuda_timer() -> Iterator[None]:
+    """While entered, DistributedDataParallel does not time its device, as in a build without CUDA.
+
+    The timer of a build with CUDA records real events, for which there is no driver here.
+    """
+    keys = [] if torch.version.cuda is None else [k for k in _timer_keys() if k.value == _CUDA]
+    for key in keys:
+        key.value = _NO_DEVICE
+    try:
+        yield
+    finally:
+        for key in keys:
+            key.value = _CUDA
+
+
 @contextmanager
 def fake_cuda_device() -> Iterator[None]:
     """While entered, C++ finds one CUDA device. Not reentrant.
@@ -180,7 +217,8 @@ def fake_cuda_device() -> Iterator[None]:
     registry[_CUDA] = guard
     hooks[0] = vtable
     try:
-        yield
+        with _no_cuda_timer():
+            yield
     finally:
         registry[_CUDA] = guard_before
         hooks[0] = vtable_before
