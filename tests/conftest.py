@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Before torch is imported, here and in every process a test starts: tensors that are computed here
 # are tiny, and threads that wait for each other on shared cores take most of the time.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Likewise: oneDNN's kernels for newer processors (AVX-512, AMX) ask PyTorch for scratch, others do
+# not. Real runs, which captures are compared with, ask for the same on every machine.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 
 
 @pytest.fixture(scope="session")
