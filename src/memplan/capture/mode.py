@@ -103,6 +103,9 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         """Told of each operator that is recorded, by its row."""
         self.on_real_op: Callable[[], None] | None = None
         """Told of each operator that is about to run for real."""
+        self.on_foreign_op: Callable[[], None] | None = None
+        """Told of operators whose effect is not in the trace alone: those between processes, those
+        that write to real tensors and those whose result hangs on a real tensor's values."""
         self.everything = False
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.kernels: Counter[tuple[str, str, str]] = Counter()
@@ -161,6 +164,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         if not ours:
             if self.on_real_op is not None:
                 self.on_real_op()
+            if self.on_foreign_op is not None and _looks_or_writes(func):
+                self.on_foreign_op()
             if kwargs.get("pin_memory"):  # pinning needs a driver
                 result = func(*args, **{**kwargs, "pin_memory": None})
                 self.host.pin(result)
@@ -177,6 +182,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         recorder = self.recorder
         if recorder.finished:
             raise EnoughSeen
+        if self.on_foreign_op is not None:
+            self.on_foreign_op()
         recorder.flush()
         self.caller = _caller()
         stream_before = recorder.stream
@@ -381,6 +388,15 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         if result is NotImplemented:
             raise self.cannot(func, why) from error
         return result
+
+
+def _looks_or_writes(func: Any) -> bool:
+    tags = func.tags
+    return bool(
+        func._schema.is_mutable
+        or torch.Tag.data_dependent_output in tags
+        or torch.Tag.dynamic_output_shape in tags
+    )
 
 
 def _caller() -> FrameType | None:

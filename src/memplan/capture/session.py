@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
+from memplan.capture.repeats import Repeats
 from memplan.capture.sandbox import report_device
 from memplan.capture.standins.install import StandIns
 from memplan.capture.steps import StepWatcher
@@ -94,6 +96,7 @@ class CaptureSession:
         )
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
+        self.repeats = Repeats(self.mode)
         self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         if test is not None and test.too_late:
@@ -194,7 +197,11 @@ class CaptureSession:
                 self._model_runs(begun)
             context.enter_module(module)
             try:
-                result = module_call(module, *args, **kwargs)
+                if model and self._may_repeat():
+                    run = partial(module_call, module, *args, **kwargs)
+                    result = self.repeats.call(module, args, kwargs, run)
+                else:
+                    result = module_call(module, *args, **kwargs)
             finally:
                 context.leave_module()
             if not model and builder.newest_storage > newest:
@@ -238,7 +245,16 @@ class CaptureSession:
         training = torch.is_grad_enabled()
         if training:
             self.steps.forward(begun)
+            self.repeats.over()
         self.ending.model_runs(training=training)
+
+    def _may_repeat(self) -> bool:
+        """Whether what runs may be an evaluation or a sampler that is not run in full: outside the
+        steps that are compared, planned and timed, and where nobody said what is to be run."""
+        if torch.is_grad_enabled() or self.mode.context.in_optimizer:
+            return False
+        outside = self.steps.completed == 0 or self.ending.draining
+        return outside and self.steps.ending is not None and self.options.steps is None
 
     def _name_parameters(self, root: torch.nn.Module) -> bool:
         """Whether any is on the device."""
@@ -308,7 +324,12 @@ class CaptureSession:
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
                 for (op, kernel, reason), count in self.mode.kernels.most_common()
             ],
-            notes=[*self.notes, *self.stand_ins.notes(), *self.steps.notes()],
+            notes=[
+                *self.notes,
+                *self.stand_ins.notes(),
+                *self.steps.notes(),
+                *self.repeats.notes(),
+            ],
             capture_peak_bytes=capture_peak_bytes(),
             host=self.mode.host.capture(place.local_world_size if place is not None else 1),
             communicators=others.communicators() if others is not None else [],

@@ -43,9 +43,15 @@ class Values:
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
+        self.looked_at = 0
+        """How often somebody asked for the values of a tensor."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real CPU tensor with the fake tensor's values (sharing its known storage), or None."""
+        self.looked_at += 1
+        return self._of(tensor)
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         real = getattr(tensor.untyped_storage(), _VALUE, None)
         if real is None:
             return None
@@ -69,13 +75,13 @@ class Values:
             setattr(storage, _VALUE, value.untyped_storage())
             return
         setattr(storage, _VALUE, torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage())
-        view = self.of(tensor)
+        view = self._of(tensor)
         assert view is not None
         view.copy_(value)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A fake tensor, perhaps a view, got the values of a real one of its shape and dtype."""
-        known = self.of(tensor)
+        known = self._of(tensor)
         if known is not None:
             known.copy_(value)
         elif small_enough(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -117,7 +123,7 @@ class Values:
                 return None
         values: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            value = self.of(tensor) if small_enough(tensor) else None
+            value = self._of(tensor) if small_enough(tensor) else None
             if value is None:
                 return None
             values[id(tensor)] = value

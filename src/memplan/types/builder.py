@@ -269,6 +269,24 @@ class TraceBuilder:
             counts &= np.isin(columns["storage"], storage[kind == EventKind.FREE])
         return b"".join(columns[name][counts].tobytes() for name in ("bytes", "stream", "device"))
 
+    @property
+    def ops(self) -> int:
+        """Operators so far."""
+        return len(self._ops["name"])
+
+    def only_made_new(self, start: int, op: int, newest: int) -> bool:
+        """Whether all that happened since event `start` and operator `op` was to allocate storages
+        newer than `newest`, to write these and to let go of some."""
+        kind = np.array(self._events["kind"][start:])
+        storage = np.array(self._events["storage"][start:], np.int64)
+        first = self._ops["writes_start"][op] if op < self.ops else len(self._ops["writes"])
+        written = np.array(self._ops["writes"][first:], np.int64)
+        return bool(
+            np.all((kind == EventKind.ALLOC) | (kind == EventKind.FREE))
+            and np.all(storage > newest)
+            and np.all((written < 0) | (written > newest))
+        )
+
     def build(self, meta: TraceMeta) -> Trace:
         """The finished trace. The builder can go on; columns are copied."""
         ops = {name: _column(column) for name, column in self._ops.items()}
