@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer as optim_module
-from torch.utils import _foreach_utils
 
 from memplan.types.trace import EventKind, Phase, Role
 from tests.capture.jobs import assumed, operators, record, sizes
@@ -96,12 +93,6 @@ def test_clipping_is_multi_tensor() -> None:
     found = operators(record(training(optim.AdamW, clip=True)))
     assert found["_foreach_norm"] == 3
     assert found["linalg_vector_norm"] == 3  # of the norms
-
-
-def test_the_lists_of_plain_types_are_put_back() -> None:
-    record(training(optim.AdamW), steps=1)
-    assert FakeTensor not in optim_module._foreach_supported_types
-    assert FakeTensor not in _foreach_utils._foreach_supported_types
 
 
 def test_factored_states() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.capture.options import CaptureOptions
@@ -33,9 +32,10 @@ PATCHED = [
     (torch.utils, "swap_tensors"),
     (threading.Thread, "run"),
     (torch.version, "cuda"),
-    (FakeTensor, "__iter__"),
-    (FakeTensor, "data"),
-    (FakeTensor, "__deepcopy__"),
+    (torch.Tensor, "data"),
+    (torch.Tensor, "tolist"),
+    (torch.Tensor, "data_ptr"),
+    (torch.Tensor, "as_subclass"),
 ]
 
 

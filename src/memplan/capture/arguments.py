@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+_Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
 _NO_TENSOR = frozenset({type(None), bool, int, float, torch.dtype, torch.device})
 
 
@@ -17,8 +19,11 @@ def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[F
     real = False
     for item in (*args, *kwargs.values()) if kwargs else args:
         kind = type(item)
-        if kind is FakeTensor:
-            fakes.append(item)
+        if kind is _Tensor or kind is _Parameter:
+            if item._fake_device is not None:
+                fakes.append(item)
+            else:
+                real = True
         elif kind in _NO_TENSOR:
             continue
         elif isinstance(item, FakeTensor):  # a parameter of a package's own class

@@ -50,12 +50,19 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         return profile.device_name
 
     context = type("device", (DeviceContext,), {"_api": api, "__module__": "torch.cuda"})
+
+    def device_of(obj: Any) -> Any:
+        return context(obj)
+
+    def device_guard(index: int) -> Any:
+        return context(index)
+
     return {
         "is_available": _constant(True),
         "is_initialized": api.initialized,
         "init": _constant(None),
         "_lazy_init": _constant(None),
-        "_lazy_call": lambda call, **_kwargs: call(),
+        "_lazy_call": lambda callable, **_kwargs: callable(),
         "_is_compiled": _constant(True),
         "device_count": lambda: api.devices,
         "_device_count_nvml": lambda: api.devices,
@@ -64,8 +71,8 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         "_exchange_device": api.set_device,
         "_maybe_exchange_device": api.set_device,
         "device": context,
-        "device_of": context,
-        "_DeviceGuard": context,
+        "device_of": device_of,
+        "_DeviceGuard": device_guard,
         "get_device_name": get_name,
         "get_device_capability": _constant(profile.capability),
         "get_device_properties": api.properties,
@@ -82,20 +89,37 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         "memory_usage": _constant(0),
         "_sleep": _constant(None),
         "is_current_stream_capturing": _constant(False),
+        "check_error": _constant(None),
+        "current_blas_handle": _constant(1),
+        "current_solver_handle": _constant(1),
+        "get_sync_debug_mode": _constant(0),
+        "set_sync_debug_mode": _constant(None),
     }
 
 
 def _streams(api: FakeCuda) -> dict[str, Any]:
+    def current_stream(device: Any = None) -> Any:
+        return api.current
+
+    def default_stream(device: Any = None) -> Any:
+        return api.default
+
+    def synchronize(device: Any = None) -> None:
+        api.mark(EventKind.SYNCHRONIZE, stream=-1)
+
     return {
         "Stream": api.Stream,
-        "ExternalStream": api.Stream,
+        "ExternalStream": api.ExternalStream,
+        "get_stream_from_external": lambda data_ptr, device=None: api.ExternalStream(
+            data_ptr, device
+        ),
         "Event": api.Event,
         "stream": api.stream_context,
         "StreamContext": api.stream_context,
         "set_stream": api.switch,
-        "current_stream": lambda *_args: api.current,
-        "default_stream": lambda *_args: api.default,
-        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "synchronize": synchronize,
     }
 
 
@@ -138,6 +162,11 @@ def _memory(api: FakeCuda) -> dict[str, Any]:
         "reset_max_memory_allocated": reset_peak,
         "reset_max_memory_cached": reset_peak,
         "reset_accumulated_memory_stats": _constant(None),
+        "reset_accumulated_host_memory_stats": _constant(None),
+        "reset_peak_host_memory_stats": _constant(None),
+        "device_memory_used": lambda device=None: (
+            api.profile.total_memory_bytes - api.mem_get_info()[0]
+        ),
         "set_per_process_memory_fraction": api.set_memory_fraction,
         "get_per_process_memory_fraction": lambda *_args, **_kwargs: api.memory_fraction,
         "get_allocator_backend": _constant("native"),

@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+
 from memplan.capture.fast_fake import FastFakeMode
 
 
 class DeviceFakeMode(FastFakeMode):
-    """A fake mode that never asks whether there is a real device, for several threads."""
+    """A fake mode that never asks whether there is a real device, for several threads. Its tensors
+    are of PyTorch's own classes (`capture/plain_class.py`)."""
+
+    tensor_class = torch.Tensor
 
     def __init__(self) -> None:
         self._thread = threading.local()

@@ -63,10 +63,10 @@ class Ending:
 
         real_reset = iterator._reset
 
-        def reset(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
             # Another epoch of an iterator whose workers persist: as if it were another iterator.
-            self._forget(loader)
-            real_reset(loader, *args, **kwargs)
+            self._forget(reading)
+            real_reset(reading, *args, **kwargs)
 
         patches.set(iterator, "__next__", next_batch)
         patches.set(iterator, "_reset", reset)

@@ -21,6 +21,8 @@ from torch._library.utils import is_builtin
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from memplan.capture import plain_class
+
 _MAX_PLANS = 200_000
 _META = torch.device("meta")
 _PLAIN = frozenset(
@@ -59,6 +61,7 @@ _UNSAFE_TAGS = (
 _OWN_STATE = ("_fake_device", "fake_mode")
 
 _make_subclass = torch.Tensor._make_subclass
+_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class _UnknownArgumentError(Exception):
@@ -95,7 +98,11 @@ class _Plan:
 class FastFakeMode(FakeTensorMode):
     """`FakeTensorMode` that runs every shape rule once for each signature."""
 
+    tensor_class: type[torch.Tensor] = FakeTensor
+    """Of the tensors that it makes."""
+
     def __init__(self, **options: Any) -> None:
+        plain_class.install()
         super().__init__(**options)
         self.cache_enabled = False  # PyTorch's own
         self.hits = 0
@@ -157,7 +164,7 @@ class FastFakeMode(FakeTensorMode):
     ) -> None:
         for item in items:
             kind = type(item)
-            if kind is FakeTensor:
+            if kind in _CLASSES and item._fake_device is not None:
                 if item.constant is not None or item.fake_mode is not self:
                     raise _UnknownArgumentError
                 key += (
@@ -232,7 +239,7 @@ def _plan(result: Any, tensors: list[FakeTensor]) -> _Plan | None:
             outputs.append(item)
             continue
         same = [i for i, tensor in enumerate(tensors) if tensor is item]
-        if not same and (type(item) is not FakeTensor or not _is_plain(item)):
+        if not same and not (type(item) in _CLASSES and _is_plain(item)):
             return None
         address = item.untyped_storage()._cdata
         source = same[0] if same else storages.get(address, -1)
@@ -248,7 +255,8 @@ def _plan(result: Any, tensors: list[FakeTensor]) -> _Plan | None:
 def _is_plain(tensor: FakeTensor) -> bool:
     state = vars(tensor)
     return (
-        tensor.layout is torch.strided
+        plain_class.is_fake(tensor)
+        and tensor.layout is torch.strided
         and tensor.dtype in _PLAIN_DTYPES
         and all(value is None for name, value in state.items() if name not in _OWN_STATE)
     )
@@ -323,6 +331,7 @@ def _make(output: _Output, tensors: list[FakeTensor]) -> Any:
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(output.state)
+    fake.__class__ = fake_mode.tensor_class
     return fake
 
 

@@ -1,18 +1,11 @@
-"""Multi-tensor operators: chosen as for real parameters, and cheap when in place.
-
-Optimizers and `clip_grad_norm_` take their multi-tensor paths only for the plain tensor types that
-they list, and a fake tensor is not one of them.
-"""
+"""Multi-tensor operators in place, which ask for no memory."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import optimizer as optim_module
-from torch.utils import _foreach_utils
 
 from memplan.capture.mode import CaptureMode, Handler
 
@@ -20,25 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 aten = torch.ops.aten
-
-
-@contextmanager
-def fake_tensors_supported() -> Iterator[None]:
-    """While entered, PyTorch's lists of plain tensor types name the fake one too.
-
-    The lists are changed in place, because other modules hold them.
-    """
-    lists: list[list[Any]] = [
-        optim_module._foreach_supported_types,
-        _foreach_utils._foreach_supported_types,
-    ]
-    for types in lists:
-        types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for types in lists:
-            types.remove(FakeTensor)
 
 
 def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -6,15 +6,17 @@ that are known or assumed, and with addresses that do not overlap.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.data_dependent import MAX_READ_BACK, read_back
+from memplan.capture.plain_class import is_fake
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
@@ -25,7 +27,7 @@ _BASE = 1 << 40
 
 
 def install(patches: Patches, mode: CaptureMode) -> None:
-    """Patch `FakeTensor` and `UntypedStorage` until `patches.undo()`."""
+    """Patch `Tensor` and `UntypedStorage` until `patches.undo()`."""
     addresses = _Addresses()
 
     def host(tensor: FakeTensor) -> torch.Tensor:
@@ -37,9 +39,6 @@ def install(patches: Patches, mode: CaptureMode) -> None:
 
         flat = torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), dtype=np.uint8))
         return flat.view(tensor.dtype).view(tensor.shape)
-
-    def to_format(tensor: FakeTensor, spec: str) -> str:
-        return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
     def to_numpy(tensor: FakeTensor, *, force: bool = False) -> Any:
         if tensor.fake_device.type != "cpu" and not force:
@@ -58,17 +57,17 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         array = to_numpy(tensor)
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def iterate(tensor: FakeTensor) -> Iterator[torch.Tensor]:
-        if tensor.dim() == 0:
-            raise TypeError("iteration over a 0-d tensor")
-        return iter(tensor.unbind(0))
+    def to_list(tensor: FakeTensor) -> Any:
+        return host(tensor).tolist()
 
-    patches.set(FakeTensor, "__format__", to_format)
-    patches.set(FakeTensor, "tolist", lambda tensor: host(tensor).tolist())
-    patches.set(FakeTensor, "numpy", to_numpy)
-    patches.set(FakeTensor, "__array__", to_array)
-    patches.set(FakeTensor, "__iter__", iterate)
-    patches.set(FakeTensor, "data_ptr", lambda tensor: addresses.of_tensor(tensor))
+    answers: dict[str, Callable[..., Any]] = {
+        "tolist": to_list,
+        "numpy": to_numpy,
+        "__array__": to_array,
+        "data_ptr": addresses.of_tensor,
+    }
+    for name, answer in answers.items():
+        patches.set(torch.Tensor, name, _for_fakes(answer, getattr(torch.Tensor, name)))
     real_data_ptr = torch.UntypedStorage.data_ptr
 
     def storage_data_ptr(storage: torch.UntypedStorage) -> int:
@@ -77,6 +76,16 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         return real_data_ptr(storage)
 
     patches.set(torch.UntypedStorage, "data_ptr", storage_data_ptr)
+
+
+def _for_fakes(answer: Callable[..., Any], real: Callable[..., Any]) -> Any:
+    """The method of tensors that is `answer` for fake ones."""
+
+    @functools.wraps(real)
+    def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (answer if is_fake(tensor) else real)(tensor, *args, **kwargs)
+
+    return method
 
 
 class _Addresses:

@@ -148,8 +148,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         for kind in types:
             if kind.__torch_dispatch__ is not _no_dispatch and not issubclass(kind, FakeTensor):
                 return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
-        if func is _device_query and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
+        if func is _device_query and args[0]._fake_device is not None:
+            return args[0]._fake_device
         kwargs = kwargs or {}
         fakes, has_real = tensors_among(args, kwargs)
         if func in self.collectives:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.plain_class import is_fake
+
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
 
 _data = torch._C.TensorBase.data
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def install(patches: Patches, mode: CaptureMode) -> None:
@@ -27,18 +30,23 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     swap_tensors = torch.utils.swap_tensors
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) in (torch.Tensor, torch.nn.Parameter) and _is_plain_cpu(data):
+        plain = type(data) in _PLAIN
+        if plain and not is_fake(data) and _is_plain_cpu(data):
             data = _adopted(mode, data)
-        own_class = isinstance(data, FakeTensor) and type(data) is not FakeTensor
-        if own_class and isinstance(data, torch.nn.Parameter):  # of a package, being moved
+        if not is_fake(data):
+            return parameter_new(cls, data, requires_grad)
+        if isinstance(data, torch.nn.Parameter) and not plain:  # of a package, being moved
             return data.requires_grad_(requires_grad)
-        return parameter_new(cls, data, requires_grad)
+        made = data.detach().requires_grad_(requires_grad)
+        made.__class__ = cls
+        return made
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         _make_parameters_fake(module, mode)
         return module_apply(module, fn, recurse)
 
-    def swap(left: torch.Tensor, right: torch.Tensor) -> None:
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        left, right = t1, t2
         fake = isinstance(left, FakeTensor) and isinstance(right, FakeTensor)
         if fake and left.is_meta == right.is_meta:  # `.data` keeps to one kind
             set_data(cast("FakeTensor", left), cast("FakeTensor", right))
@@ -50,29 +58,15 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     patches.set(torch.nn.Module, "_apply", apply)
     patches.set(torch.utils, "swap_tensors", swap)
 
-    tensor_deepcopy: Any = torch.Tensor.__deepcopy__
-
-    def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-        """A parameter is cloned; other tensors copy their storage."""
-        if not isinstance(tensor, torch.nn.Parameter):
-            return tensor_deepcopy(tensor, memo)
-        if id(tensor) not in memo:
-            data = tensor.data.clone(memory_format=torch.preserve_format)
-            memo[id(tensor)] = torch.nn.Parameter(data, tensor.requires_grad)
-        return memo[id(tensor)]
-
-    def set_any_data(tensor: FakeTensor, value: torch.Tensor) -> None:
-        set_data(tensor, value if isinstance(value, FakeTensor) else _adopted(mode, value))
-
-    def set_real_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if isinstance(value, FakeTensor) and not isinstance(tensor, FakeTensor):
+    def set_any_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if isinstance(tensor, FakeTensor):
+            set_data(tensor, value if isinstance(value, FakeTensor) else _adopted(mode, value))
+        elif isinstance(value, FakeTensor):
             _become_fake(tensor, value)
         else:
             _data.__set__(tensor, value)  # type: ignore[attr-defined]
 
-    patches.set(torch.Tensor, "data", property(_get_data, set_real_data))
-    patches.set(FakeTensor, "__deepcopy__", deepcopy)
-    patches.set(FakeTensor, "data", property(_get_data, set_any_data))
+    patches.set(torch.Tensor, "data", property(_get_data, set_any_data))
 
 
 def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
@@ -86,7 +80,6 @@ def _become_fake(tensor: torch.Tensor, value: FakeTensor) -> None:
     is a fake tensor from now on."""
     fake = value.detach()
     torch._C._swap_tensor_impl(tensor, fake)
-    tensor.__class__ = type(value)
     tensor.__dict__.update(fake.__dict__)
 
 

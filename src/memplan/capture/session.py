@@ -137,7 +137,6 @@ class CaptureSession:
                 self._install_kernels(stack, patches)
             elif self.method == "cuda":  # PyTorch itself chooses the kernels
                 self._watch_kernels()
-            stack.enter_context(foreach.fake_tensors_supported())
             self.stand_ins.install(stack, patches, self.mode, watcher)
             parameters.install(patches, self.mode)
             lazy_modules.install(patches, self.mode)
@@ -220,7 +219,7 @@ class CaptureSession:
         patches.set(torch.nn.Module, "__call__", call)
         patches.set(threading.Thread, "run", run)
         patches.set(fake_tensor.log, "disabled", True)  # what it says there, it raises too
-        patches.set(fake_tensor, "init_gpu_context", lambda _device: None)
+        patches.set(fake_tensor, "init_gpu_context", lambda device: None)
 
     def _install_kernels(self, stack: ExitStack, patches: Patches) -> None:
         attention = Attention(self.mode, self.options.profile)

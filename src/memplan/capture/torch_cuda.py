@@ -31,6 +31,7 @@ CUDA_VERSION = "13.0"
 _CUDNN_VERSION = 91200
 _NCCL_VERSION = (2, 28, 9)
 _SEGMENT = 2 << 20
+_DTYPES = frozenset(item for item in vars(torch).values() if isinstance(item, torch.dtype))
 _STREAMS_IN_POOL = 32
 _STREAM_PRIORITIES = 4
 _STATISTICS = (
@@ -52,11 +53,21 @@ class FakeStream:
     _api: FakeCuda
     device_type = 1
 
-    def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
+    def __init__(
+        self,
+        device: Any = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        **_kwargs: Any,
+    ) -> None:
+        """`stream_id`: that of a stream there is already."""
         self.device = torch.device("cuda", self._api.index_of(device))
         self.priority = priority
-        self.stream_id = self._api.new_stream_number(priority)
-        self.cuda_stream = self.stream_id
+        if stream_id is None:
+            stream_id = self._api.new_stream_number(priority)
+        self.stream_id = stream_id
+        self.cuda_stream = self.native_handle = self.stream_id
 
     @property
     def device_index(self) -> int:
@@ -95,6 +106,13 @@ class FakeStream:
 
     def __exit__(self, *_exc: object) -> None:
         self._api.switch(self._before)
+
+
+class FakeExternalStream(FakeStream):
+    """Stands in for `torch.cuda.ExternalStream`: a stream's address is its number here."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **_kwargs: Any) -> None:
+        super().__init__(device, stream_id=stream_ptr)
 
 
 class FakeEvent:
@@ -148,6 +166,9 @@ class FakeCuda:
         self.memory_fraction = 1.0
         self._streams_made: Counter[int] = Counter()
         self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
+        self.ExternalStream: Any = type(
+            "ExternalStream", (FakeExternalStream, self.Stream), {"__module__": "torch.cuda"}
+        )
         self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
         FakeEvent._api = self
         self.default = self.Stream()
@@ -217,9 +238,9 @@ class FakeCuda:
         finally:
             self.switch(before)
 
-    def set_alloc_conf(self, conf: str) -> None:
+    def set_alloc_conf(self, env: str) -> None:
         """`torch.cuda.memory._set_allocator_settings`: keys said before stay in force."""
-        self.alloc_conf = ",".join(filter(None, (self.alloc_conf, conf)))
+        self.alloc_conf = ",".join(filter(None, (self.alloc_conf, env)))
 
     def set_memory_fraction(self, fraction: float, device: Any = None) -> None:
         """`torch.cuda.set_per_process_memory_fraction`, which is an allocator setting too. Raises
@@ -363,10 +384,14 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         "set_device_index": torch.cuda.set_device,
         "set_device_idx": torch.cuda.set_device,
         "device_index": torch.cuda.device,
-        "current_stream": lambda *_args: api.current,
+        "current_stream": torch.cuda.current_stream,
         "set_stream": api.switch,
-        "synchronize": lambda *_args: api.mark(EventKind.SYNCHRONIZE, stream=-1),
-        "empty_cache": lambda: api.mark(EventKind.EMPTY_CACHE),
+        "synchronize": torch.cuda.synchronize,
+        "empty_cache": torch.cuda.empty_cache,
+        "empty_host_cache": lambda: None,
+        "get_device_capability": lambda device=None: {"supported_dtypes": set(_DTYPES)},
+        "get_memory_info": torch.cuda.mem_get_info,
+        "reset_accumulated_memory_stats": torch.cuda.reset_accumulated_memory_stats,
         "memory_stats": api.memory_stats,
         "memory_allocated": torch.cuda.memory_allocated,
         "max_memory_allocated": torch.cuda.max_memory_allocated,
@@ -374,8 +399,9 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         "max_memory_reserved": torch.cuda.max_memory_reserved,
         "reset_peak_memory_stats": torch.cuda.reset_peak_memory_stats,
     }.items():
-        if hasattr(accelerator, name):
-            patches.set(accelerator, name, answer)
+        for part in (accelerator, getattr(accelerator, "memory", None)):
+            if part is not None and name in vars(part):
+                patches.set(part, name, answer)
     _install_generators(patches, api)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:

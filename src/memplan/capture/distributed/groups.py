@@ -145,9 +145,12 @@ class ProcessGroups:
         use_local_synchronization: bool = False,
         group_desc: str | None = None,
         device_id: Any = None,
+        sort_ranks: bool = True,
         **rest: Any,
     ) -> Any:
         """`torch.distributed.new_group`."""
+        if not sort_ranks:  # not every PyTorch knows it
+            rest["sort_ranks"] = False
         world = c10d._get_default_group()
         asked = backend or self._asked.get(world.group_name, _BOTH)
         group = self._new(

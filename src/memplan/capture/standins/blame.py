@@ -153,7 +153,7 @@ def _is_a(item: Any, wanted: str) -> bool:
 
 
 def _kind(item: Any) -> str:
-    return "nothing" if item is None else type(item).__name__.replace("FakeTensor", "Tensor")
+    return "nothing" if item is None else type(item).__name__
 
 
 def _geometry(tensor: torch.Tensor) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -88,7 +87,7 @@ def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
         return "the optimizer is differentiable"
     devices = set()
     for parameter in group["params"]:
-        if type(parameter) not in (Tensor, torch.nn.Parameter, FakeTensor):
+        if type(parameter) not in (Tensor, torch.nn.Parameter):
             return f"a parameter is a {type(parameter).__name__}"
         if id(parameter) in seen:
             return "a parameter is in two groups"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.values import Value
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -117,7 +117,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:
     """Whether it is more than its storage: fake, nested, distributed tensors and others."""
-    own = type(tensor).__torch_dispatch__
+    own: Any = getattr(tensor, "__torch_dispatch__")  # noqa: B009  (a fake one has its own)
     return own is not torch.Tensor.__torch_dispatch__
 
 

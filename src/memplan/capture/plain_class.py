@@ -1,0 +1,120 @@
+"""The job's tensors have PyTorch's own classes: `type(t) is torch.Tensor`, `nn.Parameter` or a
+subclass that the job made of it, as on a real device.
+
+Packages ask for exact types (`type(parameter)(value, requires_grad=…)`, `type(t) is torch.Tensor`)
+and take another way, or none, for a `FakeTensor`. What makes a fake tensor is not its class but its
+dispatch keys and what stands in its `__dict__`; so it is made as PyTorch makes it, and its class
+is then assigned. Three things that PyTorch finds by the class are put where the object is asked:
+
+- `isinstance(t, FakeTensor)`, by a metaclass of `FakeTensor`;
+- `t.__torch_dispatch__`, which C++ calls where no mode is in force: `torch.Tensor`'s is a
+  descriptor, and says as ever that there is none to a class and to a real tensor;
+- the properties of `FakeTensor` that `torch.Tensor` lacks.
+
+They stay for the life of the process, because the tensors of a capture may outlive it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
+_no_dispatch = torch._C._disabled_torch_dispatch_impl
+_fake_dispatch = FakeTensor.__torch_dispatch__
+_new_fake = FakeTensor.__new__
+_OF_FAKE_TENSORS = (
+    "fake_device",
+    "_normalize_fake_device",
+    "nonzero_memo",
+    "item_memo",
+    "unique_memo",
+    "unique_consecutive_memo",
+    "nested_int_memo",
+    "get_nested_int",
+)
+_TYPE_OF_OBJECT = ctypes.sizeof(ctypes.c_void_p)
+"""Where CPython keeps an object's type: behind the reference count."""
+
+
+class _FakeTensorType(type(FakeTensor)):  # type: ignore[misc]
+    """`FakeTensor`'s class: fake tensors are those that have a fake device."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kind = type(instance)
+        if kind is _Tensor or kind is _Parameter or issubclass(kind, _Tensor):
+            return instance._fake_device is not None
+        return False
+
+
+class _OfFakes:
+    """An attribute that only fake tensors have, as `FakeTensor` defines it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: Any = vars(FakeTensor)[name]
+
+    def __get__(self, tensor: Any, cls: type) -> Any:
+        if tensor is None:
+            return self
+        if tensor._fake_device is None:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
+        return self._known.__get__(tensor, cls)
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        self._known.__set__(tensor, value)
+
+
+class _Dispatch:
+    """`torch.Tensor.__torch_dispatch__`."""
+
+    def __get__(self, tensor: Any, _cls: type) -> Any:
+        if tensor is None or tensor._fake_device is None:
+            return _no_dispatch
+        return _dispatch
+
+
+def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    for kind in types:
+        if kind.__torch_dispatch__ is not _no_dispatch and kind is not FakeTensor:
+            return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
+    return _fake_dispatch(func, (), args, kwargs or {})
+
+
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    made: Any = _new_fake(cls, *args, **kwargs)
+    wanted = getattr(made.fake_mode, "tensor_class", cls)
+    if wanted is not cls:
+        made.__class__ = wanted
+    return made
+
+
+@functools.cache
+def install() -> None:
+    """Teach PyTorch that a tensor of any class may be a fake one. Once for the process.
+
+    Raises RuntimeError where CPython or PyTorch are not as expected.
+    """
+    for name in _OF_FAKE_TENSORS:
+        if name in vars(FakeTensor):
+            setattr(_Tensor, name, _OfFakes(name))
+    FakeTensor.__new__ = staticmethod(_new)  # type: ignore[method-assign]
+    _Tensor._fake_device = None  # type: ignore[attr-defined]
+    _Tensor.__torch_dispatch__ = _Dispatch()  # type: ignore[assignment]
+    # `FakeTensor.__class__ = …` is refused because its metaclass is one of C's.
+    cell = ctypes.c_void_p.from_address(id(FakeTensor) + _TYPE_OF_OBJECT)
+    if cell.value != id(type(FakeTensor)):
+        raise RuntimeError("this Python keeps an object's type elsewhere")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_FakeTensorType))
+    cell.value = id(_FakeTensorType)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
+
+
+def is_fake(item: Any) -> bool:
+    """`isinstance(item, FakeTensor)`, at less cost."""
+    return isinstance(item, _Tensor) and item._fake_device is not None  # type: ignore[attr-defined]

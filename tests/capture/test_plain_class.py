@@ -1,0 +1,152 @@
+"""A job's tensors are of PyTorch's own classes, for whoever asks for the exact type."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.capture.jobs import record
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def test_exact_types() -> None:
+    def job() -> None:
+        layer = nn.Linear(8, 8)
+        weight = layer.weight
+        assert type(weight) is weight.__class__ is nn.Parameter
+        layer.cuda()
+        assert layer.weight is weight
+        assert weight.is_cuda
+        x = torch.randn(4, 8, device="cuda")
+        loss = layer(x).sum()
+        loss.backward()
+        made = [x, x + 1, x[0], *x.chunk(2), x.cpu(), loss, weight.grad, weight.data]
+        made += [weight.detach(), copy.deepcopy(x), torch.empty_like(weight), x.view(-1)]
+        assert {type(tensor) for tensor in made} == {torch.Tensor}
+        assert all(isinstance(tensor, FakeTensor) for tensor in (x, weight, loss))
+        assert type(copy.deepcopy(weight)) is nn.Parameter
+        assert not isinstance(torch.ones(2), FakeTensor)
+
+    record(job, steps=0)
+
+
+def test_a_parameter_is_made_by_its_type() -> None:
+    """As `accelerate.utils.set_module_tensor_to_device` does."""
+
+    def job() -> None:
+        layer = nn.Linear(8, 8)
+        for device in ("cpu", "cuda"):
+            value = torch.randn(8, 8, device=device)
+            cls: Any = type(layer.weight)
+            layer.weight = cls(value, requires_grad=False)
+            assert type(layer.weight) is nn.Parameter
+            assert layer.weight.device.type == device
+            assert not layer.weight.requires_grad
+        optimizer_like = [p for p in layer.parameters() if type(p) is nn.Parameter]
+        assert len(optimizer_like) == 2
+
+    record(job, steps=0)
+
+
+def test_accelerate_moves_a_tensor() -> None:
+    utils = pytest.importorskip("accelerate.utils")
+
+    def job() -> None:
+        layer = nn.Linear(8, 8)
+        value = torch.randn(8, 8)
+        utils.set_module_tensor_to_device(layer, "weight", "cuda", value=value)
+        assert type(layer.weight) is nn.Parameter
+        assert layer.weight.is_cuda
+
+    record(job, steps=0)
+
+
+def test_classes_of_the_jobs_own() -> None:
+    def job() -> None:
+        own = OwnParameter(torch.randn(4, 4))
+        assert type(own) is OwnParameter
+        assert type(copy.deepcopy(own)) is OwnParameter
+        x = torch.randn(4, 4, device="cuda", requires_grad=True)
+        marked = (x * 2).as_subclass(OwnTensor)
+        assert type(marked) is type(marked + 1) is OwnTensor
+        marked.sum().backward()
+        assert x.grad is not None
+        made: Any = torch.Tensor._make_subclass(OwnTensor, x.detach(), False)
+        assert type(made) is OwnTensor
+        assert made.is_cuda
+
+    record(job, steps=0)
+
+
+def test_types_in_the_autograd_engine() -> None:
+    seen: list[type] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(type(x))
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            seen.extend((type(ctx.saved_tensors[0]), type(grads[0])))
+            return grads[0] * 2
+
+    def job() -> None:
+        x = torch.randn(4, device="cuda", requires_grad=True)
+        x.register_hook(lambda grad: seen.append(type(grad)))
+        Double.apply(x).sum().backward()
+
+    record(job, steps=0)
+    assert seen == [torch.Tensor] * 4
+
+
+def test_types_in_a_compiled_function() -> None:
+    def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert type(x) is torch.Tensor
+        return x @ weight if type(weight) is nn.Parameter else x
+
+    def job() -> None:
+        weight = nn.Parameter(torch.randn(4, 4)).cuda()
+        compiled = torch.compile(scaled, fullgraph=True)
+        parameter = nn.Parameter(weight.detach())
+        assert compiled(torch.randn(2, 4, device="cuda"), parameter).shape == (2, 4)
+
+    trace = record(job, steps=0)
+    assert "could not be compiled" not in str(trace.meta.assumptions)
+
+
+def test_real_tensors_are_as_they_were() -> None:
+    record(lambda: torch.ones(2, device="cuda"), steps=0)
+    plain = torch.ones(2)
+    own = plain.as_subclass(OwnTensor)
+    python = torch._C.DispatchKey.Python
+    assert not torch._C._dispatch_keys(own).has(python)
+    for tensor in (plain, own):
+        own_dispatch: Any = vars(torch._C)["_disabled_torch_dispatch_impl"]
+        assert getattr(tensor, "__torch_dispatch__") is own_dispatch  # noqa: B009
+        assert not hasattr(tensor, "fake_device")
+        assert not hasattr(tensor, "item_memo")
+    assert (own + 1).tolist() == [2.0, 2.0]
+
+
+def test_a_tensor_that_outlives_its_capture_can_be_looked_at() -> None:
+    kept: list[torch.Tensor] = []
+    record(lambda: kept.append(torch.ones(3, device="cuda")), steps=0)
+    assert isinstance(kept[0], FakeTensor)
+    assert kept[0].device.type == "cuda"
+    assert kept[0].shape == (3,)
+    repr(kept[0])
