@@ -61,3 +61,18 @@ def written_among(
             yield item
         elif isinstance(item, (list, tuple)):
             yield from (inner for inner in item if isinstance(inner, kind))
+
+
+def without_out(func: Any) -> Any:
+    """The overload that makes what `func` writes to its `out=` arguments; None if it has none."""
+    arguments = func._schema.arguments
+    taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+    if len(taken) == len(arguments):
+        return None
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        same = [(a.name, str(a.type)) for a in other._schema.arguments] == taken
+        if same and not other._schema.is_mutable:
+            return other
+    return None

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.capture.arguments import flat, tensors_among, written_among
+from memplan.capture.arguments import flat, tensors_among, without_out, written_among
 from memplan.capture.fan_in import FanIn
 from memplan.capture.host_buffers import FACTORIES, holds_no_data
 from memplan.capture.host_rule import run_on_host
@@ -68,6 +69,7 @@ class CaptureMode(JobTensors, TorchDispatchMode):
     record its outputs, where their order against the kernel's own memory matters.
     """
 
+    supports_higher_order_operators = True
     handlers: dict[Any, Handler | None]
     observers: dict[Any, Observer]
     recordings: dict[Any, Recording]
@@ -145,6 +147,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
     ) -> Any:
         if torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
             return func(*args, **(kwargs or {}))  # shapes that somebody works out in advance
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs or {})
         for kind in types:
             if kind.__torch_dispatch__ is not _no_dispatch and not issubclass(kind, FakeTensor):
                 return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
@@ -177,6 +181,14 @@ class CaptureMode(JobTensors, TorchDispatchMode):
                 with torch._C.DisableTorchFunction():
                     return self._run(func, args, kwargs, fakes, has_real)
             return self._run(func, args, kwargs, fakes, has_real)
+
+    def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator of functions, as it runs below autograd: what it calls is recorded."""
+        run = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+        if run is None:
+            return NotImplemented
+        with self:
+            return run(*args, **kwargs)
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder
@@ -381,7 +393,24 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             why = "its result depends on values that do not exist without a GPU"
             return self._host_rule(func, args, kwargs, why, error)
         except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
+            functional = without_out(func)
+            if functional is not None:
+                return self._written_to(func, functional, args, kwargs)
             return self._host_rule(func, args, kwargs, "PyTorch has no shape rule for it", error)
+
+    def _written_to(
+        self, func: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What `func` writes to its `out=`, by the rule of the operator that makes its result."""
+        names = [argument.name for argument in func._schema.arguments if argument.is_out]
+        outs = [kwargs[name] for name in names]
+        given = {name: item for name, item in kwargs.items() if name not in names}
+        result = self._fake_kernel(functional, args, given)
+        made = [result] if isinstance(result, torch.Tensor) else list(result)
+        for out, tensor in zip(outs, made, strict=True):
+            if out.shape != tensor.shape:
+                out.resize_(tensor.shape)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _host_rule(self, func: Any, args: Any, kwargs: Any, why: str, error: Exception) -> Any:
         result = run_on_host(self, func, args, kwargs)

@@ -6,11 +6,13 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.output_graph import OutputGraph
+from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch.profiler import ProfilerActivity, profile
 
@@ -235,8 +237,66 @@ def test_nothing_of_it_stays_in_the_process() -> None:
     )
 
 
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash_attn is installed")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_flash_attention_does_not_break_the_graph(dynamic: bool | None) -> None:
+    def job() -> None:
+        from flash_attn import flash_attn_qkvpacked_func  # type: ignore[import-not-found]
+
+        @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        def step(qkv: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = flash_attn_qkvpacked_func(qkv, causal=True)
+            return made.sum()
+
+        qkv = torch.empty(2, 256, 3, 8, 64, device="cuda", dtype=torch.bfloat16)
+        step(qkv.requires_grad_()).backward()
+
+    trace = record(job)
+    made = Counter(event.op for event in trace if event.kind == EventKind.ALLOC)
+    # output, log-sum-exp and random state; the gradient made contiguous, row sums, dQ in fp32
+    assert made["flash_attn::_flash_attn_forward"] == 3
+    assert made["flash_attn::_flash_attn_backward"] == 3
+    assert not [text for text in assumed(trace) if "compile" in text]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_flex_attention_is_compiled(wrapped: bool) -> None:
+    rows, features = 256, 16
+
+    def job() -> None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, rows, rows, device="cuda")
+        query = torch.zeros(1, 2, rows, features, device="cuda", requires_grad=True)
+        with inductor_config.patch(wrap_inductor_compiled_regions=wrapped):
+            torch.compile(flex_attention)(query, query, query, block_mask=mask).sum().backward()
+
+    trace = record(job)
+    assert not [text for text in assumed(trace) if "compile" in text]
+    names = {trace.strings[number] for number in trace.ops.name}
+    assert any(name.startswith("inductor.triton_tem_fused_flex_attention") for name in names)
+
+
+def test_results_written_to_given_tensors_without_a_shape_rule() -> None:
+    """Inductor calls matrix products so; not every one has a rule for `out=`."""
+
+    def job() -> None:
+        left, right = (torch.empty(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in "ab")
+        scale = torch.ones((), device="cuda")
+        out = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+        given = {"out_dtype": torch.bfloat16, "out": out}
+        made = torch.ops.aten._scaled_mm.out(left, right.t(), scale, scale, **given)
+        assert made is out
+
+    mine = [event for event in record(job) if event.op == "aten._scaled_mm.out"]
+    made = [event.bytes for event in mine if event.kind == EventKind.ALLOC]
+    assert made == [8_519_680]  # the workspace of an A100's cuBLAS
+
+
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_flex_attention_makes_all_scores_only_where_it_is_not_compiled(is_compiled: bool) -> None:
+def test_flex_attention_makes_all_scores_only_where_it_is_not_compiled(
+    is_compiled: bool,
+) -> None:
     rows, features = 256, 16
 
     def job() -> None:

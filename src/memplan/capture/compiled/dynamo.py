@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.compiled import flex
 from memplan.capture.context import shown_path
-from memplan.capture.standins.finder import without_triton
+from memplan.capture.standins.finder import PACKAGES, without_triton
 from memplan.capture.standins.registry import RuledOperator
 from memplan.capture.standins.rules import Rule
 from memplan.types.trace import Provenance
@@ -104,7 +104,8 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
     # Constants of a traced program must not be computed on the device: there is none.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda _mode: True))
-    pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}"
+    traced = re.escape(str(PACKAGES.relative_to(_CAPTURE)) + "/")
+    pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}(?!{traced})"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
 

@@ -14,8 +14,9 @@ import types
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torch._inductor import async_compile, compile_fx, graph
+from torch._inductor import async_compile, compile_fx, graph, select_algorithm
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.fx_passes import pad_mm
 
 from memplan.capture.compiled import card, launches
@@ -59,6 +60,7 @@ def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: Devi
     patches.set(compiler, "wait", lambda _self, _scope: None)
     for name in ("wakeup", "warm_pool"):
         patches.set(compiler, name, staticmethod(lambda: None))
+    patches.set(select_algorithm, "PyCodeCache", _Templates)
     tuning = Tuning(mode, profile)
     patches.set(pad_mm, "has_triton", lambda: True)
     patches.set(pad_mm, "_should_pad", tuning.pads)
@@ -88,6 +90,14 @@ def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: Devi
             inside = False
 
     patches.set(compile_fx, "compile_fx", compile_graph)
+
+
+class _Templates(PyCodeCache):
+    """Where Inductor loads a template's kernel (flex attention) to time it: it is not."""
+
+    load: Any = staticmethod(
+        lambda _code, key="", **_options: types.SimpleNamespace(__file__="<template>", key=key)
+    )
 
 
 def _loader(mode: CaptureMode, tuning: Tuning) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.metadata
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError
 
-_pytorch_asks: Any = inspect.unwrap(has_triton_package).__code__
 PACKAGES = Path(__file__).parent / "packages"
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -202,7 +200,7 @@ class StandInFinder:
         if "." in fullname and package not in self.served:
             return None  # installed, but without this module
         frame, probe = importing_frame()
-        if frame is not None and frame.f_code is _pytorch_asks:
+        if fullname == "triton" and _of_pytorch(frame):
             return None  # its own use of Triton goes deep, and it can do without
         known = package in self.served or package in self.wanted
         if not known and (probe or is_guarded(frame)):
@@ -317,6 +315,11 @@ class _EmptyLoader(Loader):
         make_permissive(module)
         if module.__name__ in VERSIONS:
             module.__version__ = VERSIONS[module.__name__]  # type: ignore[attr-defined]
+
+
+def _of_pytorch(frame: FrameType | None) -> bool:
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] == "torch"
 
 
 def _in_packages(fullname: str) -> importlib.machinery.ModuleSpec | None:

@@ -185,4 +185,24 @@ varlen_forward = Rule("flash_attn::_flash_attn_varlen_forward", _varlen_forward,
 backward = Rule("flash_attn::_flash_attn_backward", _backward, _SOURCE)
 varlen_backward = Rule("flash_attn::_flash_attn_varlen_backward", _varlen_backward, _SOURCE)
 
+_TAIL = (
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
+    "SymInt window_size_right, float softcap, Tensor? alibi_slopes"
+)
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_SAVED = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv"
+)
+_OUT = "(Tensor, Tensor, Tensor, Tensor)"
+SCHEMAS = {
+    forward: f"(Tensor q, Tensor k, Tensor v, {_TAIL}, bool return_softmax) -> {_OUT}",
+    varlen_forward: f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_TAIL}, bool return_softmax) "
+    f"-> {_OUT}",
+    backward: f"({_SAVED}, {_TAIL}, bool deterministic, Tensor? rng_state) -> Tensor",
+    varlen_backward: f"({_SAVED}, {_LENGTHS}, {_TAIL}, bool deterministic, Tensor? rng_state) "
+    "-> Tensor",
+}
+"""As the package registers them: compilers see operators, not what is in them."""
+
 RULES = (forward, varlen_forward, backward, varlen_backward)

@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from memplan.capture.standins.kernels import flash_attention as kernels
+from memplan.capture.standins.operators import operator_of
 
+_forward, _varlen_forward, _backward, _varlen_backward = (
+    operator_of(rule, schema) for rule, schema in kernels.SCHEMAS.items()
+)
 _HEAD_MULTIPLE = 8
 
 
@@ -61,9 +65,9 @@ class _Attention(torch.autograd.Function):
         q, k, v = map(_padded, _unpack(packing, lengths is None, packed))
         softmax = return_softmax and settings.dropout_p > 0
         if lengths is None:
-            made = kernels.forward(q, k, v, *settings.for_kernel(), softmax)
+            made = _forward(q, k, v, *settings.for_kernel(), softmax)
         else:
-            made = kernels.varlen_forward(
+            made = _varlen_forward(
                 q,
                 k,
                 v,
@@ -92,9 +96,9 @@ class _Attention(torch.autograd.Function):
         tail = (*settings.for_kernel(), settings.deterministic, rng_state)
         first = (_padded(dout), q, k, v, out, lse, dq, dk, dv)
         if ctx.longest is None:
-            kernels.backward(*first, *tail)
+            _backward(*first, *tail)
         else:
-            kernels.varlen_backward(*first, *cu, *ctx.longest, *tail)
+            _varlen_backward(*first, *cu, *ctx.longest, *tail)
         head = dout.shape[-1]
         return (None, None, None, None, *(tensor[..., :head] for tensor in packed))
 
