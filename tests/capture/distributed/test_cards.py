@@ -155,3 +155,13 @@ def test_the_verdict_is_about_all_processes_of_the_card() -> None:
     assert headline(shared).startswith("peak 4 x 5.")
     three = estimate(builder.build(TraceMeta(card_processes=3)), find_profile("l4"))
     assert three.fits is True and three.spare_bytes == total - 3 * three.peak_bytes
+
+
+def test_a_later_rank_asks_the_compiler_about_its_own_card() -> None:
+    def job() -> None:
+        torch.cuda.set_device(3)
+        from torch._dynamo.device_interface import CudaInterface
+
+        assert CudaInterface.Worker.get_device_properties().major == 8
+
+    capture(job, rank=3, size=4)

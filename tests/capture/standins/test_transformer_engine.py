@@ -9,6 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from memplan.capture.options import CaptureOptions
+from memplan.capture.session import CaptureSession
+from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capture.jobs import record
@@ -30,6 +33,13 @@ def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:
         and event.op == f"transformer_engine_torch.{op}"
         and (phase is None or event.phase == phase)
     ]
+
+
+def on_hopper(job: Callable[[], object]) -> Trace:
+    """The trace of a job on a fake H100."""
+    with CaptureSession(CaptureOptions(profile=find_profile("h100"))) as session:
+        job()
+    return session.trace()
 
 
 def trained(build: Callable[[], torch.nn.Module]) -> Trace:
@@ -176,3 +186,126 @@ def test_user_buffers_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="tp_comm_overlap"):
         record(job)
+
+
+ROWS, COLUMNS = 256, 512
+
+
+def quantized(kind: str, **options: object) -> list[int]:
+    """Sizes that a quantizer asks for, by rows and by columns, for (256, 512)."""
+
+    def job() -> None:
+        import transformer_engine.pytorch as te
+        import transformer_engine_torch as tex
+
+        if kind == "Float8Quantizer":
+            one = torch.ones(1, device="cuda")
+            quantizer = te.Float8Quantizer(one, one.clone(), tex.DType.kFloat8E4M3)
+        else:
+            quantizer = getattr(te, kind)(tex.DType.kFloat8E4M3, **options)
+        quantizer(torch.empty(ROWS, COLUMNS, device="cuda", dtype=BF16))
+
+    return made(record(job), "quantize")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sizes"),
+    [
+        # data, transpose before Blackwell, one inverse scale
+        ("Float8Quantizer", {}, [ROWS * COLUMNS, ROWS * COLUMNS, 4]),
+        # and the largest magnitude with its scale, while it runs
+        ("Float8CurrentScalingQuantizer", {"device": "cuda"}, [ROWS * COLUMNS] * 2 + [4, 8]),
+        # a byte of scale for 32 elements
+        ("MXFP8Quantizer", {}, [ROWS * COLUMNS, ROWS * 16, ROWS * COLUMNS, 8 * COLUMNS]),
+        # fp32 scales for 128 elements in a row
+        (
+            "Float8BlockQuantizer",
+            {"rowwise": True, "columnwise": True, "block_scaling_dim": 1},
+            [ROWS * COLUMNS, 4 * 4 * ROWS, ROWS * COLUMNS, 4 * 2 * COLUMNS],
+        ),
+        # and for a square of 128, rows padded to four
+        (
+            "Float8BlockQuantizer",
+            {"rowwise": True, "columnwise": True, "block_scaling_dim": 2},
+            [ROWS * COLUMNS, 4 * 2 * 4, ROWS * COLUMNS, 4 * 4 * 4],
+        ),
+    ],
+)
+def test_quantizers_make_data_and_scales(
+    kind: str, options: dict[str, object], sizes: list[int]
+) -> None:
+    assert quantized(kind, **options) == sizes
+
+
+def test_a_linear_layer_in_fp8_keeps_quantised_copies() -> None:
+    def job() -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling
+
+        module = te.Linear(WIDE, 1024, params_dtype=BF16, bias=False)
+        x = torch.empty(TOKENS, WIDE, device="cuda", dtype=BF16, requires_grad=True)
+        with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+            out = module(x)
+        out.backward(torch.empty_like(out))
+
+    trace = on_hopper(job)
+    whole, weight = TOKENS * WIDE, WIDE * 1024
+    # input and weight, each by rows and transposed, with an inverse scale
+    assert sorted(made(trace, "quantize", Phase.FORWARD)) == sorted(
+        [whole, whole, 4, weight, weight, 4]
+    )
+    assert made(trace, "generic_gemm", Phase.FORWARD) == [2 * TOKENS * 1024]
+
+
+def test_a_quantizer_without_a_rule_is_refused_by_name() -> None:
+    def job() -> None:
+        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine_torch as tex
+
+        class NVFP4Quantizer:
+            pass
+
+        tex.quantize(torch.empty(ROWS, COLUMNS, device="cuda", dtype=BF16), NVFP4Quantizer())
+
+    with pytest.raises(CaptureError, match="NVFP4Quantizer"):
+        record(job)
+
+
+def test_grouped_products_write_to_one_output() -> None:
+    def job() -> None:
+        import transformer_engine.pytorch as te
+
+        experts = te.GroupedLinear(4, WIDE, 1024, bias=False, params_dtype=BF16)
+        x = torch.empty(TOKENS, WIDE, device="cuda", dtype=BF16, requires_grad=True)
+        out = experts(x, [64] * 4)
+        out.backward(torch.empty_like(out))
+
+    trace = record(job)
+    rows = [e.bytes for e in trace if e.kind == EventKind.ALLOC]
+    assert rows.count(2 * TOKENS * 1024) >= 1
+    assert rows.count(4 * MIB) >= 4  # a workspace a stream
+    assert made(trace, "te_general_grouped_gemm") == []
+
+
+def test_permutation_and_routing() -> None:
+    tokens, experts, top_k = 128, 8, 2
+
+    def job() -> None:
+        import transformer_engine.pytorch as te
+        import transformer_engine_torch as tex
+
+        x = torch.empty(tokens, WIDE, device="cuda", dtype=BF16)
+        chosen = torch.zeros(tokens, top_k, device="cuda", dtype=torch.int32)
+        te.moe_permute(x, chosen, tokens * top_k, map_type="index")
+        logits = torch.empty(tokens, experts, device="cuda")
+        tex.fused_topk_with_score_function_fwd(
+            logits, top_k, False, None, None, None, "softmax", None
+        )
+
+    trace = record(job)
+    rows = tokens * top_k
+    permuted = made(trace, "moe_permute_fwd")
+    assert permuted[:3] == [4 * rows] * 3
+    assert permuted[-2:] == [2 * rows * WIDE, 4 * rows]
+    scores = 4 * tokens * experts
+    assert made(trace, "fused_topk_with_score_function_fwd") == [scores, tokens * experts, scores]

@@ -54,7 +54,7 @@ def install(patches: Patches) -> None:
     patches.set(cuda, "maybe_exchange_device", staticmethod(torch.cuda._maybe_exchange_device))
     patches.set(cuda, "get_raw_stream", staticmethod(lambda _index: 0))
     patches.set(cuda, "raise_if_triton_unavailable", staticmethod(lambda _device=None: None))
-    properties = [torch.cuda.get_device_properties(0)]
+    properties = [torch.cuda.get_device_properties(0)] * torch.cuda.device_count()
     patches.set(device_interface, "caching_worker_device_properties", {"cuda": properties})
     hints.DeviceProperties.create.cache_clear()
     folder = joint_graph.UniformValueConstantFolder

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from memplan.capture.standins import rules as rules_module
 from memplan.capture.standins.blame import place_of
@@ -222,6 +223,21 @@ class RuledOperator:
                 raise AttributeError(name)
             return self
         return getattr(packet, name)
+
+
+def run_python_of(mode: CaptureMode, op: CustomOpDef) -> None:
+    """Let an operator that is written in Python run instead of its shape rule, which does not show
+    what it takes beside its results."""
+
+    def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs, _ = mode._without_real(args, kwargs)
+        with mode, torch.no_grad():
+            result = op._init_fn(*args, **kwargs)
+        if func._schema.is_mutable:
+            mode.forget_written(func, args, kwargs)
+        return result
+
+    mode.rules[op._qualname] = handle
 
 
 def _handler(rule: Rule) -> Handler:

@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._library.custom_ops import CustomOpDef
 from torch.utils._triton import has_triton_package
 
 from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.finder import StandInFinder, _empty, installed
+from memplan.capture.standins.registry import run_python_of
+from memplan.capture.standins.rules import running
 from memplan.types.errors import CaptureError
 
 PACKAGE = "transformer_engine"
@@ -51,6 +52,11 @@ class _CommonLoader(WrappedLoader):
         finally:
             del os.environ[_WITHOUT_LIBRARIES]
             os.environ.update({name: value for name, value in held.items() if value is not None})
+        if not hasattr(module, "load_framework_extension"):
+            raise CaptureError(
+                "this version of Transformer Engine loads its compiled part in a way of its own",
+                "install a newer one to estimate (pip install -U transformer-engine)",
+            )
         # Its Python launches Triton kernels, and PyTorch for CUDA brings Triton along.
         has_triton_package()  # remembers the answer: PyTorch itself goes on without
         self._standins.want("triton")
@@ -63,27 +69,15 @@ def _load(framework: str) -> None:
     importlib.import_module("transformer_engine_torch")
 
 
-class _TypeOfType(type):
-    def __call__(cls, *args: Any) -> Any:
-        if len(args) != 1:
-            return type(*args)
-        found = type(args[0])
-        if not issubclass(found, FakeTensor):
-            return found
-        return torch.nn.Parameter if isinstance(args[0], torch.nn.Parameter) else torch.Tensor
-
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, type)
-
-
-class _PlainType(metaclass=_TypeOfType):
-    """`type`, to which a tensor without data is an ordinary one: Transformer Engine compares."""
-
-
 class _PythonLoader(WrappedLoader):
+    """Its operators that are written in Python run."""
+
     def exec_module(self, module: ModuleType) -> None:
-        module.type = _PlainType  # type: ignore[attr-defined]
         super().exec_module(module)
+        mode = running()
+        for item in vars(module).values():
+            if mode is not None and isinstance(item, CustomOpDef):
+                run_python_of(mode, item)
 
 
 class _Finder:

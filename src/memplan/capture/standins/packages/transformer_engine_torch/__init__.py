@@ -15,8 +15,10 @@ from memplan.capture.standins.extension_names import ExtensionFunction, absent
 from memplan.capture.standins.packages.transformer_engine_torch import (
     activation,
     attention,
+    casts,
     elementwise,
     enums,
+    experts,
     gemm,
     normalization,
     optimizer,
@@ -38,7 +40,7 @@ def _take(*modules: ModuleType) -> None:
                 setattr(_HERE, name, item)
 
 
-_take(attention, elementwise, enums, gemm, normalization, optimizer)
+_take(attention, casts, elementwise, enums, experts, gemm, normalization, optimizer)
 for _made in (activation.functions(), optimizer.functions(), elementwise.softmax_functions()):
     vars(_HERE).update(_made)
 
