@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memplan.types.trace import EventKind
 
 if TYPE_CHECKING:
@@ -19,7 +17,6 @@ def answers(api: FakeCuda) -> dict[str, Any]:
         **_streams(api),
         **_memory(api),
         **_graphs(api),
-        **_random(api),
     }
 
 
@@ -181,19 +178,4 @@ def _graphs(api: FakeCuda) -> dict[str, Any]:
         "graph_pool_handle": api.no_graphs,
         "make_graphed_callables": api.no_graphs,
         "MemPool": type("MemPool", (), {"__new__": api.no_pools, "__module__": "torch.cuda"}),
-    }
-
-
-def _random(api: FakeCuda) -> dict[str, Any]:
-    rng_state = torch.zeros(16, dtype=torch.uint8)
-    return {
-        "manual_seed": _constant(None),
-        "manual_seed_all": _constant(None),
-        "seed": _constant(None),
-        "seed_all": _constant(None),
-        "initial_seed": _constant(0),
-        "get_rng_state": lambda *_args, **_kwargs: rng_state.clone(),
-        "get_rng_state_all": lambda: [rng_state.clone() for _ in range(api.devices)],
-        "set_rng_state": _constant(None),
-        "set_rng_state_all": _constant(None),
     }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture import fake_cuda
+from memplan.capture import fake_cuda, generators
 from memplan.capture.cuda_answers import answers
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind
@@ -402,7 +402,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         for part in (accelerator, getattr(accelerator, "memory", None)):
             if part is not None and name in vars(part):
                 patches.set(part, name, answer)
-    _install_generators(patches, api)
+    generators.install(patches, api)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
         number = api.mode.number_of(tensor)
@@ -420,33 +420,3 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
     patches.set(torch._C, "_scatter", scatter)
-
-
-def _install_generators(patches: Patches, api: FakeCuda) -> None:
-    real = torch.Generator
-
-    class _Meta(type(real)):  # type: ignore[misc]
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, real)
-
-    class Generator(real, metaclass=_Meta):  # type: ignore[misc,valid-type]
-        """A CPU generator that says it is on the device it was asked for."""
-
-        def __new__(cls, device: Any = "cpu") -> Any:
-            made: Any = real.__new__(cls, "cpu")  # type: ignore[call-arg]
-            made._memplan_device = torch.device(device)
-            return made
-
-        def __init__(self, device: Any = "cpu") -> None:
-            pass
-
-        @property
-        def device(self) -> torch.device:
-            wanted: torch.device = self._memplan_device
-            if wanted.type == "cuda" and wanted.index is None:
-                return torch.device("cuda", api.index)
-            return wanted
-
-    patches.set(torch, "Generator", Generator)
-    generators = tuple(Generator(f"cuda:{index}") for index in range(api.devices))
-    patches.set(torch.cuda, "default_generators", generators)
