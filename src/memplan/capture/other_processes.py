@@ -66,13 +66,13 @@ def refuse_in_fork(report: Callable[[str], None]) -> None:
 def refuse_in_fresh(torch: ModuleType, report: Callable[[str], None]) -> None:
     """In a child started afresh: CUDA seems to be there until it is used."""
 
-    def refuse(*_args: Any, **_kwargs: Any) -> None:
-        _refuse(report)
+    def refusal() -> Callable[..., None]:  # one function under two names is an error of Dynamo's
+        return lambda *_args, **_kwargs: _refuse(report)
 
     # A worker that found no GPU would train on the CPU, for real and to the end.
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
-    torch.cuda._lazy_init = torch.cuda.set_device = refuse
+    torch.cuda._lazy_init, torch.cuda.set_device = refusal(), refusal()
 
 
 def _refuse(report: Callable[[str], None]) -> None:
