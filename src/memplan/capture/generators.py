@@ -3,7 +3,8 @@
 PyTorch without CUDA cannot make one, so it is a CPU generator that says it is on the device and
 keeps a state as CUDA's Philox generator does: a seed and an offset, 16 bytes
 (`CUDAGeneratorImpl::get_state`, aten/src/ATen/cuda/CUDAGeneratorImpl.cpp). Random numbers of the
-device are not known, so the offset does not move on. `torch.cuda.random` runs as it is, above these.
+device are not known, so the offset does not move on. `torch.cuda.random` runs as it is, above
+these.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
@@ -33,6 +33,30 @@ def small_enough(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are worth carrying along."""
     limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_INTEGER_ELEMENTS
     return tensor.numel() <= limit and tensor.layout is torch.strided
+
+
+class _Later:
+    """In a real storage's place: its value has not been asked for yet.
+
+    It knows where in the storage the value lies, and no tensor, which would keep the storage alive.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, place: Any, find: Callable[[], torch.Tensor | None]
+    ) -> None:
+        self.dtype = dtype
+        self.place = place
+        self.find = find
+
+    def found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """The real storage from now on."""
+        value = self.find()
+        real = None
+        if value is not None:
+            real = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
+            torch.empty(0, dtype=self.dtype, device="cpu").set_(real, *self.place).copy_(value)
+        setattr(storage, _VALUE, real)
+        return real
 
 
 class Values:
@@ -53,11 +77,18 @@ class Values:
 
     def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         real = getattr(tensor.untyped_storage(), _VALUE, None)
+        if type(real) is _Later:
+            real = real.found(tensor.untyped_storage())
         if real is None:
             return None
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             real, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
+
+    def later(self, tensor: torch.Tensor, find: Callable[[], torch.Tensor | None]) -> None:
+        """The storage holds what `find` answers, which is called only when someone asks."""
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        setattr(tensor.untyped_storage(), _VALUE, _Later(tensor.dtype, place, find))
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the fake tensor's storage holds `value`, a real tensor of the same shape."""

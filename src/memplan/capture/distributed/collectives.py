@@ -24,6 +24,7 @@ from memplan.types.trace import EventKind, Role
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.communicators import Communicators
+    from memplan.capture.distributed.sent import Broadcasts
     from memplan.capture.mode import CaptureMode
 
 c10d = torch.ops.c10d
@@ -158,8 +159,11 @@ _POINT_TO_POINT = ("send", "recv")
 class Collectives:
     """Handlers of the operators."""
 
-    def __init__(self, mode: CaptureMode, communicators: Communicators) -> None:
+    def __init__(
+        self, mode: CaptureMode, communicators: Communicators, broadcasts: Broadcasts
+    ) -> None:
         self.mode = mode
+        self.broadcasts = broadcasts
         self.communicators = communicators
         self.works = Works()
         self.batches: dict[str, Batch] = {}
@@ -179,7 +183,8 @@ class Collectives:
         form = _FORMS[func]
         group = ProcessGroup.unbox(args[form.group])
         op = _op_name(args[form.reduces]) if form.reduces is not None else "AVG"
-        work = self.start(func, group, args[form.inputs], args[form.outputs], op, args)
+        root = int(args[2]) if form.kind == "broadcast" else 0
+        work = self.start(func, group, args[form.inputs], args[form.outputs], op, args, root)
         handle = Work.boxed(work)
         return (args[form.outputs], handle) if form.returns else handle
 
@@ -191,10 +196,12 @@ class Collectives:
         result: Any,
         op: str = "AVG",
         args: tuple[Any, ...] = (),
+        root: int = 0,
     ) -> Work:
         """Record the operator `func` on tensors of a group, and work out what it writes.
 
-        `args` are its arguments, where they say more (roots, splits, `async_op`).
+        `args` are its arguments, where they say more (splits, `async_op`); `root` is the
+        rank in the group that broadcasts.
         """
         form = _FORMS[func]
         call = Call(
@@ -208,6 +215,10 @@ class Collectives:
         )
         inputs, outputs = list(_tensors(call.inputs)), list(_tensors(call.outputs))
         work = self._record(func, form, group, call, inputs, outputs)
+        if form.kind == "broadcast":
+            for out in outputs:
+                self.broadcasts.tensor(out, group, root)
+            return work
         for out, value in form.rule(call, self._known):
             self._put(out, value, inputs)
         return work

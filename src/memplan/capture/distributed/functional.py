@@ -48,8 +48,12 @@ class FunctionalCollectives:
             functional.all_reduce_coalesced_.default: lambda xs, op, group: [
                 self._reduce(_same, x, op, group) for x in xs
             ],
-            functional.broadcast.default: lambda x, src, group: self._broadcast(_copy, x, group),
-            functional.broadcast_.default: lambda x, src, group: self._broadcast(_same, x, group),
+            functional.broadcast.default: lambda x, src, group: self._broadcast(
+                _copy, x, src, group
+            ),
+            functional.broadcast_.default: lambda x, src, group: self._broadcast(
+                _same, x, src, group
+            ),
             functional.all_gather_into_tensor.default: self._all_gather,
             functional.all_gather_into_tensor_out.default: self._all_gather,
             functional.all_gather_into_tensor_coalesced.default: lambda xs, size, group: [
@@ -103,9 +107,9 @@ class FunctionalCollectives:
         out = begin(self, x)
         return self._started(c10d.allreduce_.default, group, out, out, op.upper())
 
-    def _broadcast(self, begin: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def _broadcast(self, begin: Any, x: torch.Tensor, root: int, group: Any) -> torch.Tensor:
         out = begin(self, x)
-        return self._started(c10d.broadcast_.default, group, out, out)
+        return self._started(c10d.broadcast_.default, group, out, out, root=root)
 
     def _all_gather(
         self, x: torch.Tensor, size: int, group: Any, *, out: torch.Tensor | None = None
@@ -163,10 +167,11 @@ class FunctionalCollectives:
         out: torch.Tensor,
         op: str = "AVG",
         args: tuple[Any, ...] = (),
+        root: int = 0,
     ) -> torch.Tensor:
         if not isinstance(group, ProcessGroup):
             group = _resolve_process_group(group)
-        work = self.collectives.start(func, group, given, out, op, args)
+        work = self.collectives.start(func, group, given, out, op, args, root)
         self._pending[out.untyped_storage()._cdata] = work
         return out
 

@@ -22,6 +22,7 @@ from memplan.capture.distributed.nccl import ProcessGroupNCCL
 from memplan.capture.distributed.objects import ObjectCollectives
 from memplan.capture.distributed.pipeline import Pipelines
 from memplan.capture.distributed.place import environment, rank_environment
+from memplan.capture.distributed.sent import Broadcasts
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
 from memplan.capture.importing import ImportWatcher
@@ -62,7 +63,9 @@ class Distributed:
         symmetric.install(patches, watcher, self.mode)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
-        collectives = Collectives(self.mode, self._communicators)
+        broadcasts = Broadcasts(self.mode, peers.current())
+        broadcasts.install(stack)
+        collectives = Collectives(self.mode, self._communicators, broadcasts)
         self.mode.collectives.update(collectives.handlers())
         self.mode.collectives[torch.ops.aten.is_pinned.default] = _is_pinned
         self.mode.observe(torch.ops.aten.copy_.default, _learn_copied)
@@ -75,10 +78,16 @@ class Distributed:
         stack.callback(groups.close)
         batches = Batches(collectives)
         batches.install(patches)
-        self._replace(stack, patches, groups, batches)
+        objects = ObjectCollectives(self.mode, broadcasts)
+        self._replace(stack, patches, groups, batches, objects)
 
     def _replace(
-        self, stack: ExitStack, patches: Patches, groups: ProcessGroups, batches: Batches
+        self,
+        stack: ExitStack,
+        patches: Patches,
+        groups: ProcessGroups,
+        batches: Batches,
+        objects: ObjectCollectives,
     ) -> None:
         spawn_module = sys.modules["torch.multiprocessing.spawn"]
         originals: dict[str, tuple[Any, Any]] = {}
@@ -86,7 +95,7 @@ class Distributed:
             originals[name] = (getattr(c10d, name), getattr(groups, name))
         for name in ("get_backend_config", "monitored_barrier"):
             originals[name] = (getattr(c10d, name), getattr(groups, name))
-        for name, stand_in in ObjectCollectives(self.mode).stand_ins().items():
+        for name, stand_in in objects.stand_ins().items():
             originals[name] = (getattr(c10d, name), stand_in)
         batched = batches.batch_isend_irecv(c10d.batch_isend_irecv)
         originals["batch_isend_irecv"] = (c10d.batch_isend_irecv, batched)

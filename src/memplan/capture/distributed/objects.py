@@ -1,7 +1,7 @@
 """Collectives of Python objects: every rank is taken to have this rank's objects.
 
-What another rank alone would send (a broadcast from it, its scatter) does not exist here; the
-receiver keeps what it has, which is an assumption.
+A broadcast of another rank is asked for where the receiver has nothing yet (`sent`). What else it
+alone would send does not exist here; the receiver keeps what it has, which is an assumption.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 if TYPE_CHECKING:
+    from memplan.capture.distributed.sent import Broadcasts
     from memplan.capture.mode import CaptureMode
 
 
 class ObjectCollectives:
     """Stand-ins, by the names in `torch.distributed`."""
 
-    def __init__(self, mode: CaptureMode) -> None:
+    def __init__(self, mode: CaptureMode, broadcasts: Broadcasts) -> None:
         self.mode = mode
+        self.broadcasts = broadcasts
 
     def stand_ins(self) -> dict[str, Any]:
         return {
@@ -53,7 +55,9 @@ class ObjectCollectives:
         device: Any = None,
         group_src: int | None = None,
     ) -> None:
-        if not _is_own(src, group, group_src):
+        own = distributed.group.WORLD if group is None else group
+        root = group_src if group_src is not None else distributed.get_group_rank(own, src or 0)
+        if not self.broadcasts.objects(object_list, own, root):
             self._missing("broadcast", src if group_src is None else group_src)
 
     def scatter_object_list(

@@ -1,0 +1,160 @@
+"""What another rank broadcasts, where it is not what the receiver has already.
+
+Every rank is taken to have what this one has: weights, seeds and counters that it made as well. A
+receiver that has made no such thing holds a placeholder: zeros, an `empty`, a `None`. Flags, sizes
+and counts that arrive there decide how the script goes on. When the script looks at one, the sender
+is asked, that is, the script is run as that rank (`peers`): first up to this broadcast, and where
+that is not enough up to the end of its first optimizer step. What is sent later is like what was
+sent in that step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim_module
+
+from memplan.types.errors import CaptureError
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from memplan.capture.distributed.peers import Peers
+    from memplan.capture.mode import CaptureMode
+
+_SMALL = 256
+"""Elements: what the host decides by is not larger."""
+
+_Stream = tuple[int, tuple[int, ...], str]
+"""Who sends, to whom, and whether tensors or objects."""
+
+
+class Broadcasts:
+    """The broadcasts of a capture, numbered by sender and group."""
+
+    def __init__(self, mode: CaptureMode, peers: Peers) -> None:
+        self.mode = mode
+        self.peers = peers
+        self._counts: Counter[_Stream] = Counter()
+        self._steps = 0
+
+    def install(self, stack: ExitStack) -> None:
+        """Answers what may be asked of this rank at the end of its first step."""
+        if self.peers.answers is None:
+            return
+        hook = optim_module.register_optimizer_step_post_hook(self._stepped)
+        stack.callback(hook.remove)  # type: ignore[no-untyped-call]
+
+    def _stepped(self, *_args: Any) -> None:
+        self._steps += 1
+        self.peers.tell(_after_step(distributed.get_rank()), self._steps)
+
+    # Tensors
+
+    def tensor(self, tensor: torch.Tensor, group: Any, root: int) -> None:
+        """`tensor` is broadcast by the rank `root` of `group`."""
+        if tensor.numel() > _SMALL:
+            return
+        stream = _stream(group, root, "tensors")
+        self._counts[stream] += 1
+        number = self._counts[stream]
+        if group.rank() == root:
+            if self.peers.answers is not None:
+                value = self._known(tensor)
+                self.peers.tell(_key(stream, number), None if value is None else _plain(value))
+            return
+        if self.peers.questions is None:
+            return
+        own = self._known(tensor)
+        if own is not None and bool(own.count_nonzero()):
+            return
+        shape, dtype = tensor.shape, tensor.dtype
+
+        def received() -> torch.Tensor | None:
+            data = self._ask(stream, number)
+            if data is None:
+                return own
+            value = torch.tensor(data, dtype=dtype, device="cpu")
+            return value.reshape(shape) if value.numel() == shape.numel() else own
+
+        if isinstance(tensor, FakeTensor):
+            self.mode.values.later(tensor, received)
+        else:
+            value = received()
+            if value is not None:
+                tensor.detach().copy_(value)
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self.mode.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
+
+    # Objects
+
+    def objects(self, objects: list[Any], group: Any, root: int) -> bool:
+        """The same of a list of objects; whether the receiver has what was sent."""
+        stream = _stream(group, root, "objects")
+        self._counts[stream] += 1
+        number = self._counts[stream]
+        if group.rank() == root:
+            if self.peers.answers is not None:
+                self.peers.tell(_key(stream, number), list(objects))
+            return True
+        if self.peers.questions is None or all(item is not None for item in objects):
+            return False
+        told = self._ask(stream, number)
+        if not isinstance(told, list) or len(told) != len(objects):
+            return False
+        objects[:] = told
+        return True
+
+    # Asking
+
+    def _ask(self, stream: _Stream, number: int) -> Any:
+        """What was sent; None where it cannot be had."""
+        known = self.peers.known
+        key = _key(stream, number)
+        try:
+            if key not in known:
+                once = any(_sender(item) == stream[0] for item in known)
+                self.peers.ask(stream[0], _after_step(stream[0]) if once else key)
+        except CaptureError as error:
+            self.mode.assumptions.add(
+                "rank",
+                f"what rank {stream[0]} broadcasts could not be had ({error.message}); this rank "
+                "is taken to have it already",
+                op="broadcast",
+                source=self.mode.source(),
+            )
+            known[key] = None
+        for earlier in range(number, 0, -1):
+            told = known.get(_key(stream, earlier))
+            if told is not None:
+                return told
+        return None
+
+
+def _stream(group: Any, root: int, what: str) -> _Stream:
+    ranks = tuple(distributed.get_process_group_ranks(group))
+    return ranks[root], ranks, what
+
+
+def _key(stream: _Stream, number: int) -> str:
+    sender, ranks, what = stream
+    return f"{sender} broadcasts {what} to {','.join(map(str, ranks))}: {number}"
+
+
+def _after_step(rank: int) -> str:
+    return f"{rank} broadcasts until it has stepped"
+
+
+def _sender(key: str) -> int | None:
+    number, verb, _ = (*key.split(" ", 2), "", "")[:3]
+    return int(number) if verb == "broadcasts" and number.isdigit() else None
+
+
+def _plain(value: torch.Tensor) -> list[Any]:
+    """Numbers: a tensor would be sent in shared memory."""
+    return list(value.flatten().tolist())
