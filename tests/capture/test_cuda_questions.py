@@ -122,6 +122,22 @@ def test_random_state() -> None:
         torch.cuda.default_generators[0].seed()
         with torch.random.fork_rng(devices=[0]):
             torch.rand(3, device="cuda")
+        default = torch.cuda.default_generators[0]
+        torch.cuda.manual_seed(5)
+        state = torch.cuda.get_rng_state()
+        assert state.dtype == torch.uint8
+        assert state.tolist() == default.get_state().tolist() == [5] + 15 * [0]
+        kept = default.clone_state()
+        same = default.graphsafe_get_state()
+        torch.cuda.manual_seed(6)
+        default.set_offset(8)
+        assert (kept.initial_seed(), same.initial_seed(), same.get_offset()) == (5, 6, 8)
+        default.set_state(state)
+        assert torch.cuda.initial_seed() == 5
+        default.graphsafe_set_state(kept)
+        torch.cuda.set_rng_state_all(torch.cuda.get_rng_state_all())
+        with pytest.raises(RuntimeError, match="wrong size"):
+            default.set_state(torch.get_rng_state())
         assert isinstance(generator, torch.Generator)
         assert isinstance(torch.default_generator, torch.Generator)
 

@@ -259,3 +259,27 @@ def test_an_index_costs_what_it_selects() -> None:
     trace = record(lambda: scores()[torch.tensor([1, 2], device="cuda")])
     assert sizes(trace, op="index.")[-1] == 2 * WIDTH * 4
     assert bytes_of(trace, Role.PARAMETER) == 0
+
+
+def test_constants_have_known_values() -> None:
+    """As a router makes its map of tokens and experts."""
+
+    def job() -> None:
+        tokens, experts, chosen = 4096, 8, 2
+        logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
+        probabilities, top = torch.topk(logits, chosen, dim=1)
+        by_scatter = torch.zeros_like(logits).int().scatter(1, top, 1).bool()
+        by_index = torch.zeros_like(logits)
+        rows = torch.arange(tokens, device="cuda").unsqueeze(1)
+        by_index.index_put_((rows, top), torch.ones_like(probabilities))
+        for routed in (by_scatter, by_index.bool()):
+            assert routed.sum(dim=0).tolist() == [tokens * chosen // experts] * experts
+        assert torch.full_like(logits[0], 3).long().tolist() == [3] * experts
+        assert logits.new_ones(2).sum().item() == 2
+        buffer = torch.empty(3, dtype=torch.long, device="cuda")
+        assert buffer.fill_(7).tolist() == [7] * 3
+        assert buffer.zero_().tolist() == [0] * 3
+        buffer[1:].fill_(2)
+        assert buffer.tolist() == [0, 2, 2]
+
+    record(job)

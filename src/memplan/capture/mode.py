@@ -352,6 +352,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             if known is None:
                 for tensor in mutated:
                     self.values.forget(tensor)
+            elif len(mutated) == 1 and not self.values.knows(mutated[0]):
+                self.values.write(mutated[0], known)
         if func.is_view or func is _unsafe_view:
             builder.op_work(flops=0, moved_bytes=0)
         else:

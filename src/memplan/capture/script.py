@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from memplan.capture.context import shown_path
 from memplan.capture.descendants import Descendants, adopting
-from memplan.capture.distributed.peers import peers
+from memplan.capture.distributed import files, peers
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
@@ -50,7 +50,7 @@ def capture_script(
     Raises UsageError when the program cannot be found or refuses its arguments, and CaptureError
     when it fails, never steps an optimizer or asks nothing of the device.
     """
-    with peers(target, options, capture_script):
+    with peers.peers(target, options, capture_script):
         return _capture(target, options, within)
 
 
@@ -79,6 +79,7 @@ def _capture(
             unseen.watch(watched)
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
+            box.supply(files.supplier(peers.current()))
             with session, within or nullcontext():
                 try:
                     _run(target)

@@ -33,7 +33,7 @@ from memplan.capture import (
 )
 from memplan.capture.attention import Attention
 from memplan.capture.compiled import Compiled
-from memplan.capture.distributed import cards, peers
+from memplan.capture.distributed import cards, files, peers
 from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
@@ -46,7 +46,7 @@ from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
 from memplan.capture.repeats import Repeats
-from memplan.capture.sandbox import report_device
+from memplan.capture.sandbox import overlay, report_device
 from memplan.capture.standins.install import StandIns
 from memplan.capture.steps import StepWatcher
 from memplan.types.alloc_conf import conf_in
@@ -174,12 +174,14 @@ class CaptureSession:
         context = self.mode.context
         module_call = torch.nn.Module.__call__
         thread_run = threading.Thread.run
-        asked = peers.current().wanted == cards.KEY
+        asked = peers.current().wanted
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
-                if asked:
+                if asked == cards.KEY:
                     cards.tell_of(module, self.mode.device_type)
+                elif asked == files.KEY:
+                    files.tell_of(peers.current(), overlay())
                 return root_call(module, args, kwargs)
             context.enter_module(module)
             try:

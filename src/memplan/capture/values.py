@@ -24,7 +24,7 @@ _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
-MAX_FLOAT_ELEMENTS = 1 << 14
+MAX_FLOAT_ELEMENTS = 1 << 20
 
 aten = torch.ops.aten
 
@@ -84,6 +84,10 @@ class Values:
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             real, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether there are values, without looking at them."""
+        return getattr(tensor.untyped_storage(), _VALUE, None) is not None
 
     def later(self, tensor: torch.Tensor, find: Callable[[], torch.Tensor | None]) -> None:
         """The storage holds what `find` answers, which is called only when someone asks."""
@@ -149,16 +153,24 @@ class Values:
         `tensors` are the fake tensors among the arguments. In-place operators change the known
         values of their arguments, which share storage with the known storage.
         """
+        overwritten = args[0] if func in _OVERWRITES and args else None
         for tensor in tensors:  # hardly any are known, so this comes before anything else
-            if getattr(tensor.untyped_storage(), _VALUE, None) is None:
+            known = getattr(tensor.untyped_storage(), _VALUE, None) is not None
+            if not known and tensor is not overwritten:
                 return None
         values: dict[int, torch.Tensor] = {}
         for tensor in tensors:
-            value = self._of(tensor) if small_enough(tensor) else None
+            if not small_enough(tensor):
+                return None
+            value = self._of(tensor)
+            if value is None and tensor is overwritten:
+                value = torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
             if value is None:
                 return None
             values[id(tensor)] = value
-        if not tensors and not _small_factory(func, args, kwargs):
+        if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
             return None
 
         def real(item: Any) -> Any:
@@ -182,6 +194,18 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
+_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+_OVERWRITES = {
+    *_NEW,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+}
+"""Of the first argument they look at size and type only."""
+
 _FACTORIES = {
     aten.arange.default,
     aten.arange.start,
@@ -201,7 +225,9 @@ _FACTORIES = {
 
 
 def _small_factory(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if func not in _FACTORIES:
+    if func in _NEW:
+        args = args[1:]
+    elif func not in _FACTORIES:
         return False
     if args and isinstance(args[0], (list, tuple)):
         count = 1

@@ -8,6 +8,6 @@ about the process is put back. `docs/sandbox.md` says what is covered and what i
 from __future__ import annotations
 
 from memplan.capture.sandbox.confine import lockdown
-from memplan.capture.sandbox.session import Sandbox, join, report_device, sandbox
+from memplan.capture.sandbox.session import Sandbox, join, overlay, report_device, sandbox
 
-__all__ = ["Sandbox", "join", "lockdown", "report_device", "sandbox"]
+__all__ = ["Sandbox", "join", "lockdown", "overlay", "report_device", "sandbox"]

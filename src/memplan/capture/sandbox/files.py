@@ -63,7 +63,7 @@ def make_open(view: View) -> Callable[..., Any]:
     """The stand-in for `builtins.open`."""
     real = _io.open
 
-    def open(
+    def open_once(
         file: Any,
         mode: str = "r",
         buffering: int = -1,
@@ -93,6 +93,15 @@ def make_open(view: View) -> Callable[..., Any]:
             return real(file, mode, buffering, encoding, errors, newline, closefd, open_inside)
         finally:
             del trust.on
+
+    def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return open_once(file, mode, *args, **kwargs)
+        except FileNotFoundError:
+            path = text_of(view, file)
+            if path is None or set(mode) & set("wax+") or not view.supply(path):
+                raise
+        return open_once(file, mode, *args, **kwargs)
 
     return open
 

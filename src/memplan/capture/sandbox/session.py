@@ -83,6 +83,11 @@ class Sandbox:
             self._view.sync()
         return self._view
 
+    def supply(self, find: Callable[[str], bool]) -> None:
+        """Ask `find` for files that are to be read and are not there: whether they are by now."""
+        assert self._view is not None
+        self._view.supply = find
+
     def note(self, text: str) -> None:
         """Add to `notes` once, and tell whoever listens."""
         if text not in self.notes:
@@ -199,6 +204,11 @@ def join(root: str, allow_network: bool) -> None:
         member = Sandbox(allow_network)
         member.scratch = Path(root)
         member._install(create=False)
+
+
+def overlay() -> str:
+    """The directory that holds what was written so far, by the script's own paths; "" outside."""
+    return _current._view.upper if _current is not None and _current._view is not None else ""
 
 
 def report_device(text: str) -> None:

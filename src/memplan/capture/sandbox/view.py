@@ -98,6 +98,8 @@ class View:
         self.closed = False
         self.on_write: Callable[[str], None] = lambda disk: None
         """Told of each file in the overlay before it is opened for writing."""
+        self.supply: Callable[[str], bool] = lambda path: False
+        """Asked when a file that is to be read is not there: whether it is by now."""
         self._mark = self.journal.mark
         self._real_prefixes = (*(f"{place}/" for place in (*_REAL_ROOTS, root)),)
         self._seen = b""

@@ -1,0 +1,123 @@
+"""What only another rank has: the flags that it broadcasts, the files that it alone writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memplan.capture.options import CaptureOptions, RankPlace, ScriptTarget
+from memplan.capture.script import capture_script
+from memplan.types.device import find_profile
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAIN = """
+import os, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+{width}
+net = torch.nn.Linear(256, int(width)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(3):
+    {rows}
+    net(torch.randn(int(rows), 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+AT_START = {
+    "zeros on the device": """
+flags = torch.tensor([4096 if rank == 2 else 0], device="cuda")
+dist.broadcast(flags, 2)
+width = flags[0].item()""",
+    "an empty on the device": """
+flags = torch.empty(1, dtype=torch.long, device="cuda")
+if rank == 2:
+    flags.fill_(4096)
+dist.broadcast(flags, 2)
+width = flags.cpu()[0]""",
+    "on the host": """
+width = torch.tensor(4096 if rank == 2 else 0)
+dist.broadcast(width, 2, group=dist.new_group(backend="gloo"))""",
+    "an object": """
+width = [4096 if rank == 2 else None]
+dist.broadcast_object_list(width, 2)
+width = width[0]""",
+    "a file": """
+path = os.path.join(os.environ["CACHE"], "deep", "width.txt")
+if rank == 0:
+    os.makedirs(os.path.dirname(path))
+    with open(path, "w") as file:
+        file.write("4096")
+dist.barrier()
+width = open(path).read()""",
+}
+
+
+STEPS = """
+    rows = torch.tensor([1000 if rank == 2 else 0], device="cuda")
+    dist.broadcast(rows, 2)"""
+OWN = """
+width = torch.tensor([4096 if rank == 3 else 2048], device="cuda")
+dist.broadcast(width, 2)"""
+CASES: dict[str, dict[str, str]] = {
+    **{name: {"width": text} for name, text in AT_START.items()},
+    "every step": {"rows": STEPS},
+    "its own": {"width": OWN},
+}
+
+
+def capture_all(folder: Path) -> None:
+    """Sizes of the requests and texts of the assumptions of rank 3 of 4. A fork for each case: what
+    has computed once cannot be forked for another rank."""
+    for name in CASES:
+        if os.fork() == 0:
+            try:
+                capture_one(folder / name.replace(" ", "-"), CASES[name])
+            finally:
+                os._exit(0)
+        os.wait()
+
+
+def capture_one(folder: Path, body: dict[str, str]) -> None:
+    folder.mkdir()
+    os.environ["CACHE"] = str(folder)
+    script = folder / "train.py"
+    script.write_text(TRAIN.format(**{"width": "width = 4096", "rows": "rows = 8", **body}))
+    options = CaptureOptions(profile=find_profile("h100"), place=RankPlace(3, 4, 4))
+    trace = capture_script(ScriptTarget("script", str(script)), options)
+    texts = [item.text for item in trace.meta.assumptions]
+    (folder / "found.json").write_text(json.dumps([trace.events.bytes.tolist(), texts]))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+    """In a process of its own: another rank is a fork, which computes."""
+    folder = tmp_path_factory.mktemp("sent")
+    call = "import sys, pathlib; from tests.capture.distributed import test_sent; "
+    call += "test_sent.capture_all(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", call, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.glob("*/deep"))
+    return {
+        path.parent.name.replace("-", " "): json.loads(path.read_text())
+        for path in folder.glob("*/found.json")
+    }
+
+
+@pytest.mark.parametrize("name", [*AT_START, "its own"])
+def test_what_another_rank_knows(found: dict[str, tuple[list[int], list[str]]], name: str) -> None:
+    sizes, assumed = found[name]
+    assert 256 * 4096 * 4 in sizes
+    assert not assumed
+
+
+def test_sizes_of_every_step(found: dict[str, tuple[list[int], list[str]]]) -> None:
+    sizes, assumed = found["every step"]
+    assert sizes.count(1000 * 4096 * 4) >= 3
+    assert not assumed
