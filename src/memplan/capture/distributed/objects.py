@@ -55,7 +55,7 @@ class ObjectCollectives:
         device: Any = None,
         group_src: int | None = None,
     ) -> None:
-        own = distributed.group.WORLD if group is None else group
+        own: Any = distributed.group.WORLD if group is None else group
         root = group_src if group_src is not None else distributed.get_group_rank(own, src or 0)
         if not self.broadcasts.objects(object_list, own, root):
             self._missing("broadcast", src if group_src is None else group_src)

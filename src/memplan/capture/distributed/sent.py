@@ -47,7 +47,7 @@ class Broadcasts:
         if self.peers.answers is None:
             return
         hook = optim_module.register_optimizer_step_post_hook(self._stepped)
-        stack.callback(hook.remove)  # type: ignore[no-untyped-call]
+        stack.callback(hook.remove)
 
     def _stepped(self, *_args: Any) -> None:
         self._steps += 1
