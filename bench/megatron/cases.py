@@ -1,0 +1,143 @@
+"""The cases: what was measured, and the command that a case's configuration stands for."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from bench.results import ROOT
+
+_SHARED = Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data")
+DATA = _SHARED / "measured" / "megatron"
+SOURCE = _SHARED.parent / "third_party" / "megatron-lm"
+WORLD_SIZE = 8
+GPUS = {"h100": "h100", "a100": "a100-80gb"}
+_SCRIPTS = {
+    "bert": "examples/bert/pretrain_bert.py",
+    "t5": "examples/t5/pretrain_t5.py",
+    "hybrid": "pretrain_hybrid.py",
+}
+_WORDS = {"bert": 28_996, "t5": 28_996}
+"""Of bert-large-cased's vocabulary."""
+_GPT_WORDS = 50_257
+_OF_DATA = frozenset(
+    {
+        "--data-path",
+        "--train-data-path",
+        "--valid-data-path",
+        "--test-data-path",
+        "--vocab-file",
+        "--merge-file",
+        "--tokenizer-type",
+        "--tokenizer-model",
+        "--tiktoken-pattern",
+        "--split",
+        "--vocab-size",
+        "--mock-data",
+    }
+)
+_MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A row of golden.csv. Bytes of the last rank; None where it was not measured."""
+
+    case: str
+    card: str
+    max_allocated: int
+    after_step_2: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.case}@{self.card}"
+
+
+def goldens() -> list[Golden]:
+    """All rows; none where the data are absent."""
+    path = DATA / "golden.csv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            Golden(
+                row["case"],
+                row["card"],
+                int(row["max_allocated"]),
+                int(row["max_allocated_after_step_2"] or 0) or None,
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+@functools.cache
+def configuration(case: str) -> Mapping[str, Any]:
+    """A case's model_config.yaml."""
+    path = DATA / "cases" / case / "model_config.yaml"
+    loaded: Mapping[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def counted_apart(golden: Golden) -> str:
+    """Why a case does not count towards the goals, or the empty string."""
+    config = configuration(golden.case)
+    if any(name.startswith(("--fp8", "--fp4")) for name in config["MODEL_ARGS"]):
+        return "fp8"
+    if "release" in golden.case.split("/")[1] or config.get("TEST_TYPE") == "release":
+        return "release"
+    if script(golden.case) is None:
+        return "its script is not among the sources"
+    return ""
+
+
+def script(case: str) -> str | None:
+    """The pretraining script, below the source; None where it is another that is not there."""
+    if configuration(case).get("MODE") == "rl" or case.startswith("mimo/"):
+        return None
+    if "flextron" in case:
+        return "megatron/elastification/pretrain_hybrid_flex.py"
+    return _SCRIPTS.get(case.split("/")[0], "pretrain_gpt.py")
+
+
+def environment(case: str) -> dict[str, str]:
+    """Variables that the case sets."""
+    return {name: str(value) for name, value in configuration(case)["ENV_VARS"].items()}
+
+
+def command(case: str, source: Path, work: Path) -> list[str]:
+    """The launcher's command. What the case names of data and vocabulary is replaced by mock data
+    with as many words; `work` takes its outputs."""
+    folders: dict[str, object] = {
+        "TENSORBOARD_PATH": work / "tensorboard",
+        "CHECKPOINT_SAVE_PATH": work / "checkpoints",
+        "CHECKPOINT_LOAD_PATH": work / "checkpoints",
+        "DATA_CACHE_PATH": work / "cache",
+        "DATA_PATH": work / "data",
+        "REPEAT": "1",
+    }
+    words: list[str] = []
+    given = configuration(case)["MODEL_ARGS"]
+    for name, value in given.items():
+        if name in _OF_DATA or name.startswith("--wandb") or value is False:
+            continue
+        words.append(name)
+        if value is not True and value is not None:
+            text = str(value)
+            for variable, folder in folders.items():
+                text = text.replace("${" + variable + "}", str(folder))
+            words += text.split()
+    if "--async-save" in given and "--async-strategy" not in given:
+        words += ["--async-strategy", "mcore"]  # the default's package is on no index in that age
+    kind = case.split("/")[0]
+    size = given.get("--vocab-size", _WORDS.get(kind, _GPT_WORDS))
+    program = script(case)
+    assert program is not None
+    launcher = ["torchrun", "--nproc-per-node", str(WORLD_SIZE), str(source / program)]
+    return [*launcher, *words, *_MOCK, str(size)]

@@ -1,0 +1,71 @@
+"""Megatron-LM and its packages, below `build/megatron`.
+
+A copy of the sources, because its index builder is compiled in place; Transformer Engine without
+its compiled part; and a shim: Megatron-LM wants `typing.override`, which Python 3.11 does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.megatron.cases import SOURCE
+from bench.results import ROOT
+
+BUILD = ROOT / "build" / "megatron"
+PACKAGES = (
+    "transformer-engine==2.20.2",
+    "einops==0.8.2",
+    "pybind11==3.1.0",
+)
+_SHIM = """\
+import typing
+
+if not hasattr(typing, "override"):
+    import typing_extensions
+
+    typing.override = typing_extensions.override
+"""
+
+
+def prepare() -> Path:
+    """Make what is missing; returns the folder of the sources.
+
+    Raises FileNotFoundError where the sources are absent, and subprocess.CalledProcessError where a
+    package cannot be fetched or the index builder not compiled.
+    """
+    if not SOURCE.is_dir():
+        raise FileNotFoundError(f"Megatron-LM's sources are not at {SOURCE}")
+    site, source, shim = BUILD / "site", BUILD / "source", BUILD / "shim"
+    stamp = BUILD / "site.pins"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != "\n".join(PACKAGES):
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+        subprocess.run(
+            [*pip, "--no-deps", "--upgrade", "--target", str(site), *PACKAGES], check=True
+        )
+        stamp.write_text("\n".join(PACKAGES), encoding="utf-8")
+    shim.mkdir(parents=True, exist_ok=True)
+    (shim / "sitecustomize.py").write_text(_SHIM, encoding="utf-8")
+    if not source.is_dir():
+        shutil.copytree(SOURCE, BUILD / "copying", dirs_exist_ok=True)
+        (BUILD / "copying").rename(source)
+    subprocess.run(
+        ["make", "-s", "-C", str(source / "megatron" / "core" / "datasets")],
+        env=variables(),
+        check=True,
+    )
+    return source
+
+
+def variables() -> dict[str, str]:
+    """The environment of every case."""
+    places = [BUILD / "shim", BUILD / "site", BUILD / "source"]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, places)),
+        # The Makefile calls `python3`, which is to be this one.
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))),
+    }
