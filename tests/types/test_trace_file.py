@@ -241,6 +241,14 @@ def test_row_counts_must_match_the_columns(tmp_path: Path, count: int) -> None:
         load_trace(path)
 
 
+@pytest.mark.parametrize("steps", [[1], [0, 1], [2, 2], [3, 1 << 40], [-4, 3]])
+def test_steady_steps_are_checked(tmp_path: Path, steps: list[int]) -> None:
+    path = tmp_path / "job.trace"
+    save_unchecked(TraceBuilder().build(TraceMeta(steady_steps=steps)), path)
+    with pytest.raises(FormatError, match="steady steps"):
+        load_trace(path)
+
+
 def test_a_header_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t"
     save_trace(small_trace(), path)

@@ -116,10 +116,11 @@ def _unsettled(steady: Settled) -> list[Assumption]:
 
 
 def _repetitions(steady: Settled) -> list[str]:
-    if not steady.rounds:
+    more = steady.rounds * steady.steps
+    if not more:
         return []
     return [
-        f"the allocator was simulated for {steady.rounds * steady.steps} steps more than were "
+        f"the allocator was simulated for {more} step{'s' if more > 1 else ''} more than were "
         "captured, like the last of these, because what it reserves grew until then"
     ]
 

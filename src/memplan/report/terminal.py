@@ -187,7 +187,7 @@ def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         width=width,
         room_bytes=room,
         peak_event=estimate.peak.event,
-        steps=estimate.steps,
+        steps=estimate.steps + estimate.repeated_steps,
         ascii_only=ascii_only,
     )
     if lines:

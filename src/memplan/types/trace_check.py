@@ -13,6 +13,7 @@ MAX_BYTES = 1 << 48
 MAX_FLOPS = 1 << 62
 MAX_MOVED_BYTES = 1 << 58
 """Of one operator; far beyond what a device could do."""
+_MOST_STEPS = 1 << 24
 MAX_ADDRESS = (1 << 63) - 1
 
 _Column = npt.NDArray[np.integer]
@@ -32,6 +33,9 @@ def check_trace(trace: Trace, where: str) -> None:
     for name in ("name", "dtype", "shape"):
         _within(where, f"storages.{name}", getattr(storages, name), 0, strings)
     _check_segments(trace.meta, len(storages), where)
+    steady = trace.meta.steady_steps
+    if steady and (len(steady) != 2 or not 0 < steady[0] < steady[1] <= _MOST_STEPS):
+        raise _error(where, "its steady steps are no range of steps")
     _check_host(trace, where)
 
 
