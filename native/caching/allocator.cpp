@@ -11,10 +11,11 @@ namespace {
 
 constexpr std::int64_t kLowest = std::numeric_limits<std::int64_t>::min();
 
-// By stream, then as for best fit.
+// Of memory that may be given back: by stream, then as for best fit.
 template <typename Visit>
 void for_each_free(const Pool& pool, Visit visit) {
   for (const auto& [stream, bin] : pool.bins) {
+    if (stream >= kPrivatePools) break;
     for (auto it = bin.free.begin(); it != bin.free.end(); it = bin.free.next(it)) {
       visit(bin.free.at(it).block);
     }

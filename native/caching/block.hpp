@@ -10,6 +10,9 @@ namespace memplan::caching {
 
 struct Pool;
 
+// Streams from here on are private pools (memplan.types.trace.PRIVATE_POOLS).
+constexpr std::int32_t kPrivatePools = 1 << 16;
+
 // One range of virtual addresses whose pages are mapped on demand.
 struct ExpandableSegment {
   std::int64_t base;

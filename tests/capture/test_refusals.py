@@ -25,19 +25,6 @@ def sparse_tensor() -> None:
     torch.eye(2, device="cuda").to_sparse()
 
 
-def cuda_graph() -> None:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        values()
-
-
-def graphed_callable() -> None:
-    torch.cuda.make_graphed_callables(nn.Linear(8, 8).cuda(), (values(),))
-
-
-def pool_of_its_own() -> None:
-    torch.cuda.MemPool()
-
-
 def second_device() -> None:
     torch.ones(1, device="cuda:1")
 
@@ -49,9 +36,6 @@ def operator_without_a_rule() -> None:
 REFUSED: dict[str, tuple[Callable[[], None], str, str]] = {
     "sparse gradient": (sparse_gradient, "torch.sparse_coo", "sparse=False"),
     "sparse tensor": (sparse_tensor, "torch.sparse_coo", "sparse=False"),
-    "CUDA graph": (cuda_graph, "CUDA graphs", "switch them off"),
-    "graphed callable": (graphed_callable, "CUDA graphs", "switch them off"),
-    "pool": (pool_of_its_own, "torch.cuda.MemPool", "lower bound"),
     "second device": (second_device, "cuda:1", "cuda:0"),
     "operator without a rule": (
         operator_without_a_rule,

@@ -14,7 +14,7 @@ from memplan.simulate.oracle import simulate_slowly
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
 from memplan.types.builder import TraceBuilder
-from memplan.types.trace import EventKind, Provenance, Role, Trace, TraceMeta
+from memplan.types.trace import PRIVATE_POOLS, EventKind, Provenance, Role, Trace, TraceMeta
 
 EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "60"))
 
@@ -49,11 +49,23 @@ def steps(
     return st.lists(st.sampled_from(table).flatmap(kinds.__getitem__), min_size=1, max_size=80)
 
 
+def in_pools(program: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The same with the last of three streams in a private pool."""
+    placed = {"alloc", "use", "record", "wait", "sync", "lend", "hand over"}
+    return [
+        (action, value, PRIVATE_POOLS + 3 if action in placed and extra == 2 else extra)
+        for action, value, extra in program
+    ]
+
+
 PROGRAMS = {
     "mixed": steps(
         {"alloc": 6, "free": 5, "use": 2, "complete": 1, "record": 1, "wait": 1, "sync": 1,
          "empty": 1}, any_size, 3,
     ),
+    "private pools": steps(
+        {"alloc": 9, "free": 7, "use": 1, "sync": 1, "empty": 2}, any_size, 3
+    ).map(in_pools),
     "full device": steps({"alloc": 10, "free": 9}, large_size, 1),
     "gaps in expandable segments": steps({"alloc": 10, "free": 9, "empty": 3}, large_size, 1),
     "streams that wait": steps(
@@ -183,3 +195,22 @@ def test_they_agree_when_expandable_segments_have_used_all_addresses() -> None:
     agree(trace, AllocatorSettings(expandable_segments=True))
     address = simulate(trace, AllocatorSettings(expandable_segments=True)).address
     assert (address[trace.events.kind == EventKind.ALLOC] > 0).all()
+
+
+def test_a_private_pool_keeps_what_is_freed_in_it() -> None:
+    builder = TraceBuilder()
+    for stream in (0, PRIVATE_POOLS + 1):
+        storage = builder.new_storage()
+        builder.append(EventKind.ALLOC, storage, 30 * MIB, stream=stream)
+        builder.append(EventKind.FREE, storage, 30 * MIB, stream=stream)
+    builder.append(EventKind.EMPTY_CACHE)
+    again = builder.new_storage()
+    builder.append(EventKind.ALLOC, again, 25 * MIB, stream=PRIVATE_POOLS + 1)
+    other = builder.new_storage()
+    builder.append(EventKind.ALLOC, other, 25 * MIB)
+    trace = builder.build(TraceMeta())
+    for expandable, sizes in ((False, (30, 30, 56)), (True, (40, 40, 80))):
+        found = AllocatorSettings(expandable_segments=expandable)
+        reserved = simulate(trace, found).reserved[-3:].tolist()
+        assert reserved == [size * MIB for size in sizes]
+        assert reserved == simulate_slowly(trace, found).reserved[-3:]

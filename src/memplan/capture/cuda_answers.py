@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memplan.capture.private_pools import FakeGraph, FakeMemPool, use_mem_pool
 from memplan.types.trace import EventKind
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         "clock_rate": _constant(1500),
         "memory_usage": _constant(0),
         "_sleep": _constant(None),
-        "is_current_stream_capturing": _constant(False),
+        "is_current_stream_capturing": lambda: api.pools.capturing,
         "check_error": _constant(None),
         "current_blas_handle": _constant(1),
         "current_solver_handle": _constant(1),
@@ -171,11 +172,11 @@ def _memory(api: FakeCuda) -> dict[str, Any]:
 
 
 def _graphs(api: FakeCuda) -> dict[str, Any]:
+    """`torch.cuda.graph` and `make_graphed_callables` are PyTorch's own, above these."""
+    made = {"_api": api, "__module__": "torch.cuda"}
     return {
-        # A class, for libraries that name it in annotations.
-        "CUDAGraph": type("CUDAGraph", (), {"__new__": api.no_graphs, "__module__": "torch.cuda"}),
-        "graph": api.no_graphs,
-        "graph_pool_handle": api.no_graphs,
-        "make_graphed_callables": api.no_graphs,
-        "MemPool": type("MemPool", (), {"__new__": api.no_pools, "__module__": "torch.cuda"}),
+        "CUDAGraph": type("CUDAGraph", (FakeGraph,), made),
+        "graph_pool_handle": api.pools.handle,
+        "MemPool": type("MemPool", (FakeMemPool,), made),
+        "use_mem_pool": use_mem_pool(api),
     }

@@ -158,6 +158,8 @@ class CaptureSession:
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
+            if self._cuda is not None:
+                self._cuda.replayed_step = self.steps.replayed
             stack.enter_context(self.steps)
             stack.enter_context(self.mode)
             self._calibrate()

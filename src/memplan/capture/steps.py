@@ -121,6 +121,10 @@ class StepWatcher:
         if self._passes is None and not self.mode.context.in_optimizer:
             self._passes = begun, begun
 
+    def replayed(self) -> None:
+        """A CUDA graph that holds an optimizer step ran again."""
+        self._complete()
+
     def _complete(self) -> None:
         recorder = self.mode.recorder
         recorder.flush()

@@ -17,11 +17,11 @@ import torch
 
 from memplan.capture import fake_cuda, generators
 from memplan.capture.cuda_answers import answers
-from memplan.types.errors import CaptureError
+from memplan.capture.private_pools import PrivatePools
 from memplan.types.trace import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
@@ -91,7 +91,7 @@ class FakeStream:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return self._api.pools.capturing and self._api.current == self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FakeStream) and other.stream_id == self.stream_id
@@ -164,6 +164,9 @@ class FakeCuda:
         self.alloc_conf = ""
         """Allocator settings that the script made at run time."""
         self.memory_fraction = 1.0
+        self.pools = PrivatePools()
+        self.replayed_step: Callable[[], None] = lambda: None
+        """Told when a CUDA graph that holds an optimizer step ran again."""
         self._streams_made: Counter[int] = Counter()
         self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
         self.ExternalStream: Any = type(
@@ -225,7 +228,7 @@ class FakeCuda:
         """Make a stream the current one."""
         if stream is not None:
             self.current = stream
-            self.mode.recorder.stream = stream.stream_id
+            self.mode.recorder.stream = self.pools.stream(stream.stream_id)
             if torch._C._current_graph_task_id() == -1:
                 self.mode.context.outer_stream = stream.stream_id
 
@@ -295,20 +298,17 @@ class FakeCuda:
             place[last] = value
         return nested
 
-    def no_graphs(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise CaptureError(
-            f"{self.mode.source()}: CUDA graphs cannot be captured: their memory pools are "
-            "private to the device",
-            "switch them off when estimating; the eager job's memory is a lower bound",
-        )
+    def enter_pool(self, pool: tuple[int, int]) -> None:
+        """What is allocated from here on belongs to a private pool."""
+        self.mode.recorder.flush()
+        self.pools.in_force.append(pool)
+        self.mode.recorder.stream = self.pools.stream(self.current.stream_id)
 
-    def no_pools(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise CaptureError(
-            f"{self.mode.source()}: torch.cuda.MemPool cannot be captured: what a pool of its own "
-            "holds is not followed",
-            "leave it out when estimating; without it memory is shared better, so the answer is a "
-            "lower bound",
-        )
+    def leave_pool(self) -> None:
+        """No more."""
+        self.mode.recorder.flush()
+        self.pools.in_force.pop()
+        self.mode.recorder.stream = self.pools.stream(self.current.stream_id)
 
     def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
         total = self.profile.total_memory_bytes
@@ -357,6 +357,9 @@ def install(
         for part in (cuda.memory, cuda.random, cuda.graphs):
             if name in vars(part):
                 patches.set(part, name, answer)
+    patches.set(cuda.graphs.graph, "default_capture_stream", None)
+    if not hasattr(torch._C, "_host_emptyCache"):
+        patches.set(torch._C, "_host_emptyCache", lambda: None)
     _install_neighbours(patches, api)
     return api
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from memplan.simulate.rounding import block_size
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
-from memplan.types.trace import EventKind
+from memplan.types.trace import PRIVATE_POOLS, EventKind
 
 _TOP = 1 << 46
 _CHUNK = 32 * MIB
@@ -296,7 +296,8 @@ class Oracle:
         self.log(EventKind.SEGMENT_FREE, segment, segment.address, segment.size)
 
     def streams(self) -> list[int]:
-        return sorted({segment.stream for segment in self.segments})
+        """Those whose cached memory may be given back: a private pool keeps its own."""
+        return sorted({s.stream for s in self.segments if s.stream < PRIVATE_POOLS})
 
     def release_all(self) -> None:
         """Every whole segment and page that is cached."""

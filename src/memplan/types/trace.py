@@ -26,6 +26,11 @@ I16: TypeAlias = npt.NDArray[np.int16]
 U8: TypeAlias = npt.NDArray[np.uint8]
 
 
+PRIVATE_POOLS = 1 << 16
+"""Streams from this number on are private pools (of CUDA graphs, of `torch.cuda.MemPool`): their
+cached memory is kept when caches are emptied. `torch.cuda.Stream` hands out smaller numbers."""
+
+
 class EventKind(IntEnum):
     """What the allocator sees. The comment says what `aux` holds."""
 

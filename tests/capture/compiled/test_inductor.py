@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.capture.compiled.cudagraphs import POOL_STREAM
+from memplan.capture.private_pools import COMPILED_GRAPHS
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capture.jobs import allocations, assumed, frees, operators, record, sizes
 
@@ -129,7 +129,7 @@ def test_cuda_graphs_live_in_a_pool_of_their_own() -> None:
         train(torch.compile(model, mode="reduce-overhead"), model)
 
     trace = record(job)
-    pool = [event for event in allocations(trace) if event.stream == POOL_STREAM]
+    pool = [event for event in allocations(trace) if event.stream == COMPILED_GRAPHS]
     steps = [[event.bytes for event in pool if event.step == step] for step in range(3)]
     # From the recording on, the input and the result's gradient are copied to fixed addresses;
     # parameters are at theirs, and what the forward pass saved is in the pool.
@@ -146,7 +146,7 @@ def test_the_backend_of_cuda_graphs_alone_is_eager_in_a_pool() -> None:
 
     trace = record(job)
     assert not kernels(trace)
-    pool = [event for event in allocations(trace) if event.stream == POOL_STREAM]
+    pool = [event for event in allocations(trace) if event.stream == COMPILED_GRAPHS]
     assert {event.op for event in pool} >= {"aten.mm.default", "aten.sin.default"}
     assert all("could not be compiled" not in text for text in assumed(trace))
 
