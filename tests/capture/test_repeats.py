@@ -112,7 +112,7 @@ class Outputs(NamedTuple):
 class Structured(Block):
     def forward(self, x: torch.Tensor) -> Outputs:  # type: ignore[override]
         made = super().forward(x)
-        flat = torch.empty(2 * ROWS * WIDTH + 64, device="cuda").fill_(0)
+        flat = torch.randn(2 * ROWS * WIDTH + 64, device="cuda")
         part = flat[64:].view(2, ROWS, WIDTH)
         return Outputs(made.t(), {"first": part[0], "second": part[1], "none": None})
 

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
+from memplan.capture.plain_class import is_fake
+
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
 
@@ -196,7 +198,7 @@ class Repeats:
             if isinstance(leaf, _PLAIN):
                 outputs.append(_Plain(leaf))
                 continue
-            if type(leaf) is not FakeTensor or leaf.requires_grad:
+            if not is_fake(leaf) or type(leaf) is not torch.Tensor or leaf.requires_grad:
                 return None
             number = self.mode.number_of(leaf)
             if number <= newest or self.mode.values.of(leaf) is not None:
@@ -261,11 +263,13 @@ def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:
     for leaf in leaves:
         if isinstance(leaf, _PLAIN):
             kinds.append((type(leaf), leaf))
-        elif type(leaf) in (FakeTensor, torch.Tensor):
+        elif type(leaf) is torch.Tensor:
             shape = tuple(leaf.size()), tuple(leaf.stride())
             # Kernels look at how an operand is aligned, not at where a number is read from.
             offset = leaf.storage_offset() if leaf.numel() > 1 else 0
-            kinds.append((type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, *shape, offset))
+            kinds.append(
+                (is_fake(leaf), leaf.dtype, leaf.device, leaf.requires_grad, *shape, offset)
+            )
         else:
             return None
     return tuple(kinds)
