@@ -505,3 +505,70 @@ def test_fused_optimizer_and_normalisation_of_apex() -> None:
     assert made(trace, "apex.normalization", Phase.FORWARD).count(64 * 4) == 2
     states = [event.bytes for event in allocations(trace, Phase.OPTIMIZER)]
     assert states == [512 * 4] * 4
+
+
+@absent("apex")
+def test_extensions_of_apex_that_are_imported_alone() -> None:
+    def job() -> None:
+        import amp_C  # type: ignore[import-not-found]
+        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
+        import scaled_upper_triang_masked_softmax_cuda as softmax  # type: ignore[import-not-found]
+        from apex.contrib.layer_norm.layer_norm import (  # type: ignore[import-not-found]
+            FastLayerNormFN,
+        )
+        from apex.normalization.fused_layer_norm import (  # type: ignore[import-not-found]
+            FusedLayerNormAffineFunction,
+        )
+
+        flag = torch.zeros(1, device="cuda", dtype=torch.int32)
+        amp_C.multi_tensor_l2norm(1024, flag, [[torch.empty(2048, device="cuda")] * 3], True)
+        scores = torch.empty(2, 64, 64, device="cuda", dtype=torch.float16)
+        results = softmax.forward(scores, 1.0)
+        assert softmax.backward(scores, results, 1.0) is scores
+        x = torch.empty(32, 128, device="cuda", requires_grad=True)
+        weight, bias = (torch.ones(128, device="cuda", requires_grad=True) for _ in range(2))
+        for norm in (
+            FusedLayerNormAffineFunction.apply(x, weight, bias, (128,), 1e-5),
+            FastLayerNormFN.apply(x, weight, bias, 1e-5),
+        ):
+            norm.sum().backward()
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, x, weight)
+
+    trace = record(job)
+    # partial sums, one a chunk of each tensor, norms, the norm
+    assert made(trace, "amp_C.multi_tensor_l2norm") == [4 * 320, 4 * 3 * 2, 4 * 3, 4]
+    assert made(trace, "scaled_upper_triang_masked_softmax_cuda.forward") == [2 * 2 * 64 * 64]
+    assert made(trace, "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32") == []
+    # outputs, gradients of the sums made contiguous, gradients of the input; of each the statistics
+    norms = made(trace, "apex.normalization")
+    assert norms.count(32 * 128 * 4) == 6
+    assert norms.count(32 * 4) == 4
+
+
+@absent("flash_attn")
+def test_the_low_level_functions_of_flash_attention() -> None:
+    def job() -> None:
+        from flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
+            _flash_attn_varlen_backward,
+            _flash_attn_varlen_forward,
+        )
+        from flash_attn_2_cuda import varlen_bwd  # type: ignore[import-not-found]
+
+        q = torch.empty(256, 4, 64, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
+        where = (lengths, lengths, 128, 128)
+        settings = (0.0, 0.125, True, -1, -1, 0.0)
+        out, lse, _, state = _flash_attn_varlen_forward(q, q, q, *where, *settings, None)
+        given = (out, q, q, q, out, lse)
+        grads = [torch.empty_like(q) for _ in range(3)]
+        _flash_attn_varlen_backward(*given, *grads, *where, *settings, None, False, state)
+        varlen_bwd(
+            *given, None, None, None, lengths, lengths, None, 128, 128, 0.0, 0.125, False, True,
+            -1, -1, 0.0, False, None, state,
+        )  # fmt: skip
+
+    trace = record(job)
+    size, rows = 2 * 256 * 4 * 64, 4 * 4 * (256 + 2 * 128)
+    assert made(trace, "flash_attn::_flash_attn_varlen_forward")[0] == size
+    assert made(trace, "flash_attn::_flash_attn_varlen_backward") == [rows, rows * 64]
+    assert made(trace, "flash_attn_2_cuda.varlen_bwd") == [size] * 3 + [rows, rows * 64]

@@ -47,6 +47,12 @@ _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.
 EXTENSIONS = {
     "flash_attn_2_cuda": "flash_attn",
     "transformer_engine_torch": "transformer_engine",
+    "amp_C": "apex",
+    "fused_weight_gradient_mlp_cuda": "apex",
+    "generic_scaled_masked_softmax_cuda": "apex",
+    "scaled_masked_softmax_cuda": "apex",
+    "scaled_softmax_cuda": "apex",
+    "scaled_upper_triang_masked_softmax_cuda": "apex",
 }
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
@@ -167,7 +173,7 @@ class StandInFinder:
         """Packages that the program's own code looked for in vain, and where."""
         self._ruled = ruled
         self._modules: list[str] = []
-        self._extensions = _Extensions(self._modules)
+        self._extensions = _Extensions(self)
 
     def start(self) -> None:
         """Serve from now on."""
@@ -188,6 +194,16 @@ class StandInFinder:
         if package not in self.wanted and not installed(package):
             self.wanted.add(package)
             forget_probes()
+
+    def stands_in(self, package: str) -> bool:
+        """Whether a package is stood in for, or would be by the import that is running."""
+        if package in self.served or package in self.wanted:
+            return True
+        frame, probe = importing_frame()
+        if probe or is_guarded(frame):
+            self._note(package, frame)
+            return False
+        return True
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -247,8 +263,9 @@ class StandInFinder:
 class _Extensions:
     """Comes first: compiled parts of packages that may be installed, and need a driver to load."""
 
-    def __init__(self, modules: list[str]) -> None:
-        self._modules = modules
+    def __init__(self, standins: StandInFinder) -> None:
+        self._standins = standins
+        self._modules = standins._modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -257,7 +274,7 @@ class _Extensions:
         if fullname.startswith("torch."):
             return self._of_torch(fullname, path)
         package = EXTENSIONS.get(fullname)
-        if package is None or not installed(package):
+        if package is None or not (installed(package) or self._standins.stands_in(package)):
             return None
         self._modules.append(fullname)
         return _in_packages(fullname) or _empty(fullname)

@@ -252,3 +252,9 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return _call(3, (qkv,), lengths, (*options, deterministic, return_attn_probs))
+
+
+_flash_attn_forward = kernels.forward
+_flash_attn_backward = kernels.backward
+_flash_attn_varlen_forward = kernels.varlen_forward
+_flash_attn_varlen_backward = kernels.varlen_backward

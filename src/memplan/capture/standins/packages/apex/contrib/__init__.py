@@ -1,0 +1,1 @@
+"""Parts of Apex that are built one by one."""
