@@ -572,3 +572,32 @@ def test_the_low_level_functions_of_flash_attention() -> None:
     assert made(trace, "flash_attn::_flash_attn_varlen_forward")[0] == size
     assert made(trace, "flash_attn::_flash_attn_varlen_backward") == [rows, rows * 64]
     assert made(trace, "flash_attn_2_cuda.varlen_bwd") == [size] * 3 + [rows, rows * 64]
+
+
+# Extensions that are compiled where they are used
+
+
+def test_a_cuda_extension_fails_to_build_where_the_script_goes_on_without() -> None:
+    seen: list[str] = []
+
+    def build() -> Any:
+        from torch.utils.cpp_extension import load
+
+        return load(name="my_kernels", sources=["my_kernels.cu"])
+
+    def job() -> None:
+        from torch.utils.cpp_extension import load
+
+        try:
+            load(name="my_kernels", sources=["my_kernels.cu"])
+        except Exception as error:  # PEFT's BOFT does so
+            seen.append(str(error))
+
+    assert any("CUDA extension is not built here" in text for text in assumed(record(job)))
+    assert seen[0].startswith("CUDA_HOME")
+    record(build)  # nobody would catch it: a stand-in, of which rules may be known
+    try:
+        memplan.register_rule("my_kernels.scan", lambda call, x: torch.empty_like(x))
+        assert not list(assumed(record(job)))
+    finally:
+        registry.forget_rule("my_kernels.scan")

@@ -1,12 +1,14 @@
 """Kernels that are compiled where they are used: there is no compiler for them here.
 
-`torch.utils.cpp_extension.load` of CUDA sources gives a module of which only rules are known.
+`torch.utils.cpp_extension.load` of CUDA sources fails as without a compiler where the caller can do
+without them; else it gives a module of which only rules are known.
 DeepSpeed's operators, which it builds itself, write to the tensors that they are given.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memplan.capture.standins.finder import make_permissive
+from memplan.capture.standins.guarded import is_guarded
 from memplan.capture.standins.launch import record
 from memplan.capture.standins.registry import rules_of_module
+from memplan.capture.standins.rules import running
 
 if TYPE_CHECKING:
     from memplan.capture.patching import Patches
@@ -77,13 +81,26 @@ def adapt_overflow(patches: Patches, module: ModuleType) -> None:
                 patches.set(owner, name, healthy(vars(owner)[name]))
 
 
+_NOT_BUILT = (
+    "a CUDA extension is not built here, and the script goes on without it; where the job builds "
+    "it, say what its functions take (memplan.register_rule)"
+)
+
+
 def adapt_extensions(patches: Patches, module: ModuleType) -> None:
     """CUDA sources are not compiled."""
     real: dict[str, Any] = {name: getattr(module, name) for name in ("load", "load_inline")}
 
     def stand_in(name: str) -> ModuleType:
+        rules = rules_of_module(name)
+        if not rules and is_guarded(sys._getframe(2)):
+            mode = running()
+            if mode is not None:
+                mode.assumptions.add("kernel", _NOT_BUILT, op=name)
+            # As `torch.utils.cpp_extension` says it where there is no compiler.
+            raise OSError("CUDA_HOME environment variable is not set.")
         made = ModuleType(name)
-        vars(made).update(rules_of_module(name))
+        vars(made).update(rules)
         make_permissive(made)
         return made
 
