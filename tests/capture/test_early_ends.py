@@ -159,7 +159,7 @@ def job(loop: Loop) -> Callable[[], None]:
     return run
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(loop=LOOPS, long_step=st.sampled_from([50, 20_000]))
 def test_never_less_than_the_job_run_on(loop: Loop, long_step: int) -> None:
     check(loop, long_step)
