@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 parser = argparse.ArgumentParser()
 parser.add_argument("--device", default="cuda")
 parser.add_argument("--batch-size", type=int, default=32)
+parser.add_argument("--width", type=int, default=1024)
 parser.add_argument("--clip", action="store_true")
 parser.add_argument("--late", action="store_true")
 args = parser.parse_args()
 torch.manual_seed(0)
-width = 1024
+width = args.width
 layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(24)]
 model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(args.device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -58,6 +59,8 @@ if args.device == "cpu":
     print(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
 """
 WEIGHTS = 50
+ON_CPU = ("train.py", "--device", "cpu", "--width", "64")
+"""The gradients are as many as those of the fitted job, and take no time."""
 
 
 @pytest.fixture
@@ -99,9 +102,8 @@ def test_fit_run_and_plan(job: Path) -> None:
     plan = load_plan(job / "job.plan")
     assert plan.order is not None and plan.recompute is None
     assert plan.order.parameters == WEIGHTS and plan.order.peak_bytes > 0
-    on_cpu = ("train.py", "--device", "cpu")
-    plain = run(job, *on_cpu)
-    planned = run(job, "-m", "memplan", "run", "--plan", "job.plan", *on_cpu)
+    plain = run(job, *ON_CPU)
+    planned = run(job, "-m", "memplan", "run", "--plan", "job.plan", *ON_CPU)
     assert planned.stdout == plain.stdout and plain.stdout.count("loss") == 4
     assert held(plain) == [WEIGHTS] * 4 and held(planned) == [WEIGHTS, 0, 0, 0]
     words = ("plan", "--plan", "job.plan", "-o", "placed.plan", "--timeout", "1", "train.py")
@@ -112,7 +114,7 @@ def test_fit_run_and_plan(job: Path) -> None:
 
 
 def test_a_job_that_clips(job: Path) -> None:
-    words = ("train.py", "--device", "cpu", "--clip")
+    words = (*ON_CPU, "--clip")
     early_plan(job, *words[1:])
     plain, planned = (
         run(job, *words),
@@ -120,13 +122,13 @@ def test_a_job_that_clips(job: Path) -> None:
     )
     assert planned.stdout == plain.stdout and held(planned) == [WEIGHTS] * 4
     (said,) = (line for line in planned.stderr.splitlines() if line.startswith("memplan: "))
-    assert "weights are updated by the optimizer's step" in said and "(train.py:37)" in said
+    assert "weights are updated by the optimizer's step" in said and "(train.py:38)" in said
 
 
 def test_a_job_that_clips_too_late(job: Path) -> None:
     """What has been updated cannot be clipped: the job ends with an error, not with other
     numbers."""
-    words = ("train.py", "--device", "cpu", "--late")
+    words = (*ON_CPU, "--late")
     early_plan(job, *words[1:])
     planned = run(job, "-m", "memplan", "run", "--plan", "job.plan", *words, code=1)
     assert planned.stdout.count("loss") == 2 and "Traceback" not in planned.stderr
@@ -140,7 +142,6 @@ def test_a_job_whose_source_reads_gradients(job: Path) -> None:
         "    optimizer.step()\n", "    if step > 9: print(optimizer.grad)\n    optimizer.step()\n"
     )
     (job / "train.py").write_text(text)
-    early_plan(job, "--device", "cpu")
-    words = ("train.py", "--device", "cpu")
-    planned = run(job, "-m", "memplan", "run", "--plan", "job.plan", *words)
-    assert held(planned) == [WEIGHTS] * 4 and "train.py:38 reads gradients" in planned.stderr
+    early_plan(job, *ON_CPU[1:])
+    planned = run(job, "-m", "memplan", "run", "--plan", "job.plan", *ON_CPU)
+    assert held(planned) == [WEIGHTS] * 4 and "train.py:39 reads gradients" in planned.stderr

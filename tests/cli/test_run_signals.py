@@ -23,9 +23,13 @@ def write():
         file.write("whole ")
 
 with finished(write, also_by_signal=True):
-    if "worker" in sys.argv and os.fork() == 0:
-        time.sleep(30)
-        os._exit(0)
+    if "worker" in sys.argv:
+        up, begun = os.pipe()
+        if os.fork() == 0:
+            os.write(begun, b"1")  # Python forgets a signal that comes while a child begins
+            time.sleep(600)
+            os._exit(0)
+        os.read(up, 1)
     if "own" in sys.argv:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     if "ignored" in sys.argv:
@@ -46,7 +50,7 @@ def test_a_signal_ends_it_as_ever_once_all_is_written(tmp_path: Path, case: str,
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,  # a worker that did not end would hold stderr
+        timeout=300,  # a worker that did not end would hold stderr
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
     )

@@ -173,7 +173,7 @@ def test_a_write_after_forward_is_still_noticed() -> None:
 
 
 def test_one_module_in_two_threads_at_once() -> None:
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=300)
 
     def meets(_net: Any, x: Tensor) -> Tensor:
         both.wait()

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from tests.capture.distributed import parallel_jobs
 from tests.capture.distributed.parallel_jobs import VOCABULARY, WIDTH, Model, split_layers
 from tests.capture.distributed.real_ranks import Jobs, Step, fork_ranks
 
@@ -199,7 +198,6 @@ def choices(device: str) -> Step:
 
 JOBS: dict[int, Jobs] = {
     4: {
-        **parallel_jobs.JOBS,
         "uneven_shards": uneven_shards,
         "uneven_experts": uneven_experts,
         "grouped_experts": grouped_experts,

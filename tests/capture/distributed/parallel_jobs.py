@@ -3,7 +3,9 @@ of one of their ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,9 +29,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import cross_entropy
 
+from tests.capture.distributed.real_ranks import Step, fork_ranks
+
 SIZE = 4
 WIDTH, HEADS, VOCABULARY, TOKENS, BATCH = 64, 4, 96, 24, 4
-Step = Callable[[], None]
 
 
 class Attention(nn.Module):
@@ -352,3 +355,6 @@ JOBS: dict[str, Callable[[str], Step]] = {
     "experts": experts,
     "point_to_point": point_to_point,
 }
+
+if __name__ == "__main__":
+    fork_ranks(JOBS, SIZE, Path(sys.argv[1]))

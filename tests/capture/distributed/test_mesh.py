@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from memplan.capture.session import CaptureSession
 from tests.capture.distributed import mesh_jobs
 from tests.capture.distributed.ranks import capture, join, options, requests
-from tests.capture.distributed.real_ranks import Sizes
+from tests.capture.distributed.real_ranks import Sizes, run_module
 
 SMALL = 64
 """Bytes: the profiler does not see all of the engine's own scalars."""
@@ -41,6 +41,12 @@ EXTRA: dict[tuple[int, str], set[int]] = {
     (8, "hybrid_and_tensor"): {LAYER_NORM} | FLAT,
     (8, "data_context_tensor"): {LAYER_NORM} | FLAT,
 }
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Sizes]:
+    """By world size and rank, the sizes of each job's second step."""
+    return run_module(mesh_jobs.__name__, tmp_path_factory.mktemp("real"))
 
 
 def captured(name: str, size: int, rank: int) -> list[int]:

@@ -15,7 +15,7 @@ from memplan.capture.session import CaptureSession
 from memplan.types.trace import Trace
 from tests.capture.distributed import parallel_jobs as jobs
 from tests.capture.distributed.ranks import join, options, requests
-from tests.capture.distributed.real_ranks import Sizes
+from tests.capture.distributed.real_ranks import Sizes, run_module
 
 SMALL = 64
 """Bytes: the profiler does not see all of the engine's own scalars."""
@@ -34,6 +34,12 @@ EXTRA: dict[str, set[int]] = {
     "one_forward_one_backward": set(),
     "point_to_point": set(),
 }
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Sizes]:
+    """By world size and rank, the sizes of each job's second step."""
+    return run_module(jobs.__name__, tmp_path_factory.mktemp("real"))
 
 
 @cache

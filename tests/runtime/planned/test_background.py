@@ -41,7 +41,7 @@ def test_what_a_killed_job_leaves_is_tidied_up(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(root)}
     killed = subprocess.run([sys.executable, "-c", KILLED], cwd=root, env=environment)
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while list(tmp_path.glob("memplan-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not list(tmp_path.glob("memplan-*"))
