@@ -364,6 +364,31 @@ while True:
     assert run(tmp_path, body).meta.optimizer_steps == 3
 
 
+PRINTS_AND_EXITS = """
+import sys
+try:
+    {}
+except Exception as error:
+    print(error)
+    sys.exit(1)
+"""
+"""As Hydra does around a job."""
+
+
+def test_a_short_epoch_that_ends_in_an_exit_code(tmp_path: Path) -> None:
+    counted = """
+seen = 0
+for (batch,) in loader:
+    forward(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    seen += 1
+assert seen == len(loader)"""
+    trace = run(tmp_path, PRINTS_AND_EXITS.format(counted.replace("\n", "\n    ")))
+    assert trace.meta.optimizer_steps == 3
+    assert any("AssertionError" in said.text for said in trace.meta.assumptions)
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
@@ -376,6 +401,13 @@ while True:
             r"helper.py:2: IndentationError: unexpected indent\n",
         ),
         ("import sys; sys.exit(3)", CaptureError, "exit code 3"),
+        ("import sys; sys.exit('no data')", CaptureError, "exit code 1: no data before"),
+        (PRINTS_AND_EXITS.format("{}['lr']"), CaptureError, r"train.py:\d+: .*KeyError: 'lr'"),
+        (
+            PRINTS_AND_EXITS.format("torch.hub.load('owner/name', 'model')"),
+            CaptureError,
+            r"wanted to reach github.com",
+        ),
         (
             "import argparse as a; p = a.ArgumentParser(); p.add_argument('d'); p.parse_args()",
             UsageError,

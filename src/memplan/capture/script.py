@@ -91,9 +91,16 @@ def _capture(
     except EnoughSeen:
         pass
     except SystemExit as stop:
-        if stop.code not in (None, 0) and elsewhere:
-            raise device_error(elsewhere[0]) from stop
-        _check_exit(stop, target)
+        if stop.code not in (None, 0):
+            cause = _memplan_cause(stop)
+            if cause is not None:
+                raise cause from stop
+            if elsewhere:
+                raise device_error(elsewhere[0]) from stop
+            reported = stop.__context__ if isinstance(stop.__context__, Exception) else None
+            if not session.ending.draining:
+                raise _stopped(stop, reported, target, options, box.refused) from stop
+            _assume_nothing_follows(session, reported or stop, target)
     except MemplanError:
         raise
     except BaseException as error:
@@ -135,20 +142,30 @@ def _memplan_cause(error: BaseException) -> MemplanError | None:
     return None
 
 
-def _check_exit(stop: SystemExit, target: ScriptTarget) -> None:
-    if stop.code in (None, 0):
-        return
+def _stopped(
+    stop: SystemExit,
+    reported: Exception | None,
+    target: ScriptTarget,
+    options: CaptureOptions,
+    refused: list[str],
+) -> MemplanError:
+    """What to say of an exit code. `reported` is the error that it stands for: Hydra and others
+    print what the script raised, and exit."""
     if stop.code == 2:
         ours = next((w for w in target.argv if w.partition("=")[0] in OUR_OPTIONS), None)
-        raise UsageError(
+        return UsageError(
             f"{target.name} refused its arguments (exit code 2; its own message is above)",
             f"options of memplan before the script: memplan estimate {ours} … {target.name} …"
             if ours
             else f"its own arguments after its name: memplan estimate {target.name} …",
         )
-    raise CaptureError(
-        f"{target.name} stopped with exit code {stop.code} before its first steps were seen",
-        f"check that it starts: python {target.name}",
+    if reported is not None:
+        return _script_failed(reported, target, options, refused)
+    code = stop.code if isinstance(stop.code, int) else f"1: {_beginning(str(stop.code))}"
+    return CaptureError(
+        f"{target.name} stopped with exit code {code} before its first steps were seen"
+        + (f" (it wanted to reach {', '.join(refused[:3])})" if refused else ""),
+        DOWNLOADS if refused else f"check that it starts: python {target.name}",
     )
 
 
