@@ -190,3 +190,19 @@ def test_an_error_in_a_package_says_where(tmp_path: Any, monkeypatch: pytest.Mon
         capture_script(target, CaptureOptions(profile=find_profile("h100")))
     assert str(caught.value).startswith("elsewhere/train.py:3: the script raised ValueError: no")
     assert len(str(caught.value)) < 500
+
+
+def test_the_profiler_finds_the_modules() -> None:
+    """`with_stack` reads the first local of `Module.__call__`."""
+
+    def job() -> None:
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True
+        ):
+            for _ in range(3):
+                model(torch.ones(1, 64, device="cuda")).sum().backward()
+                optimizer.step()
+
+    assert bytes_of(record(job), Role.PARAMETER) == 4 * 65 * 64

@@ -178,16 +178,19 @@ class CaptureSession:
         thread_run = threading.Thread.run
         asked = peers.current().wanted
 
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device_type = self.mode.device_type
+
+        # PyTorch's profiler (`with_stack`) takes the local `self` of this function for the module.
+        def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
                 if asked == cards.KEY:
-                    cards.tell_of(module, self.mode.device_type)
+                    cards.tell_of(self, device_type)
                 elif asked == files.KEY:
                     files.tell_of(peers.current(), overlay())
-                return root_call(module, args, kwargs)
-            context.enter_module(module)
+                return root_call(self, args, kwargs)
+            context.enter_module(self)
             try:
-                return module_call(module, *args, **kwargs)
+                return module_call(self, *args, **kwargs)
             finally:
                 context.leave_module()
 
