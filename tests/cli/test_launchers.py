@@ -558,6 +558,28 @@ def test_accelerate_refuses(words: str, message: str) -> None:
         read(f"accelerate launch {words}")
 
 
+def test_what_a_launcher_without_a_number_is_told_works_for_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.ones(1, 4, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    words = ["accelerate", "launch", "--mixed_precision=fp16", "train.py"]
+    assert main(["estimate", "--gpu", "rtx4090", *words]) == 2
+    assert "--gpus-per-node 8 before accelerate" in capsys.readouterr().err
+    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", "rtx4090"]
+    done = subprocess.run(
+        [*command, "--gpus-per-node", "1", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_accelerate_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="accelerate is not installed") as caught:

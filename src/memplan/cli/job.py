@@ -172,7 +172,7 @@ def _world(args: argparse.Namespace, launch: Launch) -> World | None:
 
 def _refuse_rank_options(args: argparse.Namespace) -> None:
     for option, value in (("--rank", args.rank), ("--gpus-per-node", args.gpus_per_node)):
-        if value is not None:
+        if value is not None and (option, value) != ("--gpus-per-node", 1):
             raise UsageError(
                 f"{option} {value} of a job of one process",
                 f"--world-size 8 {option} {value}, or the launcher before the script",
