@@ -150,3 +150,23 @@ def test_a_tensor_that_outlives_its_capture_can_be_looked_at() -> None:
     assert kept[0].device.type == "cuda"
     assert kept[0].shape == (3,)
     repr(kept[0])
+
+
+def test_a_parameter_made_anew_with_what_another_keeps() -> None:
+    """As Accelerate's `init_empty_weights` does; attributes of the script's own are refused."""
+    kinds: list[object] = []
+
+    def job() -> None:
+        old = torch.nn.Linear(64, 64).weight
+        for device in ("cuda", "meta"):
+            new = type(old)(old.to(device), **vars(old), requires_grad=False)
+            kinds.append((type(new), new.device.type, new.requires_grad))
+        old.mine = 1
+        with pytest.raises(TypeError, match="mine"):
+            type(old)(old.to("cuda"), **vars(old))
+
+    record(job, steps=0)
+    assert kinds == [
+        (torch.nn.Parameter, "cuda", False),
+        (torch.nn.Parameter, "meta", False),
+    ]

@@ -8,6 +8,7 @@ made before the move, tied weights and weak references keep working.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +30,14 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     module_apply: Any = torch.nn.Module._apply
     swap_tensors = torch.utils.swap_tensors
 
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    @cache
+    def of_fakes() -> frozenset[str]:
+        # Accelerate hands on a parameter's `__dict__`, where a fake one keeps what makes it fake.
+        return frozenset(vars(mode.fakify(torch.empty(0))))
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True, **more: Any) -> Any:
+        if more.keys() - of_fakes():
+            return parameter_new(cls, data, requires_grad, **more)
         plain = type(data) in _PLAIN
         if plain and not is_fake(data) and _is_plain_cpu(data):
             data = _adopted(mode, data)
