@@ -1,7 +1,8 @@
 """What a case says of itself. The modules of the cases declare `CASES: tuple[Case, ...]`.
 
 Words of a case may hold `{work}`, a folder of its own that keeps what it prepared; `{site}`, the
-folder with the packages of its setup; and `{source}`, the folder with unpacked source archives.
+folder with the packages of its setup; `{source}`, the folder with unpacked source archives; and
+`{third_party}`, repositories of scripts beside the shared data.
 """
 
 from __future__ import annotations

@@ -13,6 +13,11 @@ from bench.results import ROOT
 from bench.scripts.case import Case, Setup
 
 BUILD = ROOT / "build" / "scripts"
+THIRD_PARTY = (
+    Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data").parent
+    / "third_party"
+)
+"""Scripts of others that are in no package; cases of theirs need the folder."""
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
@@ -23,7 +28,12 @@ class CannotPrepareError(Exception):
 def places(case: Case) -> dict[str, Path]:
     """What `{work}`, `{site}` and `{source}` stand for."""
     base = BUILD / case.setup.name
-    return {"work": BUILD / "work" / case.name, "site": base / "site", "source": base / "source"}
+    return {
+        "work": BUILD / "work" / case.name,
+        "site": base / "site",
+        "source": base / "source",
+        "third_party": THIRD_PARTY,
+    }
 
 
 def filled(words: tuple[str, ...], folders: Mapping[str, Path]) -> list[str]:
@@ -38,7 +48,8 @@ def filled(words: tuple[str, ...], folders: Mapping[str, Path]) -> list[str]:
 
 def variables(case: Case) -> dict[str, str]:
     """The environment that a case runs in."""
-    path = [str(places(case)["site"]), str(ROOT)]
+    folders = places(case)
+    path = [str(folders["site"]), str(ROOT)]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     return {
@@ -46,7 +57,7 @@ def variables(case: Case) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **case.environment,
+        **{name: filled((text,), folders)[0] for name, text in case.environment.items()},
     }
 
 
@@ -60,7 +71,10 @@ def install(setup: Setup) -> None:
 def prepare(case: Case) -> None:
     """Make the case's model and data if its commands changed. Raises CannotPrepareError."""
     folders = places(case)
+    if any("{third_party}" in word for word in case.argv) and not THIRD_PARTY.is_dir():
+        raise CannotPrepareError(f"{THIRD_PARTY}: no such folder; MEMPLAN_SHARED_DATA sets another")
     folders["work"].mkdir(parents=True, exist_ok=True)
+    Path(*filled((case.cwd,), folders)).mkdir(parents=True, exist_ok=True)
     for number, command in enumerate(case.prepare):
         words = [sys.executable, *filled(command, folders)]
         stamp = folders["work"] / f".prepared-{number}"

@@ -6,7 +6,20 @@ from importlib import import_module
 
 from bench.scripts.case import Case
 
-MODULES = ("trl", "accelerate", "torchtune", "litgpt", "lightning", "open_clip", "yolo")
+MODULES = (
+    "trl",
+    "accelerate",
+    "torchtune",
+    "litgpt",
+    "lightning",
+    "open_clip",
+    "yolo",
+    "pytorch_examples",
+    "nanogpt",
+    "timm",
+    "diffusers",
+    "libraries",
+)
 
 
 def cases() -> list[Case]:

@@ -1,0 +1,198 @@
+"""Packages that are used from a program of one's own: `bench/scripts/programs`, each run by
+`-m bench.scripts.programs.NAME`."""
+
+from __future__ import annotations
+
+from bench.scripts.accelerate import SETUP as HUGGING_FACE
+from bench.scripts.case import Case, Check, Reference, Setup
+from bench.scripts.checks import share
+
+_DATA = ("-m", "bench.scripts.datasets")
+_MNIST = ((*_DATA, "mnist", "{work}/data"),)
+_CLASSES = ((*_DATA, "classes", "{work}/images"),)
+_MAKE = ("-m", "bench.scripts.make")
+_BERT_CLASSIFIER = 109_483_778
+
+
+def _case(
+    package: str,
+    program: str,
+    *arguments: str,
+    wheels: tuple[str, ...],
+    name: str = "",
+    setup: Setup | None = None,
+    prepare: tuple[tuple[str, ...], ...] = (),
+    checks: tuple[Check, ...] = (),
+    floor: Reference | None = None,
+    found: tuple[str, str] = ("nothing", ""),
+) -> Case:
+    short = name or package.partition("==")[0]
+    words = " ".join((program, *arguments))
+    return Case(
+        name=short,
+        setup=setup or Setup(package.partition("==")[0], wheels=wheels),
+        package=package,
+        argv=("-m", f"bench.scripts.programs.{program}", *arguments),
+        prepare=prepare,
+        checks=checks,
+        floor=floor,
+        script=f"`-m bench.scripts.programs.{words}`",
+        broke=found[0],
+        mended=found[1],
+    )
+
+
+_VIT = 54_632_424
+_RESNET18 = 11_181_642
+_AGENTS = (
+    "cloudpickle==3.1.2",
+    "farama-notifications==0.0.6",
+    "gymnasium==1.4.0",
+    "stable-baselines3==2.9.2",
+)
+_JIT = (
+    "it imports `torch.distributed.optim`, whose functions TorchScript compiled against memplan's "
+    "constructors",
+    "TorchScript finds PyTorch's own",
+)
+
+CASES = (
+    _case(
+        "transformers==5.23.0", "sequence_classification", wheels=(), setup=HUGGING_FACE,
+        prepare=(
+            (*_MAKE, "model", "{work}/bert", "bert", 'class="BertForSequenceClassification"'),
+            (*_MAKE, "data", "{work}/pairs", "pairs", "320", "mrpc"),
+        ),
+        checks=(
+            share("parameters", 4 * _BERT_CLASSIFIER, tolerance=0.005),
+            share("optimizer_state", 8 * _BERT_CLASSIFIER),
+        ),
+        floor=Reference(16 * _BERT_CLASSIFIER, "109.5 M × 16 bytes"),
+        name="transformers-trainer",
+    ),
+    _case(
+        "wandb==0.31.0", "logged",
+        wheels=(
+            "certifi==2026.10.18",
+            "charset-normalizer==3.5.2",
+            "gitdb==4.0.12",
+            "gitpython==3.2.1",
+            "googleapis-common-protos==1.76.0",
+            "grpcio==1.85.1",
+            "markdown==3.11.3",
+            "opentelemetry-api==1.45.2",
+            "opentelemetry-exporter-otlp-proto-common==1.45.2",
+            "opentelemetry-exporter-otlp-proto-http==1.45.2",
+            "opentelemetry-proto==1.45.2",
+            "opentelemetry-sdk==1.45.2",
+            "opentelemetry-semantic-conventions==0.66b2",
+            "platformdirs==4.14.7",
+            "requests==2.34.2",
+            "sentry-sdk==2.75.0",
+            "smmap==5.0.3",
+            "tensorboard-data-server==0.7.2",
+            "tensorboard==2.21.0",
+            "urllib3==2.8.0",
+            "wandb==0.31.0",
+            "werkzeug==3.1.9",
+        ),
+        checks=(share("parameters", 4 * 513 * 512), share("optimizer_state", 8 * 513 * 512)),
+        floor=Reference(16 * 513 * 512, "0.26 M × 16 bytes"),
+        found=(
+            "the profiler (`with_stack=True`) took an object of memplan's for the module that runs",
+            "the function in the place of `Module.__call__` names its module as PyTorch's does",
+        ),
+    ),
+    _case(
+        "vit-pytorch==1.26.11", "vit_pytorch_classifier",
+        wheels=(
+            "einops==0.8.2",
+            "torch-einops-utils==0.2.0",
+            "vit-pytorch==1.26.11",
+        ),
+    ),
+    _case(
+        "x-transformers==2.31.10", "language_model",
+        wheels=(
+            "einops==0.8.2",
+            "einx==0.4.3",
+            "frozendict==2.5.1",
+            "loguru==0.7.3",
+            "torch-einops-utils==0.2.0",
+            "x-transformers==2.31.10",
+        ),
+    ),
+    _case(
+        "torch-geometric==2.8.1", "graphs",
+        wheels=(
+            "aiohttp==3.14.5",
+            "certifi==2026.10.18",
+            "charset-normalizer==3.5.2",
+            "joblib==1.6.0",
+            "narwhals==2.29.0",
+            "requests==2.34.2",
+            "scikit-learn==1.9.1",
+            "threadpoolctl==3.8.0",
+            "torch-geometric==2.8.1",
+            "urllib3==2.8.0",
+        ),
+    ),
+    _case(
+        "stable-baselines3==2.9.2", "agents", "DQN", wheels=_AGENTS,
+        name="stable-baselines3-dqn",
+    ),
+    _case(
+        "stable-baselines3==2.9.2", "agents", "SAC", wheels=_AGENTS,
+        name="stable-baselines3-sac",
+    ),
+    _case(
+        "pytorch-metric-learning==2.9.0", "metric_learning", "{work}/data", prepare=_MNIST,
+        wheels=(
+            "joblib==1.6.0",
+            "narwhals==2.29.0",
+            "pytorch-metric-learning==2.9.0",
+            "scikit-learn==1.9.1",
+            "threadpoolctl==3.8.0",
+        ),
+    ),
+    _case(
+        "lightly==1.6.0", "contrastive", "{work}/images/train", prepare=_CLASSES,
+        wheels=(
+            "certifi==2026.10.18",
+            "charset-normalizer==3.5.2",
+            "lightly-utils==0.0.2",
+            "lightly==1.6.0",
+            "requests==2.34.2",
+            "urllib3==2.8.0",
+        ),
+    ),
+    _case(
+        "pytorch-ignite==0.5.5", "engine", "{work}/data", prepare=_MNIST,
+        wheels=("pytorch-ignite==0.5.5",), found=_JIT,
+    ),
+    _case(
+        "kornia==0.9.0", "augmented", wheels=("kornia-rs==0.2.0", "kornia==0.9.0"),
+        checks=(share("optimizer_state", 8 * _RESNET18),),
+        floor=Reference(16 * _RESNET18, "11.2 M × 16 bytes"),
+    ),
+    _case(
+        "segmentation-models-pytorch==0.6.0", "segmentation",
+        wheels=("segmentation-models-pytorch==0.6.0",),
+    ),
+    _case(
+        "monai==1.6.1", "volumes", wheels=("monai==1.6.1",),
+        found=(
+            "`Tensor.as_subclass` refused a FakeTensor", "the job's tensors are of PyTorch's class"
+        ),
+    ),
+    _case(
+        "denoising-diffusion-pytorch==2.3.4", "diffusion", "{work}/images/train",
+        prepare=_CLASSES,
+        wheels=(
+            "denoising-diffusion-pytorch==2.3.4",
+            "einops==0.8.2",
+            "ema-pytorch==0.8.3",
+            "pytorch-fid==0.3.0",
+        ),
+    ),
+)  # fmt: skip

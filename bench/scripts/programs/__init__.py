@@ -1,0 +1,1 @@
+"""Short training programs for packages that ship none, written as their documentation shows."""
