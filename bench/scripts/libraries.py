@@ -94,6 +94,7 @@ CASES = (
             "tensorboard==2.21.0",
             "urllib3==2.8.0",
             "wandb==0.31.0",
+            "xxhash==4.1.0",
             "werkzeug==3.1.9",
         ),
         checks=(share("parameters", 4 * 513 * 512), share("optimizer_state", 8 * 513 * 512)),

@@ -36,8 +36,8 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         return frozenset(vars(mode.fakify(torch.empty(0))))
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True, **more: Any) -> Any:
-        if more.keys() - of_fakes():
-            return parameter_new(cls, data, requires_grad, **more)
+        if others := {name: more[name] for name in more.keys() - of_fakes()}:
+            return parameter_new(cls, data, requires_grad, **others)
         plain = type(data) in _PLAIN
         if plain and not is_fake(data) and _is_plain_cpu(data):
             data = _adopted(mode, data)
