@@ -157,7 +157,7 @@ def test_a_parameter_made_anew_with_what_another_keeps() -> None:
     kinds: list[object] = []
 
     def job() -> None:
-        old = torch.nn.Linear(64, 64).weight
+        old: Any = torch.nn.Linear(64, 64).weight
         for device in ("cuda", "meta"):
             new = type(old)(old.to(device), **vars(old), requires_grad=False)
             kinds.append((type(new), new.device.type, new.requires_grad))
