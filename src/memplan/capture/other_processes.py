@@ -55,12 +55,17 @@ def end_children(others: Sequence[BaseProcess], unseen: Unseen) -> None:
 
 def refuse_in_fork(report: Callable[[str], None]) -> None:
     """In a forked child, where the fake device's answers remain: the first operator that needs the
-    device is refused, by a kernel below all others."""
+    device is refused, by a kernel below all others; a build for CUDA has kernels above that one,
+    and asks for the device before it makes the first tensor there."""
     import torch
 
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        _refuse(report)
+
     library = torch.library.Library("_", "IMPL")
-    library.fallback(lambda *_args, **_kwargs: _refuse(report), "CUDA")
+    library.fallback(refuse, "CUDA")
     _kept.append(library)
+    torch.cuda._lazy_init = refuse
 
 
 def refuse_in_fresh(torch: ModuleType, report: Callable[[str], None]) -> None:

@@ -330,6 +330,7 @@ class FakeCuda:
             memory_bus_width=5120,
             is_integrated=0,
             is_multi_gpu_board=0,
+            max_threads_per_block=1024,
             max_threads_per_multi_processor=2048 if (major, minor) in ((8, 0), (9, 0)) else 1536,
             warp_size=32,
             gcnArchName="",

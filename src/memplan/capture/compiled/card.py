@@ -10,7 +10,8 @@ from torch._inductor import scheduler
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import hints
 from torch.utils import _triton
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.capture.compiled.on_host import OnHost
 
 if TYPE_CHECKING:
     from memplan.capture.patching import Patches
@@ -27,22 +28,6 @@ _ANSWERS = (
     "memory_allocated",
     "is_bf16_supported",
 )
-
-
-class OnHost(TorchDispatchMode):
-    """Computes on the host what is asked for on the device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        moved = {name: _moved(item) for name, item in (kwargs or {}).items()}
-        return func(*map(_moved, args), **moved)
-
-
-def _moved(item: Any) -> Any:
-    if isinstance(item, torch.device) and item.type == "cuda":
-        return torch.device("cpu")
-    return item
 
 
 def install(patches: Patches) -> None:

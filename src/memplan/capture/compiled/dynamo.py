@@ -28,11 +28,13 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import optimizer as traced_optimizers
 from torch._dynamo.variables import torch as traced_functions
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.compiled import flex
+from memplan.capture.compiled.on_host import OnHost
 from memplan.capture.context import shown_path
 from memplan.capture.standins.finder import PACKAGES, without_triton
 from memplan.capture.standins.registry import RuledOperator
@@ -104,10 +106,17 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
     # Constants of a traced program must not be computed on the device: there is none.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda _mode: True))
+    patches.set(proxy_tensor, "unset_fake_temporarily", _real_on_host)
     traced = re.escape(str(PACKAGES.relative_to(_CAPTURE)) + "/")
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}(?!{traced})"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
+
+
+@contextmanager
+def _real_on_host() -> Iterator[None]:
+    with unset_fake_temporarily(), OnHost():  # type: ignore[no-untyped-call]
+        yield
 
 
 def _without_modes() -> AbstractContextManager[Any]:
