@@ -14,7 +14,7 @@ checked := src bench examples tests
 gpu_site := build/gpu-site
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-check compat gpu clean
+.PHONY: help demo test lint format bench bench-check compat newest gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -45,6 +45,9 @@ bench-check: $(VENV)/.dev ## name each goal that the committed results miss
 
 compat: $(VENV)/.built ## install other releases of torch (several GB), check each, write docs/support.md
 	$(py) -m bench.compat $(ARGS)
+
+newest: $(VENV)/.dev ## the examples and small jobs on the newest torch, kept in ~/.cache/memplan
+	$(py) -m bench.newest
 
 # The CUDA build of torch is the machine's own, so this target makes no venv and fetches nothing:
 # it builds from the tree into $(gpu_site), with the wheels in .whl/ beside it where there are any.

@@ -1,10 +1,11 @@
 """The support matrix: memplan with several releases of PyTorch, each in its own environment.
 
-`make compat` installs every release that has a CPU build on the index, and memplan's wheel from
-this tree; asks `memplan env` for the shim's self-test; captures three small trainings; finds a plan
-for a fourth and runs it. What could not be run is a row that says so. Results of other machines and
-builds stay: rows are replaced one by one. Writes `bench/results/compat.json` and the table in
-`docs/support.md`.
+`make compat` installs every release, the CPU build where the index has one, else the CUDA build
+(gigabytes), and memplan's wheel from this tree; asks `memplan env` whether capturing works;
+captures four small trainings, one a rank of a job; finds a plan for a fifth and runs it; and trains
+with `auto_checkpoint` and `memplan.compile`. What could not be run is a row that says so. Results
+of other machines and builds stay: rows are replaced one by one. Writes `bench/results/compat.json`
+and the table in `docs/support.md`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from typing import Any, NamedTuple
 
 from bench.results import ROOT, result_path, write_result
 
-RELEASES = ("2.11", "2.12", "2.13", "newest")
-MODELS = ("mlp", "conv", "decoder")
+RELEASES = ("2.11", "2.12", "2.13", "2.14", "newest")
+JOB = "bench/compat_jobs/train.py"
+JOBS = {name: (JOB, name) for name in ("mlp", "conv", "decoder")} | {
+    "ddp": ("torchrun", "--nproc-per-node", "2", "bench/compat_jobs/ddp.py")
+}
+IN_PROCESS = "bench/compat_jobs/in_process.py"
 PLANNED = "bench/fit_jobs/mlp.py"
 PLANNED_CARD = "940MiB"
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- MATRIX -->\n", "<!-- END OF MATRIX -->\n"
 SECONDS = 900
+FITS, DOES_NOT_FIT = 0, 3
 
 Row = dict[str, Any]
 
@@ -112,21 +118,32 @@ def check(python: Path, build: Build) -> Row:
         "self_test": "passes" if found["capture_ok"] else "fails",
         "detail": "" if found["capture_ok"] else found["capture_detail"],
     }
-    captured = 0
-    for model in MODELS:
-        done = memplan(
-            python, "estimate", "--gpu", "24GiB", "--json", "bench/compat_jobs/train.py", model
-        )
-        if done.returncode == 0 and json.loads(done.stdout)["steps"] >= 2:
-            captured += 1
-        else:
-            row["detail"] = row["detail"] or f"{model}: {last_line(done.stderr)}"
-    row["captures"] = f"{captured}/{len(MODELS)}"
-    problem = apply_plan(python)
+    problems = {name: captured(python, *words) for name, words in JOBS.items()}
+    for name, problem in problems.items():
+        row["detail"] = row["detail"] or (problem and f"{name}: {problem}")
+    works = list(problems.values()).count("")
+    row["captures"] = f"{works}/{len(JOBS)}"
+    problem = apply_plan(python) or in_process(python)
     row["plan"] = "same losses" if not problem else "fails"
     row["detail"] = row["detail"] or problem
-    passed = row["self_test"] == "passes" and captured == len(MODELS) and not problem
+    passed = row["self_test"] == "passes" and works == len(JOBS) and not problem
     return row | {"result": "works" if passed else "fails"}
+
+
+def captured(python: Path, *words: str) -> str:
+    """Whether a job is captured for some steps; what is wrong, or nothing."""
+    done = memplan(python, "estimate", "--gpu", "24GiB", "--json", *words)
+    if done.returncode not in (FITS, DOES_NOT_FIT):
+        return last_line(done.stderr)
+    return "" if json.loads(done.stdout)["steps"] >= 2 else "fewer than two steps were captured"
+
+
+def in_process(python: Path) -> str:
+    """What is not the same bits under `auto_checkpoint` and `memplan.compile`, or nothing."""
+    done = run(str(python), IN_PROCESS)
+    if done.returncode:
+        return f"{IN_PROCESS}: {last_line(done.stderr)}"
+    return next((line for line in done.stdout.splitlines() if not line.endswith("same bits")), "")
 
 
 def apply_plan(python: Path) -> str:
@@ -148,8 +165,8 @@ def apply_plan(python: Path) -> str:
 
 
 def memplan(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """From the tree, so that relative paths are found, but with the installed package alone."""
-    return run(str(python), "-I", "-m", "memplan", *words)
+    """From the tree, so that relative paths are found; none of its folders is one of modules."""
+    return run(str(python), "-P", "-m", "memplan", *words)
 
 
 def last_line(text: str) -> str:
@@ -220,7 +237,6 @@ def previous() -> list[Row]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--releases", nargs="+", default=RELEASES, metavar="X.Y|newest")
-    parser.add_argument("--cuda", action="store_true", help="CUDA builds too: gigabytes each")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compat")
     options = parser.parse_args(arguments)
     known = known_versions()
@@ -231,10 +247,6 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         wheel: Path | None = None
         for build in wanted:
-            if build.cuda and not options.cuda:
-                detail = "the index has the CUDA build only; --cuda fetches it"
-                rows.append(empty_row(build) | {"detail": detail})
-                continue
             wheel = wheel or build_wheel(Path(folder))
             try:
                 python = install(build, wheel, options.folder / build.version)

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from memplan import __version__
+from memplan.capture.internals import MissingNameError
 from memplan.cli import env, main
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.types.device import find_profile, known_profiles
@@ -95,3 +97,26 @@ def test_env_for_people(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 def test_the_self_test_really_runs() -> None:
     ok, detail = env._self_test()
     assert ok, detail
+
+
+def test_what_a_capture_would_meet_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only what the shim of fake CUDA meets: the whole session runs."""
+
+    def gone(*_args: object) -> None:
+        raise MissingNameError("torch.nn._gone")
+
+    def overcounts(*_args: object, **_kwargs: object) -> None:
+        raise RuntimeError("the step count is another")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("memplan.capture.standins.install._follow_functions", gone)
+        assert env._self_test() == (False, MissingNameError("torch.nn._gone").message)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", overcounts)
+        ok, detail = env._self_test()
+    assert not ok and detail.startswith("RuntimeError: the step count is another (at ")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", lambda *_args, **_kwargs: None)
+        ok, detail = env._self_test()
+    assert not ok and "0 of a weight's size for optimizer state, not 2" in detail
+    assert env._self_test()[0]

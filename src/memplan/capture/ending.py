@@ -55,7 +55,7 @@ class Ending:
             self._reading.add(loader)
             return batch
 
-        real_backward = vars(torch.autograd)["_engine_run_backward"]
+        real_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             self.before_backward()

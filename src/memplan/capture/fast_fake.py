@@ -58,7 +58,7 @@ _UNSAFE_TAGS = (
     torch.Tag.inplace_view,
     torch.Tag.data_dependent_output,
 )
-_OWN_STATE = ("_fake_device", "fake_mode")
+_OWN_STATE = ("_fake_device", "fake_device", "fake_mode")
 
 _make_subclass = torch.Tensor._make_subclass
 _CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -172,7 +172,7 @@ class FastFakeMode(FakeTensorMode):
                     item.stride(),
                     item.storage_offset(),
                     item.dtype,
-                    item._fake_device,
+                    item.fake_device,
                 )
                 tensors.append(item)
             elif kind is float and any_number:

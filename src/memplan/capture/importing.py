@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+from memplan.capture.internals import MissingNameError, refusal
+from memplan.capture.patching import Patches
 
 Adapter = Callable[[types.ModuleType], None]
 
@@ -50,6 +54,7 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
     def __init__(self, adapters: dict[str, Adapter]) -> None:
         self._adapters = {name: [adapt] for name, adapt in adapters.items()}
         self._busy: set[str] = set()
+        self._refused = Patches()
 
     def find_spec(
         self,
@@ -71,13 +76,36 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
 
     def _adapt(self, name: str, module: types.ModuleType) -> None:
         for adapt in self._adapters[name]:
+            self._try(adapt, module)
+
+    def _try(self, adapt: Adapter, module: types.ModuleType) -> None:
+        """Where PyTorch lacks what `adapt` replaces, using the module is refused: importing it is
+        not, others do without using it."""
+        try:
             adapt(module)
+        except Exception as error:
+            reason = error if isinstance(error, MissingNameError) else refusal(error)
+            if reason is None:
+                raise
+            self._refuse_uses(module, reason)
+
+    def _refuse_uses(self, module: types.ModuleType, reason: MissingNameError) -> None:
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise reason
+
+        for name, value in list(vars(module).items()):
+            if getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isclass(value):
+                self._refused.set(value, "__init__", refuse)
+            elif inspect.isfunction(value):
+                self._refused.set(module, name, refuse)
 
     def add(self, name: str, adapt: Adapter) -> None:
         """Watch for one more module, or adapt it now if it is there."""
         self._adapters.setdefault(name, []).append(adapt)
         if self in sys.meta_path and (module := sys.modules.get(name)) is not None:
-            adapt(module)
+            self._try(adapt, module)
 
     def start(self) -> None:
         """Adapt what is imported already, and watch for the rest."""
@@ -88,5 +116,6 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
 
     def stop(self) -> None:
         """Watch no more."""
+        self._refused.undo()
         if self in sys.meta_path:
             sys.meta_path.remove(self)

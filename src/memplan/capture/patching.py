@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from memplan.capture.internals import MissingNameError, is_missing, torch_name
+
 _ABSENT = object()
 
 
@@ -15,8 +17,14 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> Any:
-        """Replace `owner.name`; returns what stood there, or None."""
+    def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
+        """Replace `owner.name`; returns what stood there, or None.
+
+        Raises MissingNameError for a private name of PyTorch's that is not there, unless it is
+        `new`: nobody would call what takes its place.
+        """
+        if not new and is_missing(owner, name):
+            raise MissingNameError(f"{torch_name(owner)}.{name}")
         before = vars(owner).get(name, _ABSENT)
         self._undo.append((owner, name, before))
         _put(owner, name, value)
@@ -39,7 +47,7 @@ class Patches:
         taken_out = Patches()
         for owner, name, before in self.originals(added=added):
             if which(owner, name, None if before is _ABSENT else before):
-                taken_out.set(owner, name, before)
+                taken_out.set(owner, name, before, new=True)
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import ProcessException
 from memplan.capture.context import shown_path
 from memplan.capture.descendants import Descendants, adopting
 from memplan.capture.distributed import files, peers
+from memplan.capture.internals import refusal
 from memplan.capture.mode import EnoughSeen
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
@@ -138,6 +139,8 @@ def _memplan_cause(error: BaseException) -> MemplanError | None:
     while seen is not None:
         if isinstance(seen, MemplanError):
             return seen
+        if (of_pytorch := refusal(seen)) is not None:
+            return of_pytorch
         seen = seen.__cause__ or seen.__context__
     return None
 

@@ -40,6 +40,7 @@ from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.host_process import capture_peak_bytes
 from memplan.capture.importing import ImportWatcher
+from memplan.capture.internals import require
 from memplan.capture.kernel_memory import KernelMemory
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
@@ -78,6 +79,7 @@ class CaptureSession:
         """`method` forces `fake-cuda`, `fake-cpu` or `cuda` (fake tensors in a process that has
         CUDA); None takes fake CUDA where it works. `stop`:
         end the job by `EnoughSeen` once enough has been seen."""
+        require("capture")
         self.options = options
         # Not where CUDA may be real and at work: the test puts a stand-in in its place.
         test = self_test() if method is None else None

@@ -354,13 +354,13 @@ def install(
     api = FakeCuda(mode, profile, devices)
     cuda = torch.cuda
     for name, answer in answers(api).items():
-        patches.set(cuda, name, answer)
+        patches.set(cuda, name, answer, new=True)  # some are of a build for CUDA, or of a release
         for part in (cuda.memory, cuda.random, cuda.graphs):
             if name in vars(part):
                 patches.set(part, name, answer)
     patches.set(cuda.graphs.graph, "default_capture_stream", None)
     if not hasattr(torch._C, "_host_emptyCache"):
-        patches.set(torch._C, "_host_emptyCache", lambda: None)
+        patches.set(torch._C, "_host_emptyCache", lambda: None, new=True)
     _install_neighbours(patches, api)
     return api
 
@@ -423,4 +423,4 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
-    patches.set(torch._C, "_scatter", scatter)
+    patches.set(torch._C, "_scatter", scatter, new=True)  # of a build for CUDA

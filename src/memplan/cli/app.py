@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from memplan import __version__
+from memplan.capture.internals import refusal
 from memplan.cli.command import EXIT_YES, Command, Parser
 from memplan.cli.program import split_program
 from memplan.cli.streams import write_answer
@@ -56,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error.__cause__, KeyboardInterrupt):  # within a native module's import
             _complain("interrupted", "")
             return _EXIT_INTERRUPTED
+        if (of_pytorch := refusal(error)) is not None:
+            _complain(f"error: {of_pytorch.message}", of_pytorch.hint)
+            return of_pytorch.exit_code
         frames = traceback.extract_tb(error.__traceback__)
         last = [frame for frame in frames if "memplan" in frame.filename][-1]
         place = f"{Path(last.filename).name}:{last.lineno}"

@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from memplan import __version__
+from memplan.capture.internals import refusal
 from memplan.cli.command import EXIT_YES
 from memplan.cli.machine import machine_gpu
 from memplan.cli.streams import stdout_to_stderr, write_answer, write_json
@@ -83,11 +84,11 @@ def _native() -> bool:
 
 def _self_test() -> tuple[bool, str]:
     try:
-        from memplan.capture.fake_cuda import self_test
-
-        result = self_test()
+        from memplan.capture.trial import trial
     except Exception as error:  # The report is the point: whatever stops a capture is shown.
-        return False, f"{type(error).__name__}: {error}"
+        of_pytorch = refusal(error)
+        return False, of_pytorch.message if of_pytorch else f"{type(error).__name__}: {error}"
+    result = trial()
     return result.ok, result.detail
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memplan.capture.internals import require
 from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
 
@@ -44,6 +45,7 @@ class _Calls:
         every_call: bool,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
+        require("runtime")
         self._on_note = on_note
         self._decisions: dict[int, Decisions] = decisions_by_call(part)
         self._every_call = every_call

@@ -101,7 +101,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     flex.install(stack, mode)
     for name, stand_in in _OF_A_CUDA_BUILD.items():
         if not hasattr(torch._C, name):
-            patches.set(torch._C, name, stand_in)
+            patches.set(torch._C, name, stand_in, new=True)
     patches.set(convert_frame.CatchErrorsWrapper, "__call__", call)
     patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
     # Constants of a traced program must not be computed on the device: there is none.

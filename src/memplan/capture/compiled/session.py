@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.deferred_dynamo import dynamo
+from memplan.capture.internals import require
 from memplan.capture.patching import Patches
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Compiled:
             if not options.get("disable"):
                 backend = options.get("backend", "inductor")
                 self._prepare("dynamo" if backend in _WITHOUT_INDUCTOR else "inductor")
+                require("capture/compiled")
             # A compiled module keeps the `__call__` that it finds now, for Dynamo to trace.
             with self._of_capture.suspended(_is_module_call):
                 return compile_for_real(model, **options)

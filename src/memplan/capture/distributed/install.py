@@ -26,6 +26,7 @@ from memplan.capture.distributed.sent import Broadcasts
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
 from memplan.capture.importing import ImportWatcher
+from memplan.capture.internals import require
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
@@ -57,6 +58,7 @@ class Distributed:
             self.mode.own_device = place.local_rank
         if not distributed.is_available():
             return
+        require("capture/distributed")
         dtensor.install(patches, watcher)
         gathered.install(patches, watcher, self.mode)
         flat_states.install(patches, watcher, self.mode)

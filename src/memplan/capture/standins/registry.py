@@ -182,7 +182,7 @@ class RuleActor:
         if packet is None or rule.of_backward is not None:
             # Absent here, or differentiated by the rule: taken before the dispatcher.
             face = RuledOperator(rule, namespace, operator)
-            self.patches.set(getattr(torch.ops, namespace), operator, face)
+            self.patches.set(getattr(torch.ops, namespace), operator, face, new=True)
         for known in list(self.mode.handlers):
             if self.mode.handlers[known] is None:
                 del self.mode.handlers[known]

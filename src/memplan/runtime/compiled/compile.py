@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import TreeSpec
 
+from memplan.capture.internals import require
 from memplan.runtime.compiled.applied import AppliedProgram, OutOfMemoryUnharmed
 from memplan.runtime.compiled.arguments import flatten_arguments
 from memplan.runtime.compiled.capture import record_step
@@ -84,6 +85,7 @@ def compile(
     Raises UsageError for what is no step, model, optimizer or budget; a call raises InfeasibleError
     for a budget that cannot be met.
     """
+    require("runtime/compiled")
     if not callable(train_step):
         raise UsageError(f"{type(train_step).__name__} is no training step", "a function")
     models = _all_of("model", model, torch.nn.Module)

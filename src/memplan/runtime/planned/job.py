@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from memplan.capture.internals import require
 from memplan.runtime.planned.account import Account, Policy, Switch
 from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate
@@ -44,6 +45,7 @@ class Job:
     ) -> None:
         """`devices`: those that the job may use; `plan` is for the first. `card_bytes`: what a
         device has, where that is known. `say` gets sentences for people."""
+        require("runtime/planned")
         self.library = library
         self.devices = devices
         self.peaks = Peaks(library)

@@ -48,7 +48,7 @@ class MemoryFunctions:
             "_accelerator_emptyCache": self.empty_cache,
         }
         for name, answer in answers.items():
-            self._patches.set(torch._C, name, answer)
+            self._patches.set(torch._C, name, answer, new=True)  # most are of a build for CUDA
         for module in (torch.cuda, torch.cuda.memory):
             self._patches.set(module, "memory_summary", self.summary)
         return self
