@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.capture import script_faults
 from memplan.capture.options import CaptureOptions
 from memplan.capture.script_faults import hint_of
 from memplan.types.device import find_profile
@@ -44,3 +45,26 @@ def test_what_was_never_downloaded(message: str) -> None:
     assert "--allow-network" in hint_of(OSError(message), "train.py", OPTIONS)
     networked = CaptureOptions(profile=find_profile("rtx4090"), allow_network=True)
     assert "--allow-network" not in hint_of(OSError(message), "train.py", networked)
+
+
+def raised_by(code: str, filename: str = "train.py") -> BaseException:
+    try:
+        exec(compile(code, filename, "exec"), {})
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def test_each_fault_gets_the_hint_that_is_true_of_it() -> None:
+    def hint(code: str, filename: str = "train.py") -> str:
+        return hint_of(raised_by(code, filename), "train.py", OPTIONS)
+
+    removed = hint("import numpy\nnumpy.int")
+    assert removed.startswith("the numpy installed here (")
+    assert hint("from numpy import no_such_name") == removed
+    assert "a check of train.py" in hint("assert 1 == 2")
+    ours = hint("raise TypeError('unexpected keyword')", script_faults.__file__)
+    assert "a fault of memplan" in ours
+    assert "may end there too" in hint("{}['missing']")
+    for text in (removed, ours, hint("assert 1 == 2"), hint("{}['missing']")):
+        assert "leave" not in text

@@ -6,6 +6,7 @@ elements are known or assumed to be.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from memplan.capture.patching import Patches
+
+
+@contextmanager
+def known_to_torchscript(patches: Patches) -> Iterator[None]:
+    """While entered, TorchScript takes what stands in a built-in function's place for the same
+    operator: it knows them by the identity of the Python object."""
+    table = torch.jit._builtins._get_builtin_table()
+    added = {}
+    for owner, name, original in patches.originals():
+        operator = table.get(id(original))
+        if operator is not None:
+            added[id(vars(owner)[name])] = operator
+    table.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            del table[key]
 
 
 def install(patches: Patches) -> None:
@@ -23,6 +42,7 @@ def install(patches: Patches) -> None:
     # The table that tells `with torch.device(…)` which functions it concerns holds the functions
     # themselves, and is made when it is first asked for: now, not from ours.
     _device._device_constructors()
+    torch.jit._builtins._get_builtin_table()  # likewise TorchScript's
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, name, _reading_elements(getattr(torch, name), 0))
     patches.set(torch.Tensor, "new_tensor", _reading_elements(torch.Tensor.new_tensor, 1))

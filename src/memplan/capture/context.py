@@ -82,6 +82,11 @@ class Context:
         return self._names.setdefault(id(module), prefix)
 
     @property
+    def module_seen(self) -> bool:
+        """Whether a module of the job has asked anything of the device."""
+        return self._forward_seen
+
+    @property
     def in_module(self) -> bool:
         return bool(self._stack)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from memplan.capture.private_pools import FakeGraph, FakeMemPool, use_mem_pool
@@ -44,6 +45,10 @@ def _constant(value: Any) -> Any:
 def _device(api: FakeCuda) -> dict[str, Any]:
     profile = api.profile
 
+    def device_count() -> int:
+        api.mode.devices_counted(sys._getframe(1))
+        return api.devices
+
     def get_name(*_args: Any, **_kwargs: Any) -> str:
         return profile.device_name
 
@@ -62,7 +67,7 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         "_lazy_init": _constant(None),
         "_lazy_call": lambda callable, **_kwargs: callable(),
         "_is_compiled": _constant(True),
-        "device_count": lambda: api.devices,
+        "device_count": device_count,
         "_device_count_nvml": lambda: api.devices,
         "current_device": lambda: api.index,
         "set_device": api.choose_device,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.answers import Answers, Assumptions
-from memplan.capture.context import Context
+from memplan.capture.context import Context, shown_path
 from memplan.capture.device_fake_mode import DeviceFakeMode
 from memplan.capture.host_memory import HostMemory
 from memplan.capture.recorder import Recorder
@@ -28,6 +29,8 @@ class JobTensors:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.devices = 1
+        self.alone = False
+        """Nobody said how many GPUs the job has."""
         self.own_device = 0
         """The process's own among them: number 0 of the trace."""
         self.fake_mode = DeviceFakeMode()
@@ -149,6 +152,30 @@ class JobTensors:
         elif hasattr(tensor, "__tensor_flatten__"):
             for attribute in tensor.__tensor_flatten__()[0]:
                 self.role_of(getattr(tensor, attribute), role, name)
+
+    def devices_counted(self, frame: FrameType) -> None:
+        """Somebody asks for the number of GPUs, in `frame`; where the script itself does, and only
+        one is assumed, the answer says so."""
+        file = frame.f_code.co_filename
+        if self.alone and shown_path(file) and "site-packages" not in file:
+            self.assumptions.add(
+                "devices",
+                "the script asked for the number of GPUs and was told one: what it divides among "
+                "them, or starts on each, is taken whole; --world-size N, or its launcher, for a "
+                "job of N",
+                source=f"{shown_path(file)}:{frame.f_lineno}",
+            )
+
+    def belongs_to_module(self, tensor: Any) -> None:
+        """A module has it, as a parameter or a buffer: of the model that trains, of one that is
+        frozen or of an average of weights; unless it is known for something else."""
+        if isinstance(tensor, FakeTensor):
+            number = self.number_of(tensor)
+            if number >= 0 and self.recorder.builder.role_of(number) == Role.UNKNOWN:
+                self.role_of(tensor, Role.PARAMETER)
+        elif isinstance(tensor, torch.Tensor) and hasattr(tensor, "__tensor_flatten__"):
+            for attribute in tensor.__tensor_flatten__()[0]:
+                self.belongs_to_module(getattr(tensor, attribute))
 
     def came_from_host(self, tensor: FakeTensor) -> None:
         """Data of the host were copied to it: an input, unless it is known for something else."""

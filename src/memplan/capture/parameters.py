@@ -28,6 +28,8 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors`, module moves until `patches.undo()`."""
     parameter_new = torch.nn.Parameter.__new__
     module_apply: Any = torch.nn.Module._apply
+    module_set_state: Any = torch.nn.Module.__setstate__
+    module_register_buffer: Any = torch.nn.Module.register_buffer
     swap_tensors = torch.utils.swap_tensors
 
     @cache
@@ -47,11 +49,26 @@ def install(patches: Patches, mode: CaptureMode) -> None:
             return data.requires_grad_(requires_grad)
         made = data.detach().requires_grad_(requires_grad)
         made.__class__ = cls
+        mode.belongs_to_module(made)
         return made
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         _make_parameters_fake(module, mode)
-        return module_apply(module, fn, recurse)
+        moved = module_apply(module, fn, recurse)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            mode.belongs_to_module(tensor)
+        return moved
+
+    def set_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
+        module_set_state(module, state)
+        for tensor in module._buffers.values():  # of a copy; its parameters were made anew
+            mode.belongs_to_module(tensor)
+
+    def register_buffer(
+        module: torch.nn.Module, name: str, tensor: Any, persistent: bool = True
+    ) -> None:
+        module_register_buffer(module, name, tensor, persistent)
+        mode.belongs_to_module(tensor)
 
     def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
         left, right = t1, t2
@@ -64,6 +81,8 @@ def install(patches: Patches, mode: CaptureMode) -> None:
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
     patches.set(torch.nn.Module, "_apply", apply)
+    patches.set(torch.nn.Module, "__setstate__", set_state)
+    patches.set(torch.nn.Module, "register_buffer", register_buffer)
     patches.set(torch.utils, "swap_tensors", swap)
 
     def set_any_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

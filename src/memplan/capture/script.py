@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
+from memplan.capture import nvidia_smi
 from memplan.capture.context import shown_path
 from memplan.capture.descendants import Descendants, adopting
 from memplan.capture.distributed import files, peers
@@ -78,6 +79,12 @@ def _capture(
     try:
         with adopting(), box:
             unseen.watch(watched)
+            place = options.place
+            nvidia_smi.install(
+                Path(f"{box.scratch}/tmp/bin"),
+                options.profile,
+                1 if place is None else place.local_world_size,
+            )
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
             box.supply(files.supplier(peers.current()))
@@ -176,7 +183,7 @@ def _script_failed(
     error: BaseException, target: ScriptTarget, options: CaptureOptions, refused: list[str]
 ) -> CaptureError:
     where = _place(error) or target.name
-    detail = _beginning(str(error)) or "(no message)"
+    detail = _beginning(str(error)) or _failing_line(error) or "(no message)"
     if isinstance(error, SyntaxError) and error.lineno and Path(error.filename or "").is_file():
         place = f"{shown_path(str(error.filename))}:{error.lineno}"
         return CaptureError(
@@ -231,6 +238,12 @@ def _place(error: BaseException) -> str:
         if own:
             return f"{shown_path(own[-1].filename)}:{own[-1].lineno}"
     return ""
+
+
+def _failing_line(error: BaseException) -> str:
+    """The source line that raised an error without a message, such as an `assert`; "" for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _beginning(frames[-1].line or "") if frames else ""
 
 
 def _beginning(message: str) -> str:

@@ -4,6 +4,9 @@ are told from what cannot be followed."""
 from __future__ import annotations
 
 import re
+import sys
+import traceback
+from pathlib import Path
 
 from memplan.capture.options import CaptureOptions
 from memplan.capture.standins.finder import advice
@@ -18,10 +21,25 @@ _TOO_FEW_DEVICES = re.compile(
     re.I | re.S,
 )
 """Lightning: "You requested gpu: [0, 1] But your machine only has: [0]"."""
-_LEAVE_OUT = (
-    "where {name} runs with a GPU, leave this part out when estimating; MEMPLAN_DEBUG=1 shows the "
-    "traceback"
+_MEMPLAN = str(Path(__file__).parents[1])
+_OURS = (
+    "this is most likely a fault of memplan, not of {name}: please report it with the traceback "
+    "that MEMPLAN_DEBUG=1 shows"
 )
+_CHECK = (
+    "a check of {name} or of a package failed: mend what it asks for, if a real run would end "
+    "there too; else it is memplan that answers wrongly. MEMPLAN_DEBUG=1 shows the traceback"
+)
+_OTHER_VERSION = (
+    "the {package} installed here ({version}) has no such name: a real run with it would end there "
+    "too; install the version that {name} was written for"
+)
+_UNKNOWN = (
+    "MEMPLAN_DEBUG=1 shows the traceback; a real run may end there too: if {name} runs with a GPU, "
+    "it is a fault of memplan, please report it"
+)
+_NO_ATTRIBUTE = re.compile(r"module '(\w+)[\w.]*' has no attribute")
+_NO_NAME = re.compile(r"cannot import name '\w+' from '(\w+)[\w.]*'")
 DOWNLOADS = (
     "run it once by itself if it keeps what it downloads; --allow-network lets it download here"
 )
@@ -50,7 +68,23 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
             f"the world has {_world(options)}: --world-size, or the launcher's own number "
             "(torchrun --nnodes, --nproc-per-node), as the script expects it"
         )
-    return _LEAVE_OUT.format(name=name)
+    return _of_whose_fault(error, text, name)
+
+
+def _of_whose_fault(error: BaseException, text: str, name: str) -> str:
+    found = _NO_ATTRIBUTE.search(text) or _NO_NAME.search(text)
+    if found is not None and found[1] in sys.modules and not found[1].startswith("memplan"):
+        version = getattr(sys.modules[found[1]], "__version__", "")
+        if version:
+            return _OTHER_VERSION.format(name=name, package=found[1], version=version)
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and _is_ours(frames[-1].filename):
+        return _OURS.format(name=name)
+    return (_CHECK if isinstance(error, AssertionError) else _UNKNOWN).format(name=name)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_MEMPLAN)
 
 
 def _world(options: CaptureOptions) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,12 @@ from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
+from memplan.capture.hand_updates import HandUpdates
 from memplan.capture.host_process import capture_peak_bytes
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.internals import require
 from memplan.capture.kernel_memory import KernelMemory
-from memplan.capture.mode import CaptureMode
+from memplan.capture.mode import CaptureMode, EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
@@ -99,6 +100,7 @@ class CaptureSession:
         self.ending = Ending(self.mode)
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
         self.repeats = Repeats(self.mode)
+        self.by_hand = HandUpdates(self.mode, self.steps)
         self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         if test is not None and test.too_late:
@@ -135,6 +137,7 @@ class CaptureSession:
                     self.mode,
                     self.options.profile,
                     visible_devices(self.options.place, self.options.environment),
+                    alone=self.options.place is None,
                 )
                 self._install_kernels(stack, patches)
             elif self.method == "cuda":  # PyTorch itself chooses the kernels
@@ -157,6 +160,8 @@ class CaptureSession:
                 compiled.install()
             if self.steps.ending is not None:
                 self.ending.install(patches)
+            self.by_hand.install(patches)
+            stack.enter_context(constructors.known_to_torchscript(patches))
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
@@ -171,6 +176,9 @@ class CaptureSession:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        if exc[:1] == (None,):
+            with suppress(EnoughSeen):
+                self.by_hand.look(at_end=True)
         self._alloc_conf = self._settings_in_force()
         self._stack.__exit__(*exc)
 

@@ -116,6 +116,15 @@ class StepWatcher:
         if id(optimizer) == self._first:
             self._complete()
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether the job has made an optimizer of PyTorch's: then only its steps count."""
+        return self._first is not None or len(self._made) > 0
+
+    def updated_by_hand(self) -> None:
+        """The script has updated weights itself: a step ends."""
+        self._complete()
+
     def forward(self, begun: int) -> None:
         """A model runs with gradients since event `begun`."""
         if self._passes is None and not self.mode.context.in_optimizer:

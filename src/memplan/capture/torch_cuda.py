@@ -147,7 +147,9 @@ class FakeEvent:
 class FakeCuda:
     """State behind the answers: the profile, the current stream, and the recorder."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile, devices: int) -> None:
+    def __init__(
+        self, mode: CaptureMode, profile: DeviceProfile, devices: int, *, alone: bool = False
+    ) -> None:
         self.mode = mode
         self.profile = profile
         self.devices = devices
@@ -155,6 +157,7 @@ class FakeCuda:
         self.index = 0
         """The current one."""
         mode.devices = devices
+        mode.alone = alone
         mode.current_device = lambda: self.index
         fake_cuda.set_current_device(0)
         self.chosen = False
@@ -347,11 +350,16 @@ class FakeCuda:
 
 
 def install(
-    patches: Patches, mode: CaptureMode, profile: DeviceProfile, devices: int = 1
+    patches: Patches,
+    mode: CaptureMode,
+    profile: DeviceProfile,
+    devices: int = 1,
+    *,
+    alone: bool = False,
 ) -> FakeCuda:
     """Patch `torch.cuda` and its neighbours until `patches.undo()`. The process sees `devices`
-    GPUs."""
-    api = FakeCuda(mode, profile, devices)
+    GPUs. `alone`: nobody said how many the job has."""
+    api = FakeCuda(mode, profile, devices, alone=alone)
     cuda = torch.cuda
     for name, answer in answers(api).items():
         patches.set(cuda, name, answer, new=True)  # some are of a build for CUDA, or of a release
@@ -381,7 +389,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     accelerator = torch.accelerator
     for name, answer in {
         "is_available": lambda: True,
-        "device_count": lambda: api.devices,
+        "device_count": torch.cuda.device_count,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "current_device_index": lambda: api.index,
         "current_device_idx": lambda: api.index,

@@ -274,6 +274,34 @@ class TraceBuilder:
         """Operators so far."""
         return len(self._ops["name"])
 
+    def updated_by_hand(self, first: int, *, in_place: bool) -> bool:
+        """Whether, among the operators since `first`, with which a backward pass begins, a forward
+        pass reads something that was computed from what the backward pass wrote; or, `in_place`,
+        whether that was written over what is older than the backward pass."""
+        columns, ops = self._ops, self.ops
+        oldest, from_gradients = -1, set[int]()
+        for op in range(first, ops):
+            phase = columns["phase"][op]
+            writes = self._row("writes", op)
+            if phase == Phase.BACKWARD:
+                from_gradients.update(writes)
+                continue
+            if oldest < 0:  # the backward pass is over
+                oldest = min((number for number in from_gradients if number >= 0), default=0)
+            if not from_gradients.intersection(self._row("reads", op)):
+                continue
+            if phase == Phase.FORWARD and columns["call"][op] >= 0:  # within a module
+                return True
+            if in_place and any(0 <= number < oldest for number in writes):
+                return True
+            from_gradients.update(writes)
+        return False
+
+    def _row(self, name: str, op: int) -> array[int]:
+        starts, numbers = self._ops[f"{name}_start"], self._ops[name]
+        stop = starts[op + 1] if op + 1 < self.ops else len(numbers)
+        return numbers[starts[op] : stop]
+
     def only_made_new(self, start: int, op: int, newest: int) -> bool:
         """Whether all that happened since event `start` and operator `op` was to allocate storages
         newer than `newest`, to write these and to let go of some."""

@@ -65,7 +65,8 @@ def advice(module: str) -> str:
     """What to try where a module is missing: the one place that knows what `--with` takes."""
     package, _, part = module.partition(".")
     if package in VERSIONS:
-        return _install(package) if part else f"--with {package}; or {_install(package)}"
+        stand_in = not part and (PACKAGES / package).is_dir()
+        return f"--with {package}; or {_install(package)}" if stand_in else _install(package)
     return (
         f"install {package} beside memplan; where only the machine with the GPU can have it, say "
         "what it takes in a file of rules: --with RULES.py (docs/packages.md)"

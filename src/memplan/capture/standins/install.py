@@ -27,6 +27,7 @@ from memplan.capture.standins.finder import (
     PACKAGES,
     VERSIONS,
     StandInFinder,
+    advice,
     installed,
 )
 from memplan.capture.standins.registry import RuleActor, function_names, unused
@@ -140,7 +141,7 @@ class StandIns:
         ]
         notes += [
             f"{where}: {package} is not installed here and the script goes on without it; where "
-            f"the job has it, pass --with {package}"
+            f"the job has it, {'pass ' if (PACKAGES / package).is_dir() else ''}{advice(package)}"
             for package, where in self.finder.done_without.items()
             if package not in self.finder.served
         ]
