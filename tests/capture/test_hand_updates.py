@@ -23,7 +23,7 @@ def below_no_grad(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
             assert p.grad is not None
-            p -= RATE * p.grad
+            p.sub_(RATE * p.grad)
 
 
 def multi_tensor(model: nn.Module) -> None:
