@@ -164,7 +164,7 @@ class FastFakeMode(FakeTensorMode):
     ) -> None:
         for item in items:
             kind = type(item)
-            if kind in _CLASSES and item._fake_device is not None:
+            if kind in _CLASSES and getattr(item, "fake_device", None) is not None:
                 if item.constant is not None or item.fake_mode is not self:
                     raise _UnknownArgumentError
                 key += (
