@@ -67,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor.UnsupportedOperatorException",
         "torch.autograd._engine_run_backward",
         "torch.cuda._lazy_init",
+        "torch.jit._builtins._get_builtin_table",
         "torch.nn.Module._apply",
         "torch.utils._device",
         "torch.utils._python_dispatch",
