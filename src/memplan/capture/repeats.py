@@ -211,7 +211,7 @@ class Repeats:
                     list(made).index(number),
                     nbytes,
                     leaf.dtype,
-                    leaf.fake_device,
+                    leaf.fake_device,  # type: ignore[attr-defined]
                     tuple(leaf.size()),
                     tuple(leaf.stride()),
                     int(leaf.storage_offset()),
