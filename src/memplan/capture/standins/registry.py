@@ -188,6 +188,11 @@ class RuleActor:
                 del self.mode.handlers[known]
 
 
+_packets: dict[str, Any] = {}
+"""Kept for the life of the process: C++ remembers the Python object of an operator without holding
+it, and a rule takes its place in `torch.ops` while a capture runs."""
+
+
 def _packet(namespace: str, operator: str) -> Any:
     """The operator as PyTorch knows it, or None."""
     found = torch._C._jit_get_operation(f"{namespace}::{operator}")[0]
@@ -196,7 +201,12 @@ def _packet(namespace: str, operator: str) -> Any:
     held = vars(getattr(torch.ops, namespace)).get(operator)
     if isinstance(held, torch._ops.OpOverloadPacket):
         return held
-    return torch._ops._OpNamespace.__getattr__(getattr(torch.ops, namespace), operator)
+    name = f"{namespace}::{operator}"
+    if name not in _packets:
+        _packets[name] = torch._ops._OpNamespace.__getattr__(
+            getattr(torch.ops, namespace), operator
+        )
+    return _packets[name]
 
 
 class RuledOperator:
