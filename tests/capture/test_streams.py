@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from memplan.types.trace import EventKind, Phase, Trace
@@ -45,17 +46,26 @@ def test_a_side_stream_owns_what_is_made_on_it() -> None:
     assert kinds(trace) == expected
 
 
-def test_a_backward_operator_runs_where_its_forward_did() -> None:
+@pytest.mark.parametrize("called", [True, False])
+def test_a_backward_operator_runs_where_its_forward_did(called: bool) -> None:
+    """Whether or not a module of the job says that this is a forward pass."""
+
     def job() -> None:
         side = torch.cuda.Stream()
         module = torch.nn.Identity()
+        module(torch.ones(SIZE))  # data: no forward pass yet
         x = torch.ones(SIZE, device="cuda", requires_grad=True)
-        module(x)  # from here on it is a forward pass
+        if called:
+            module(x)
         with torch.cuda.stream(side):
             y = x.exp()
         (y * 2).sum().backward()
 
-    backward = allocations(record(job), Phase.BACKWARD, op="mul")
+    trace = record(job)
+    assert [event.phase for event in allocations(trace, op="exp")] == [
+        Phase.FORWARD if called else Phase.SETUP
+    ]
+    backward = allocations(trace, Phase.BACKWARD, op="mul")
     streams = {event.stream for event in backward}
     assert len(streams) == 2
     assert 0 in streams

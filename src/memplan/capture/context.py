@@ -48,7 +48,7 @@ class Context:
         """Inside the forward of a `torch.autograd.Function` that is part of a graph: gradients are
         off there, and yet it is the job's forward."""
         self._forward_seen = False
-        """A module has asked for something of the device: not one that transforms data."""
+        """A model runs or ran: no module that only transforms data."""
         self._stack: list[int] = []
         self._call = -1
         self._calls = 0
@@ -83,8 +83,12 @@ class Context:
 
     @property
     def module_seen(self) -> bool:
-        """Whether a module of the job has asked anything of the device."""
+        """Whether a module of the job was given or has asked for something of the device."""
         return self._forward_seen
+
+    def model_called(self) -> None:
+        """From here on what is computed with gradients is a forward pass."""
+        self._forward_seen = True
 
     @property
     def in_module(self) -> bool:
@@ -120,13 +124,15 @@ class Context:
         builder.source = self._source(frame)
         builder.call = self._call
         self._forward_seen = self._forward_seen or bool(self._stack)
+        has_gradients = torch.is_grad_enabled() or self.in_function > 0
+        if has_gradients:  # before the first call of a module too: a job may have none
+            self._remember(stream)
         if self.in_optimizer and not (self._stack and torch.is_grad_enabled()):
             builder.phase = Phase.OPTIMIZER  # else: the model, run again by a closure
         elif not self._forward_seen:
             builder.phase = Phase.SETUP
-        elif torch.is_grad_enabled() or self.in_function:
+        elif has_gradients:
             builder.phase = Phase.FORWARD
-            self._remember(stream)
             if self._call >= 0 and not torch.is_grad_enabled():
                 builder.call = -3 - self._call
         else:

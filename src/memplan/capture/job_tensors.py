@@ -15,7 +15,7 @@ from memplan.capture.context import Context, shown_path
 from memplan.capture.device_fake_mode import DeviceFakeMode
 from memplan.capture.host_memory import HostMemory
 from memplan.capture.recorder import Recorder
-from memplan.capture.values import Values, small_enough
+from memplan.capture.values import Values, worth_keeping
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
 from memplan.types.trace import Role
@@ -107,7 +107,7 @@ class JobTensors:
             {"dtype": tensor.dtype, "device": device},
         )
         self.host.stand_in(fake)
-        if keep_values and tensor.device.type == "cpu" and small_enough(tensor):
+        if keep_values and tensor.device.type == "cpu" and worth_keeping(tensor):
             self.values.learn(fake, tensor.detach())
         return fake
 

@@ -13,7 +13,7 @@ import torch
 from memplan.capture.mode import CaptureMode, OnOp
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
-from memplan.capture.values import small_enough
+from memplan.capture.values import worth_keeping
 from memplan.types.errors import CaptureError, MemplanError
 from memplan.types.trace import Role, Trace
 
@@ -129,7 +129,7 @@ def _fake(mode: CaptureMode, tensor: torch.Tensor) -> torch.Tensor:
     few: what the step writes there must not reach the module."""
     fake = mode.fakify(tensor, keep_values=False)
     mode.record(fake)
-    if small_enough(tensor):
+    if worth_keeping(tensor):
         mode.values.learn(fake, tensor.detach().to("cpu", copy=True))
     return fake
 

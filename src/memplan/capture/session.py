@@ -31,6 +31,7 @@ from memplan.capture import (
     shape_rules,
     torch_cuda,
 )
+from memplan.capture.arguments import tensors_among
 from memplan.capture.attention import Attention
 from memplan.capture.compiled import Compiled
 from memplan.capture.distributed import cards, files, peers
@@ -211,6 +212,8 @@ class CaptureSession:
             begun, newest = len(builder), builder.newest_storage
             if model:
                 self._model_runs(begun)
+            if model or (torch.is_grad_enabled() and self._given_memory(args, kwargs)):
+                context.model_called()
             context.enter_module(module)
             try:
                 if model and self._may_repeat():
@@ -279,6 +282,11 @@ class CaptureSession:
             self.mode.role_of(tensor, Role.PARAMETER, name)
             there = there or tensor.device.type == self.mode.device_type
         return there
+
+    def _given_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor on the device is among a call's arguments."""
+        fakes, _ = tensors_among(args, kwargs)
+        return any(tensor.device.type == self.mode.device_type for tensor in fakes)
 
     def new_tensor(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor for a checkpoint read back: its data were never written."""

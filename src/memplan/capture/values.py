@@ -25,8 +25,17 @@ _ORIGIN = "_memplan_origin"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
+"""Of constants and of what is computed from them: a router's map of tokens and experts."""
+_MAX_FLOATS_OF_DATA = 1 << 14
+"""Weights have more: a model whose weights are known is computed, not only followed."""
 
 aten = torch.ops.aten
+
+
+def worth_keeping(tensor: torch.Tensor) -> bool:
+    """Whether the values of a real tensor that becomes fake are carried along."""
+    few = not tensor.is_floating_point() or tensor.numel() <= _MAX_FLOATS_OF_DATA
+    return few and small_enough(tensor)
 
 
 def small_enough(tensor: torch.Tensor) -> bool:
