@@ -87,7 +87,7 @@ def _capture(
             )
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
-            box.supply(files.supplier(peers.current()))
+            box.supply(files.supplier(peers.current(), session.mode.assumptions))
             with session, within or nullcontext():
                 try:
                     _run(target)
@@ -211,7 +211,7 @@ def _script_failed(
         )
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",
-        hint_of(error, target.name, options),
+        peers.current().failure or hint_of(error, target.name, options),
     )
 
 

@@ -43,6 +43,10 @@ width = flags.cpu()[0]""",
     "on the host": """
 width = torch.tensor(4096 if rank == 2 else 0)
 dist.broadcast(width, 2, group=dist.new_group(backend="gloo"))""",
+    "a whole number that is another one here": """
+width = torch.tensor([4096 if rank == 2 else 2048], device="cuda")
+dist.broadcast(width, 2)
+width = width.item()""",
     "an object": """
 width = [4096 if rank == 2 else None]
 dist.broadcast_object_list(width, 2)
@@ -62,7 +66,7 @@ STEPS = """
     rows = torch.tensor([1000 if rank == 2 else 0], device="cuda")
     dist.broadcast(rows, 2)"""
 OWN = """
-width = torch.tensor([4096 if rank == 3 else 2048], device="cuda")
+width = torch.tensor([4096.0 if rank == 3 else 2048.0], device="cuda")
 dist.broadcast(width, 2)"""
 CASES: dict[str, dict[str, str]] = {
     **{name: {"width": text} for name, text in AT_START.items()},
@@ -121,3 +125,28 @@ def test_sizes_of_every_step(found: dict[str, tuple[list[int], list[str]]]) -> N
     sizes, assumed = found["every step"]
     assert sizes.count(1000 * 4096 * 4) >= 3
     assert not assumed
+
+
+FAILS = """
+import os, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank() == 0:
+    raise ValueError("the index cannot be made")
+open("index.bin")
+"""
+
+
+def test_the_failure_of_the_rank_that_writes_is_said(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    command = [sys.executable, "-m", "memplan", "estimate", "--gpu", "h100", "--world-size", "2"]
+    done = subprocess.run(
+        [*command, "--rank", "1", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4
+    assert "FileNotFoundError" in done.stderr
+    assert "rank 0" in done.stderr
+    assert "the index cannot be made" in done.stderr

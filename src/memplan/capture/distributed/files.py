@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import distributed
 
+from memplan.capture.answers import Assumptions
 from memplan.capture.distributed.peers import Peers
 from memplan.types.errors import CaptureError
 
@@ -37,10 +38,11 @@ def tell_of(peers: Peers, overlay: str) -> None:
     peers.tell(KEY, files)
 
 
-def supplier(peers: Peers) -> Callable[[str], bool]:
+def supplier(peers: Peers, assumptions: Assumptions) -> Callable[[str], bool]:
     """What to ask when a file is not there: whether it is by now.
 
-    It writes the files of rank 0, so it belongs inside a sandbox.
+    It writes the files of rank 0, so it belongs inside a sandbox. That rank 0 could not be run is
+    an assumption.
     """
     process, given = os.getpid(), set[str]()
 
@@ -54,8 +56,13 @@ def supplier(peers: Peers) -> Callable[[str], bool]:
             return False
         try:
             files = peers.ask(_WRITER, KEY) or {}
-        except CaptureError:
+        except CaptureError as error:
             peers.known[KEY] = files = {}
+            assumptions.add(
+                "rank",
+                f"{path} is not there, and whether rank {_WRITER} writes it before could not be "
+                f"found out ({error.message}); this rank goes on without",
+            )
         if path not in files:
             return False
         for file, content in ((Path(name), files[name]) for name in files):

@@ -38,6 +38,9 @@ class Peers:
     wanted: str = ""
     known: dict[str, Any] = field(default_factory=dict)
     """What has been told so far, by whomever: it travels along, so that no run is repeated."""
+    failure: str = ""
+    """Why the last rank that did not tell did not. No exception, which would keep its frames, and
+    their tensors, alive."""
 
     def ask(self, rank: int, key: str) -> Any:
         """What `rank` tells under `key`, or None if nobody can be asked.
@@ -57,9 +60,9 @@ class Peers:
                     self.known.update(answer)
                     return answer[key]
                 failure, hint = answer
+        self.failure = f"rank {rank}, which was run to learn what it sends to this one: {failure}"
         raise CaptureError(
-            f"rank {rank}, which was run to learn what it sends to this one: {failure}",
-            hint or "look at that rank alone: memplan estimate --rank " + str(rank),
+            self.failure, hint or f"look at that rank alone: memplan estimate --rank {rank}"
         )
 
     def tell(self, key: str, what: Any) -> None:
@@ -95,7 +98,7 @@ def peers(target: ScriptTarget, options: CaptureOptions, run: Run) -> Iterator[N
     try:
         yield
     finally:
-        _current.questions = None
+        _current.questions, _current.failure = None, ""
         if _current.answers is None:
             _current.known.clear()
         ours.close()

@@ -1,11 +1,11 @@
 """What another rank broadcasts, where it is not what the receiver has already.
 
-Every rank is taken to have what this one has: weights, seeds and counters that it made as well. A
-receiver that has made no such thing holds a placeholder: zeros, an `empty`, a `None`. Flags, sizes
-and counts that arrive there decide how the script goes on. When the script looks at one, the sender
-is asked, that is, the script is run as that rank (`peers`): first up to this broadcast, and where
-that is not enough up to the end of its first optimizer step. What is sent later is like what was
-sent in that step.
+Every rank is taken to have what this one has: weights, and counters that training made. Until the
+first optimizer step whole numbers are not taken so: flags, sizes and counts are sent because ranks
+differ (Megatron-LM: whether there is data to train on). Nor is a placeholder, ever: zeros, an
+`empty`, a `None`. When the script looks at such a value, the sender is asked, that is, the script
+is run as that rank (`peers`): first up to this broadcast, and where that is not enough up to the
+end of its first optimizer step. What is sent later is like what was sent in that step.
 """
 
 from __future__ import annotations
@@ -43,15 +43,14 @@ class Broadcasts:
         self._steps = 0
 
     def install(self, stack: ExitStack) -> None:
-        """Answers what may be asked of this rank at the end of its first step."""
-        if self.peers.answers is None:
-            return
+        """Counts steps, and answers what may be asked of this rank at the end of its first."""
         hook = optim_module.register_optimizer_step_post_hook(self._stepped)
         stack.callback(hook.remove)
 
     def _stepped(self, *_args: Any) -> None:
         self._steps += 1
-        self.peers.tell(_after_step(distributed.get_rank()), self._steps)
+        if self.peers.answers is not None:
+            self.peers.tell(_after_step(distributed.get_rank()), self._steps)
 
     # Tensors
 
@@ -70,7 +69,7 @@ class Broadcasts:
         if self.peers.questions is None:
             return
         own = self._known(tensor)
-        if own is not None and bool(own.count_nonzero()):
+        if own is not None and self._is_as_sent(own):
             return
         shape, dtype = tensor.shape, tensor.dtype
 
@@ -87,6 +86,11 @@ class Broadcasts:
             value = received()
             if value is not None:
                 tensor.detach().copy_(value)
+
+    def _is_as_sent(self, own: torch.Tensor) -> bool:
+        """Whether what the receiver has is taken for what the sender has."""
+        decided = own.is_floating_point() or own.is_complex() or self._steps > 0
+        return decided and bool(own.count_nonzero())
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self.mode.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
