@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -170,3 +172,16 @@ def test_a_parameter_made_anew_with_what_another_keeps() -> None:
         (torch.nn.Parameter, "cuda", False),
         (torch.nn.Parameter, "meta", False),
     ]
+
+
+def test_a_release_where_the_fake_device_is_a_plain_attribute() -> None:
+    """PyTorch 2.11: `FakeTensor.__new__` sets `fake_device`, and no property is behind that."""
+    code = """
+from torch._subclasses.fake_tensor import FakeTensor
+del FakeTensor.fake_device
+from memplan.capture.trial import trial
+found = trial()
+assert found.ok, found.detail
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ _UNSAFE_TAGS = (
     torch.Tag.inplace_view,
     torch.Tag.data_dependent_output,
 )
-_OWN_STATE = ("_fake_device", "fake_device", "fake_mode")
+_OWN_STATE = ("_fake_device", "fake_mode")
 
 _make_subclass = torch.Tensor._make_subclass
 _CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)

@@ -70,6 +70,14 @@ class _OfFakes:
         self._known.__set__(tensor, value)
 
 
+def _get_device(tensor: Any) -> Any:
+    return tensor._fake_device
+
+
+def _set_device(tensor: Any, device: torch.device) -> None:
+    tensor._fake_device = device
+
+
 class _Dispatch:
     """`torch.Tensor.__torch_dispatch__`."""
 
@@ -100,6 +108,8 @@ def install() -> None:
 
     Raises RuntimeError where CPython or PyTorch are not as expected.
     """
+    if "fake_device" not in vars(FakeTensor):  # a plain attribute in PyTorch 2.11, a property since
+        FakeTensor.fake_device = property(_get_device, _set_device)  # type: ignore[assignment]
     for name in _OF_FAKE_TENSORS:
         if name in vars(FakeTensor):
             setattr(_Tensor, name, _OfFakes(name))
