@@ -203,12 +203,15 @@ def test_views_that_come_several_at_once_are_of_what_is_recomputed() -> None:
     assert recorded is not None
     plain = operators(recorded)
     (one,) = passes_of(plain)
-    chosen = [value for value in range(len(one.graph.values)) if one.graph.values.droppable[value]]
-    assert chosen
-    for value in chosen:
-        again, _ = with_recomputation(plain, [(one, Selection((frozenset({value}),)))])
+    results: dict[fx.Node, set[int]] = {}  # of an operator that has several, all at once
+    for value, droppable in enumerate(one.graph.values.droppable):
+        if droppable:
+            maker = plain.program.storages[one.storages[value]].maker
+            results.setdefault(maker, set()).add(value)
+    assert results
+    for dropped, values in results.items():
+        again, _ = with_recomputation(plain, [(one, Selection((frozenset(values),)))])
         operators(again)  # checks that whoever uses it runs after what makes it
-        dropped = plain.program.storages[one.storages[value]].maker
         name, backward = dropped.name, [n for n in operators(again).nodes if facts_of(n).backward]
         assert not any(name in from_free_nodes(node) for node in backward), name
 
