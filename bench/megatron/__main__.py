@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.megatron.cases import Golden, goldens
-from bench.megatron.environment import BUILD, prepare
+from bench.megatron.cases import BUILD, Golden, goldens
+from bench.megatron.environment import prepare
 from bench.megatron.runner import run
 from bench.megatron.table import read, summary, write_page
 from bench.results import write_result

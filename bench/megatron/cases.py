@@ -12,11 +12,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from bench.megatron.sentences import data_path, vocabulary
 from bench.results import ROOT
 
 _SHARED = Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data")
 DATA = _SHARED / "measured" / "megatron"
 SOURCE = _SHARED.parent / "third_party" / "megatron-lm"
+BUILD = ROOT / "build" / "megatron"
+SENTENCES = BUILD / "sentences"
 WORLD_SIZE = 8
 GPUS = {"h100": "h100", "a100": "a100-80gb"}
 _SCRIPTS = {
@@ -24,8 +27,6 @@ _SCRIPTS = {
     "t5": "examples/t5/pretrain_t5.py",
     "hybrid": "pretrain_hybrid.py",
 }
-_WORDS = {"bert": 28_996, "t5": 28_996}
-"""Of bert-large-cased's vocabulary."""
 _GPT_WORDS = 50_257
 _OF_DATA = frozenset(
     {
@@ -112,8 +113,8 @@ def environment(case: str) -> dict[str, str]:
 
 
 def command(case: str, source: Path, work: Path) -> list[str]:
-    """The launcher's command. What the case names of data and vocabulary is replaced by mock data
-    with as many words; `work` takes its outputs."""
+    """The launcher's command. What the case names of data and vocabulary is replaced by mock data,
+    or sentences, with as many words; `work` takes its outputs."""
     folders: dict[str, object] = {
         "TENSORBOARD_PATH": work / "tensorboard",
         "CHECKPOINT_SAVE_PATH": work / "checkpoints",
@@ -135,9 +136,26 @@ def command(case: str, source: Path, work: Path) -> list[str]:
             words += text.split()
     if "--async-save" in given and "--async-strategy" not in given:
         words += ["--async-strategy", "mcore"]  # the default's package is on no index in that age
-    kind = case.split("/")[0]
-    size = given.get("--vocab-size", _WORDS.get(kind, _GPT_WORDS))
     program = script(case)
     assert program is not None
     launcher = ["torchrun", "--nproc-per-node", str(WORLD_SIZE), str(source / program)]
-    return [*launcher, *words, *_MOCK, str(size)]
+    tokenizer = sentences_by(case)
+    data = _mock(given) if tokenizer is None else _sentences(given, work, tokenizer)
+    return [*launcher, *words, *data]
+
+
+def sentences_by(case: str) -> str | None:
+    """The tokenizer's type of a case that needs sentences: BERT and T5 have no mock data."""
+    if case.split("/")[0] not in ("bert", "t5"):
+        return None
+    return str(configuration(case)["MODEL_ARGS"].get("--tokenizer-type", ""))
+
+
+def _mock(given: Mapping[str, Any]) -> list[str]:
+    return [*_MOCK, str(given.get("--vocab-size", _GPT_WORDS))]
+
+
+def _sentences(given: Mapping[str, Any], work: Path, tokenizer: str) -> list[str]:
+    words = ["--data-path", str(data_path(SENTENCES)), "--split", str(given["--split"])]
+    words += ["--vocab-file", str(vocabulary(work, tokenizer))]
+    return [*words, *(["--tokenizer-type", tokenizer] if tokenizer else [])]

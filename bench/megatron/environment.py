@@ -12,10 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.megatron.cases import SOURCE
-from bench.results import ROOT
+from bench.megatron.cases import BUILD, SENTENCES, SOURCE
+from bench.megatron.sentences import data_path, write_data
 
-BUILD = ROOT / "build" / "megatron"
 PACKAGES = (
     "transformer-engine==2.20.2",
     "einops==0.8.2",
@@ -57,6 +56,8 @@ def prepare() -> Path:
         env=variables(),
         check=True,
     )
+    if not data_path(SENTENCES).with_suffix(".idx").exists():
+        write_data(SENTENCES)
     return source
 
 

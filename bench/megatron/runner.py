@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.megatron.cases import GPUS, WORLD_SIZE, Golden, command, counted_apart, environment
-from bench.megatron.environment import BUILD, variables
+from bench.megatron.cases import (
+    BUILD,
+    GPUS,
+    WORLD_SIZE,
+    Golden,
+    command,
+    counted_apart,
+    environment,
+    sentences_by,
+)
+from bench.megatron.environment import variables
+from bench.megatron.sentences import write_tokenizer
 from bench.process import watch
 
 TIMEOUT_SECONDS = 900.0
 NEAR = 0.005
+_INSTALLED = ("apex", "flash_attn")
+"""On the machines that were measured: cases ask for either by name."""
 _KEPT = ("peak_bytes", "low_bytes", "high_bytes")
 _ALLOCATED = ("allocated_peak_bytes", "allocated_low_bytes", "allocated_high_bytes")
 
@@ -30,8 +42,12 @@ def run(golden: Golden, source: Path, *, show: bool = False) -> dict[str, Any]:
         return {**result, "complaint": result["apart"]}
     work = BUILD / "work" / golden.name.replace("/", "_")
     work.mkdir(parents=True, exist_ok=True)
+    if (tokenizer := sentences_by(golden.case)) is not None:
+        write_tokenizer(work, tokenizer)
     words = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", GPUS[golden.card]]
-    words += ["--rank", str(WORLD_SIZE - 1), "--with", "apex", *command(golden.case, source, work)]
+    words += ["--rank", str(WORLD_SIZE - 1)]
+    words += [word for package in _INSTALLED for word in ("--with", package)]
+    words += command(golden.case, source, work)
     try:
         done = watch(
             words,

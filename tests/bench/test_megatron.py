@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from bench.megatron import cases, environment, runner, table
+from bench.megatron import cases, environment, runner, sentences, table
 
 GOLDENS = {golden.name: golden for golden in cases.goldens()}
 ESTIMATED = ("gpt/gpt3_mcore_te_tp1_pp4_vp1@h100",)
@@ -23,8 +24,28 @@ def test_every_case_is_a_command_or_says_why_not() -> None:
         assert words[:3] == ["torchrun", "--nproc-per-node", "8"]
         assert (cases.SOURCE / Path(words[3]).relative_to("/source")).is_file()
         assert not any("${" in word for word in words)
-        assert words[-2] == "--vocab-size"
-        assert "--data-path" not in words
+        if cases.sentences_by(golden.case) is None:
+            assert words[-2] == "--vocab-size"
+            assert "--data-path" not in words
+        else:
+            assert "--vocab-file" in words
+            assert words[words.index("--data-path") + 1] == str(
+                sentences.data_path(cases.SENTENCES)
+            )
+
+
+def test_sentences_are_as_megatron_reads_them(tmp_path: Path) -> None:
+    sentences.write_data(tmp_path)
+    index = sentences.data_path(tmp_path).with_suffix(".idx").read_bytes()
+    assert index[:9] == b"MMIDIDX\x00\x00"
+    count, documents = np.frombuffer(index, np.int64, 2, 18).tolist()
+    lengths = np.frombuffer(index, np.int32, count, 34)
+    starts = np.frombuffer(index, np.int64, count, 34 + 4 * count)
+    ends = np.frombuffer(index, np.int64, documents, 34 + 12 * count)
+    words = np.fromfile(sentences.data_path(tmp_path).with_suffix(".bin"), np.int32)
+    assert starts[-1] + 4 * lengths[-1] == words.nbytes
+    assert ends[-1] == count
+    assert len(index) == 34 + 12 * count + 8 * documents
 
 
 def test_an_answer_is_held_against_the_measured_peak() -> None:
@@ -45,7 +66,7 @@ def test_cases_apart_do_not_count() -> None:
     assert (sums["answered_fraction"], sums["largest_error"]) == (0.5, 0.01)
 
 
-@pytest.mark.skipif(not (environment.BUILD / "site.pins").exists(), reason="not prepared")
+@pytest.mark.skipif(not (cases.BUILD / "site.pins").exists(), reason="not prepared")
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_a_case_is_near(name: str) -> None:
     result = runner.run(GOLDENS[name], environment.prepare())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -527,9 +528,11 @@ def test_extensions_of_apex_that_are_imported_alone() -> None:
         assert softmax.backward(scores, results, 1.0) is scores
         x = torch.empty(32, 128, device="cuda", requires_grad=True)
         weight, bias = (torch.ones(128, device="cuda", requires_grad=True) for _ in range(2))
+        for function in (FusedLayerNormAffineFunction, FastLayerNormFN):
+            assert "memory_efficient" in inspect.getfullargspec(function.forward).args
         for norm in (
             FusedLayerNormAffineFunction.apply(x, weight, bias, (128,), 1e-5),
-            FastLayerNormFN.apply(x, weight, bias, 1e-5),
+            FastLayerNormFN.apply(x, weight, bias, 1e-5, False),
         ):
             norm.sum().backward()
         fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, x, weight)

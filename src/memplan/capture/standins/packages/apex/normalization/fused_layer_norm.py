@@ -6,6 +6,7 @@ pass stages partial sums of 16 parts for the gradients of weight and bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,37 +49,48 @@ _norm = Rule("apex.normalization", _forward, _SOURCE)
 _norm.backward(_backward)
 
 
-class FusedLayerNormAffineFunction:
+class _Function:
+    """The part of `torch.autograd.Function` that callers use. They look at `forward`, too, to learn
+    whether this apex has `memory_efficient`."""
+
+    forward: Callable[..., torch.Tensor]
+
+    @classmethod
+    def apply(cls, *args: Any) -> torch.Tensor:
+        return cls.forward(None, *args)
+
+
+class FusedLayerNormAffineFunction(_Function):
     """Normalisation with weight and bias."""
 
     @staticmethod
-    def apply(
-        x: torch.Tensor,
+    def forward(
+        ctx: None,
+        input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
         normalized_shape: Any,
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """As of any `torch.autograd.Function`."""
-        del eps, memory_efficient  # keeps the output instead of the input, of the same size
-        made: torch.Tensor = _norm(x, weight, bias, True, torch.Size(normalized_shape).numel())
+        del ctx, eps, memory_efficient  # keeps the output instead of the input, of the same size
+        made: torch.Tensor = _norm(input, weight, bias, True, torch.Size(normalized_shape).numel())
         return made
 
 
-class FastLayerNormFN:
+class FastLayerNormFN(_Function):
     """Normalisation for chosen widths."""
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: None,
         x: torch.Tensor,
         gamma: torch.Tensor,
         beta: torch.Tensor,
         epsilon: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """As of any `torch.autograd.Function`."""
-        del epsilon, memory_efficient
+        del ctx, epsilon, memory_efficient
         made: torch.Tensor = _norm(x, gamma, beta, True, gamma.numel())
         return made
 
