@@ -83,4 +83,5 @@ $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml $(native_sources)
 
 $(VENV)/.dev: $(VENV)/.built
 	$(pip) --group dev
+	$(pip) --no-deps --upgrade --target $(VENV)/transformer-engine --group transformer-engine
 	@touch $@

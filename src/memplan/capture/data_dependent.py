@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.mode import CaptureMode, Handler, Observer
 from memplan.capture.routing import assumed_mask, assumed_topk
-from memplan.capture.values import MAX_INTEGER_ELEMENTS, small_enough
+from memplan.capture.values import MAX_INTEGER_ELEMENTS, small_enough, worth_keeping
 
 aten = torch.ops.aten
 
@@ -79,7 +79,8 @@ def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if source.fake_device.type != mode.device_type or mode.device_type == "cpu":
         return NotImplemented
-    if source.numel() > (MAX_READ_BACK if mode.values.of(source) is not None else _MAX_MADE_UP):
+    known = worth_keeping(source) and mode.values.of(source) is not None
+    if source.numel() > (MAX_READ_BACK if known else _MAX_MADE_UP):
         return NotImplemented
     result = read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
     if kwargs.get("non_blocking"):

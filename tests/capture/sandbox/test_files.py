@@ -362,6 +362,7 @@ SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @example([[("rename", "d/e", "b"), ("stat", "b")]])
+@example([[("w", "a"), ("rmdir", "d/e"), ("rename", "d", "d/e/a")]])
 @example([[("rmdir", "d/e"), ("w", "d/e/a"), ("w", "d/e"), ("rmdir", "d/e/a")]])
 @given(st.lists(SEQUENCE, min_size=1, max_size=8))
 def test_any_sequence_does_as_it_would_on_the_disk(

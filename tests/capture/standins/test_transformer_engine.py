@@ -4,7 +4,9 @@ from the extension's sources."""
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +18,21 @@ from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capture.jobs import record
 
+FOLDER = Path(sys.prefix, "transformer-engine")
+"""Where `make` puts its Python: see pyproject.toml."""
+
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None,
+    not FOLDER.is_dir() and importlib.util.find_spec("transformer_engine") is None,
     reason="Transformer Engine's Python is not installed",
 )
 MIB = 1 << 20
 TOKENS, WIDE = 256, 512
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
 
 
 def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:

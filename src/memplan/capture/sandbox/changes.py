@@ -194,6 +194,7 @@ def rename(view: View, source: str, target: str) -> None:
             return
         directory = stat.S_ISDIR(mode_of(old.disk) or 0)
         if new.at.startswith(f"{old.at}/"):
+            view.room_for(new.at, target)  # the folder it would go to is looked up first
             raise error(errno.EINVAL, source, target)
         if old.at.startswith(f"{new.at}/"):
             raise error(errno.ENOTEMPTY, source, target)

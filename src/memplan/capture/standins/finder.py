@@ -38,8 +38,9 @@ VERSIONS = {
 INSTALL = {
     "deepspeed": "install DeepSpeed here (DS_BUILD_OPS=0 pip install deepspeed): its own Python "
     "runs, without its kernels",
-    "transformer_engine": "install Transformer Engine here (pip install "
-    "transformer-engine einops pydantic): its own Python runs, its compiled part is not needed",
+    "transformer_engine": "install Transformer Engine's Python into a folder on PYTHONPATH (pip "
+    "install --target FOLDER transformer-engine einops pydantic): its compiled part is not needed, "
+    "but other packages cannot import it without memplan",
     "liger_kernel": "install Liger-Kernel here (pip install --no-deps liger-kernel): its own "
     "Python runs, without its kernels",
 }
