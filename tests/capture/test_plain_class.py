@@ -185,3 +185,53 @@ assert found.ok, found.detail
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Metadata:
+    note = ""
+
+
+class WithMetadata(Metadata, torch.Tensor):
+    """As MONAI's MetaTensor: methods of its own, and another tensor's `__dict__` for its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, WithMetadata):
+            made.__dict__ = {"note": "kept"}
+        return made
+
+    def new_empty(self, *_args: Any, **_options: Any) -> Any:
+        raise AssertionError("a kernel knows nothing of the job's classes")
+
+
+def test_a_subclass_with_metadata_and_methods_of_its_own() -> None:
+    def job() -> None:
+        layer = nn.Conv2d(1, 1, 3).cuda()
+        x = torch.ones(2, 1, 8, 8).as_subclass(WithMetadata)
+        for given in (x.to("cuda"), x.as_subclass(torch.Tensor).cuda().as_subclass(WithMetadata)):
+            y = layer(given)
+            assert type(given) is type(y) is WithMetadata
+            assert y.is_cuda
+            assert y.device == torch.device("cuda", 0)
+            assert y.note == "kept"
+            y.sum().backward()
+
+    record(job)
+
+
+def test_a_parameter_takes_data_of_another_type() -> None:
+    """As diffusers casts what it trains; also where gradients came before."""
+
+    def job() -> None:
+        layer = nn.Linear(8, 8).to("cuda", torch.float16)
+        for trained in (torch.float32, torch.bfloat16):
+            for parameter in layer.parameters():
+                parameter.data = parameter.to(trained)
+            layer.zero_grad()
+            layer(torch.ones(2, 8, device="cuda", dtype=trained)).sum().backward()
+            for parameter in layer.parameters():
+                assert parameter.grad is not None
+                assert parameter.dtype == parameter.grad.dtype == trained
+
+    record(job)

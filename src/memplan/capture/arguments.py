@@ -39,6 +39,16 @@ def tensors_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[F
     return fakes, real
 
 
+def dressed_among(
+    args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[FakeTensor], *, has_real: bool
+) -> list[torch.Tensor]:
+    """The tensors among the arguments that are of a class of the job's own."""
+    tensors: list[torch.Tensor] = [*fakes]
+    if has_real:
+        tensors = flat([*args, *kwargs.values()], torch.Tensor)
+    return [one for one in tensors if type(one) is not _Tensor and type(one) is not _Parameter]
+
+
 def flat(result: Any, kind: type = FakeTensor) -> list[Any]:
     """The tensors of a result, those in nested lists too."""
     if isinstance(result, (list, tuple)):

@@ -25,11 +25,18 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.capture.arguments import flat, tensors_among, without_out, written_among
+from memplan.capture.arguments import (
+    dressed_among,
+    flat,
+    tensors_among,
+    without_out,
+    written_among,
+)
 from memplan.capture.fan_in import FanIn
 from memplan.capture.host_buffers import FACTORIES, holds_no_data
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.job_tensors import JobTensors
+from memplan.capture.plain_class import undressed
 from memplan.capture.values import small_enough
 from memplan.capture.work import Work, moved_bytes
 
@@ -176,9 +183,10 @@ class CaptureMode(JobTensors, TorchDispatchMode):
                 return result
             return func(*args, **kwargs)
         with self._lock:
-            if torch._C._len_torch_function_stack():
+            dressed = dressed_among(args, kwargs, fakes, has_real=has_real)
+            if dressed or torch._C._len_torch_function_stack():
                 # `with torch.device(…)` is the script's: it must not move the tensors made here.
-                with torch._C.DisableTorchFunction():
+                with torch._C.DisableTorchFunction(), undressed(dressed):
                     return self._run(func, args, kwargs, fakes, has_real)
             return self._run(func, args, kwargs, fakes, has_real)
 

@@ -18,13 +18,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
+_OWN_CLASSES = (_Tensor, _Parameter, FakeTensor)
 _no_dispatch = torch._C._disabled_torch_dispatch_impl
 _fake_dispatch = FakeTensor.__torch_dispatch__
 _new_fake = FakeTensor.__new__
@@ -38,6 +43,8 @@ _OF_FAKE_TENSORS = (
     "nested_int_memo",
     "get_nested_int",
 )
+_storage: Any = torch._C.TensorBase.untyped_storage
+_STATE = "_memplan_fake_state"
 _TYPE_OF_OBJECT = ctypes.sizeof(ctypes.c_void_p)
 """Where CPython keeps an object's type: behind the reference count."""
 
@@ -78,6 +85,31 @@ def _set_device(tensor: Any, device: torch.device) -> None:
     tensor._fake_device = device
 
 
+class _FakeDevice:
+    """`torch.Tensor._fake_device`, for tensors whose `__dict__` has none.
+
+    A subclass may put another `__dict__` in the place of its own (MONAI's MetaTensor does so, with
+    another tensor's metadata). What made it fake was noted with its storage.
+    """
+
+    def __get__(self, tensor: Any, cls: Any) -> Any:
+        if tensor is None or cls in _OWN_CLASSES or cls.__torch_dispatch__ is not _no_dispatch:
+            return None
+        if not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+            return None
+        state = getattr(_storage(tensor), _STATE, None)
+        if state is None:
+            return None
+        vars(tensor).update(state)
+        return state["_fake_device"]
+
+
+def dress(fake: Any, cls: type) -> None:
+    """Make a new fake tensor one of a subclass of the job's."""
+    setattr(_storage(fake), _STATE, dict(vars(fake)))
+    fake.__class__ = cls
+
+
 class _Dispatch:
     """`torch.Tensor.__torch_dispatch__`."""
 
@@ -114,7 +146,7 @@ def install() -> None:
         if name in vars(FakeTensor):
             setattr(_Tensor, name, _OfFakes(name))
     FakeTensor.__new__ = staticmethod(_new)  # type: ignore[method-assign]
-    _Tensor._fake_device = None  # type: ignore[attr-defined]
+    _Tensor._fake_device = _FakeDevice()  # type: ignore[attr-defined]
     _Tensor.__torch_dispatch__ = _Dispatch()  # type: ignore[assignment]
     # `FakeTensor.__class__ = …` is refused because its metaclass is one of C's.
     cell = ctypes.c_void_p.from_address(id(FakeTensor) + _TYPE_OF_OBJECT)
@@ -128,3 +160,21 @@ def install() -> None:
 def is_fake(item: Any) -> bool:
     """`isinstance(item, FakeTensor)`, at less cost."""
     return isinstance(item, _Tensor) and item._fake_device is not None  # type: ignore[attr-defined]
+
+
+@contextmanager
+def undressed(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """While entered, instances of the job's subclasses are of PyTorch's own class.
+
+    A device's kernels see memory only. A shape rule is Python that calls the tensor's methods, and
+    would meet those of the subclass (MONAI's MetaTensor has a `new_empty` of its own).
+    """
+    dressed = [(tensor, type(tensor)) for tensor in tensors if type(tensor) not in _OWN_CLASSES]
+    for tensor, kind in dressed:
+        with suppress(TypeError):  # one with slots stays as it is
+            tensor.__class__ = _Parameter if issubclass(kind, _Parameter) else _Tensor
+    try:
+        yield
+    finally:
+        for tensor, kind in dressed:
+            tensor.__class__ = kind

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.plain_class import is_fake
+from memplan.capture.plain_class import dress, is_fake
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
@@ -38,7 +38,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
                 return make_subclass(cls, data, require_grad, **options)
             data = mode.fakify(data)
         made = data.detach()
-        made.__class__ = cls
+        dress(made, cls)
         return made.requires_grad_(require_grad)
 
     as_subclass = torch.Tensor.as_subclass
@@ -47,7 +47,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
         if not is_fake(tensor):
             return as_subclass(tensor, cls)
         made = torch.ops.aten.alias(tensor)
-        made.__class__ = cls
+        dress(made, cls)
         return made
 
     patches.set(torch.Tensor, "as_subclass", made_of)
