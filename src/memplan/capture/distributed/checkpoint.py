@@ -51,8 +51,8 @@ class Checkpoints:
             patches.set(module, "_ProcessBasedAsyncCheckpointExecutor", self._process(module))
 
         def pin(module: ModuleType) -> None:  # needs a driver; the memory counts as it is
-            patches.set(module, "pin_memory", lambda _data_ptr, _size: None)
-            patches.set(module, "unpin_memory", lambda _data_ptr: None)
+            patches.set(module, "pin_memory", lambda data_ptr, size: None)
+            patches.set(module, "unpin_memory", lambda data_ptr: None)
 
         watcher.add(f"{_PACKAGE}.utils", plan)
         watcher.add(f"{_PACKAGE}._state_dict_stager", stage)

@@ -89,6 +89,7 @@ class ProcessGroups:
         pg_options: Any = None,
         device_id: Any = None,
         _ranks: Any = None,
+        enable_reconfigure: bool = False,
     ) -> None:
         """`torch.distributed.init_process_group`: this rank's part of the world."""
         rank, world_size = self._rank_and_size(init_method, rank, world_size)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ObjectCollectives:
-    """Stand-ins, by the names in `torch.distributed`."""
+    """Stand-ins, by the names in `torch.distributed`; `weights_only` changes nothing here."""
 
     def __init__(self, mode: CaptureMode, broadcasts: Broadcasts) -> None:
         self.mode = mode
@@ -33,7 +33,9 @@ class ObjectCollectives:
             "recv_object_list": self.recv_object_list,
         }
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    def all_gather_object(
+        self, object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False
+    ) -> None:
         object_list[:] = [_copied(obj) for _ in object_list]
 
     def gather_object(
@@ -43,6 +45,7 @@ class ObjectCollectives:
         dst: int | None = None,
         group: Any = None,
         group_dst: int | None = None,
+        weights_only: bool = False,
     ) -> None:
         if object_gather_list is not None and _is_own(dst, group, group_dst):
             object_gather_list[:] = [_copied(obj) for _ in object_gather_list]
@@ -54,6 +57,7 @@ class ObjectCollectives:
         group: Any = None,
         device: Any = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> None:
         own: Any = distributed.group.WORLD if group is None else group
         root = group_src if group_src is not None else distributed.get_group_rank(own, src or 0)
@@ -67,6 +71,7 @@ class ObjectCollectives:
         src: int | None = None,
         group: Any = None,
         group_src: int | None = None,
+        weights_only: bool = False,
     ) -> None:
         if scatter_object_input_list is None or not _is_own(src, group, group_src):
             self._missing("scatter", src if group_src is None else group_src)
