@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from bench.scripts.accelerate import SETUP as HUGGING_FACE
 from bench.scripts.case import Case, Check, Reference, Setup
 from bench.scripts.checks import share
@@ -44,6 +46,20 @@ def _case(
 
 _VIT = 54_632_424
 _RESNET18 = 11_181_642
+_DECODER = 6 * (4 * 512 * 512 + 2 * 512 * 2048 + 5 * 512) + 2 * 256 * 512
+"""Layers of attention without biases, a feed-forward of four times the width, the embeddings."""
+_SCORES = 4 * 8 * 1024 * 1024 * 4
+
+
+def _layers(*widths: int) -> int:
+    """Parameters of linear layers one after another."""
+    return sum((before + 1) * after for before, after in pairwise(widths))
+
+
+_GRAPHS = (64 + 1) * 128 + (128 + 3) * 128 + (2 * 128 + 1) * 128 + (128 + 1) * 10
+_Q_NETWORK = _layers(4, 64, 64, 2)
+_ACTOR = _layers(3, 256, 256, 2)
+_CRITICS = 2 * _layers(4, 256, 256, 1)
 _AGENTS = (
     "cloudpickle==3.1.2",
     "farama-notifications==0.0.6",
@@ -111,6 +127,8 @@ CASES = (
             "torch-einops-utils==0.2.0",
             "vit-pytorch==1.26.11",
         ),
+        checks=(share("parameters", 4 * _VIT), share("optimizer_state", 8 * _VIT)),
+        floor=Reference(16 * _VIT, "54.6 M × 16 bytes"),
     ),
     _case(
         "x-transformers==2.31.10", "language_model",
@@ -121,6 +139,15 @@ CASES = (
             "loguru==0.7.3",
             "torch-einops-utils==0.2.0",
             "x-transformers==2.31.10",
+        ),
+        checks=(
+            share("parameters", 4 * _DECODER),
+            share("gradients", 4 * _DECODER),
+            share("optimizer_state", 8 * _DECODER),
+        ),
+        floor=Reference(
+            16 * _DECODER + 6 * _SCORES,
+            "19.2 M × 16 bytes + the scores of six layers, 4 × 8 × 1,024 × 1,024",
         ),
     ),
     _case(
@@ -136,15 +163,30 @@ CASES = (
             "threadpoolctl==3.8.0",
             "torch-geometric==2.8.1",
             "urllib3==2.8.0",
+            "xxhash==4.1.0",
         ),
+        checks=(share("parameters", 4 * _GRAPHS), share("optimizer_state", 8 * _GRAPHS)),
+        floor=Reference(16 * _GRAPHS, "59,274 × 16 bytes"),
     ),
     _case(
         "stable-baselines3==2.9.2", "agents", "DQN", wheels=_AGENTS,
         name="stable-baselines3-dqn",
+        checks=(
+            share("parameters", 4 * 2 * _Q_NETWORK), share("optimizer_state", 8 * _Q_NETWORK)
+        ),
+        floor=Reference(20 * _Q_NETWORK, "4,610 × 20 bytes, the target network included"),
     ),
     _case(
         "stable-baselines3==2.9.2", "agents", "SAC", wheels=_AGENTS,
         name="stable-baselines3-sac",
+        checks=(
+            share("parameters", 4 * (_ACTOR + 2 * _CRITICS)),
+            share("optimizer_state", 8 * (_ACTOR + _CRITICS)),
+        ),
+        floor=Reference(
+            16 * (_ACTOR + _CRITICS) + 4 * _CRITICS,
+            "0.20 M × 16 + 0.13 M × 4 bytes, the target networks included",
+        ),
     ),
     _case(
         "pytorch-metric-learning==2.9.0", "metric_learning", "{work}/data", prepare=_MNIST,
@@ -163,6 +205,7 @@ CASES = (
             "charset-normalizer==3.5.2",
             "lightly-utils==0.0.2",
             "lightly==1.6.0",
+            "lightning-utilities==0.15.3",
             "requests==2.34.2",
             "urllib3==2.8.0",
         ),

@@ -72,6 +72,10 @@ _CONV_NET = 320 + 18_496 + 1_179_776 + 1_290
 _RESNET50 = 25_557_032
 _EVALUATED = 4 * 1000 * (64 * 24 * 24 + 32 * 26 * 26)
 """In its evaluation of 1,000 images: the second convolution's output, and its input."""
+_SHARD = (2 * 32_000 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 768)) // 4
+"""Of the tensor-parallel Llama of two layers, on one rank of 2 × 2."""
+_ROTARY = 2 * 32_768 * 8 * 8
+"""Complex numbers of 65,536 positions, on every rank."""
 
 CASES = (
     _case(
@@ -123,7 +127,10 @@ CASES = (
     _case("sequence-parallel", "distributed/tensor_parallelism/sequence_parallel_example.py",
           launcher=_RANKS),
     _case("fsdp-tensor-parallel", "distributed/tensor_parallelism/fsdp_tp_example.py",
-          launcher=_RANKS),
+          launcher=_RANKS,
+          checks=(share("parameters", 4 * _SHARD + _ROTARY), share("gradients", 4 * _SHARD),
+                  share("optimizer_state", 8 * _SHARD)),
+          floor=Reference(16 * _SHARD + _ROTARY, "18.1 M × 16 bytes / 4 ranks + rotary tables")),
     _case(
         "mingpt-ddp", "distributed/minGPT-ddp/mingpt/main.py",
         "data_config.path={third_party}/pytorch-examples/distributed/minGPT-ddp/mingpt/data/input.txt",
