@@ -14,6 +14,19 @@ _MNIST = ((*_DATA, "mnist", "{work}/data"),)
 _CLASSES = ((*_DATA, "classes", "{work}/images"),)
 _MAKE = ("-m", "bench.scripts.make")
 _BERT_CLASSIFIER = 109_483_778
+_BERT = 109_482_240
+_UNET = 35_711_491
+_SENTENCES = Setup(
+    "sentence-transformers",
+    wheels=(
+        *HUGGING_FACE.wheels,
+        "joblib==1.6.0",
+        "narwhals==2.29.0",
+        "scikit-learn==1.9.1",
+        "sentence-transformers==6.2.0",
+        "threadpoolctl==3.8.0",
+    ),
+)
 
 
 def _case(
@@ -238,5 +251,13 @@ CASES = (
             "ema-pytorch==0.8.3",
             "pytorch-fid==0.3.0",
         ),
+        checks=(share("parameters", 2 * 4 * _UNET), share("optimizer_state", 8 * _UNET)),
+        floor=Reference(20 * _UNET, "35.7 M × 20 bytes, the averaged weights included"),
+    ),
+    _case(
+        "sentence-transformers==6.2.0", "sentence_pairs", wheels=(), setup=_SENTENCES,
+        prepare=((*_MAKE, "model", "{work}/bert", "bert", 'class="BertModel"'),),
+        checks=(share("parameters", 4 * _BERT), share("optimizer_state", 8 * _BERT)),
+        floor=Reference(16 * _BERT, "109.5 M × 16 bytes"),
     ),
 )  # fmt: skip

@@ -104,6 +104,18 @@ def pictures(folder: Path) -> None:
     alone.mkdir(exist_ok=True)
     for number in range(5):
         Image.new("RGB", (512, 512), (number, 100, 50)).save(alone / f"{number}.png")
+    controlled = folder / "controlled"
+    controlled.mkdir(exist_ok=True)
+    pairs = []
+    for number in range(16):
+        names = {
+            "image_file_name": f"{number}.png",
+            "conditioning_image_file_name": f"c{number}.png",
+        }
+        for name in names.values():
+            Image.new("RGB", (512, 512), (number, 100, 50)).save(controlled / name)
+        pairs.append(json.dumps({**names, "text": f"the {number}th"}))
+    (controlled / "metadata.jsonl").write_text("\n".join(pairs) + "\n", encoding="utf-8")
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

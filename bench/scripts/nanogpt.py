@@ -19,6 +19,7 @@ def _case(
     vocabulary: int,
     checks: tuple[Check, ...],
     floor: Reference,
+    gpu: str = "rtx4090",
 ) -> Case:
     return Case(
         name=f"nanogpt-{name}",
@@ -33,6 +34,7 @@ def _case(
         cwd="{work}/copy",
         checks=checks,
         floor=floor,
+        gpu=gpu,
         script=f"`{' '.join(words)}`",
     )  # fmt: skip
 
@@ -43,6 +45,13 @@ CASES = (
         checks=(share("parameters", 4 * _GPT2, tolerance=0.03),
                 share("optimizer_state", 8 * _GPT2, tolerance=0.03)),
         floor=Reference(16 * _GPT2, "123.7 M × 16 bytes"),
+    ),
+    _case(
+        "eager", "train.py", "--compile=False", dataset="openwebtext", vocabulary=50_257,
+        checks=(share("parameters", 4 * _GPT2, tolerance=0.03),
+                share("optimizer_state", 8 * _GPT2, tolerance=0.03)),
+        floor=Reference(16 * _GPT2, "123.7 M × 16 bytes"),
+        gpu="a100-40gb",
     ),
     _case(
         "char-eager", "train.py", "config/train_shakespeare_char.py", "--compile=False",
