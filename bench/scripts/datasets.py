@@ -66,11 +66,13 @@ def cora(folder: Path) -> None:
 
 
 def tokens(folder: Path, vocabulary: int) -> None:
-    """Tokenised text as nanoGPT's scripts prepare it."""
+    """Tokenised text as nanoGPT's scripts prepare it: only characters come with their codes."""
     import numpy as np
 
     for part, count in (("train", 1_000_000), ("val", 100_000)):
         (np.arange(count) % vocabulary).astype(np.uint16).tofile(folder / f"{part}.bin")
+    if vocabulary > 256:
+        return
     with (folder / "meta.pkl").open("wb") as file:
         pickle.dump({"vocab_size": vocabulary, "itos": {}, "stoi": {}}, file)
 

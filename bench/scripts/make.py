@@ -152,6 +152,7 @@ KINDS: dict[str, tuple[Callable[[Iterator[str]], dict[str, Any]], int, tuple[str
     "chat": (_chat, 150, ("train", "test")),
     "preference": (_preference, 100, ("train", "test")),
     "unpaired": (_unpaired, 100, ("train", "test")),
+    "prompts": (lambda texts: {"prompt": [_turn("user", next(texts))]}, 50, ("train", "test")),
     "text": (lambda texts: {"text": next(texts)}, 300, ("train", "validation")),
     "pairs": (_pairs, 25, ("train", "validation")),
 }

@@ -134,5 +134,25 @@ CASES = (
         words="`trl/scripts/kto.py --load_in_4bit --use_peft`",
         found=("as above; bitsandbytes is not installed", "as above; its stand-in"),
     ),
+    _case(
+        "grpo", "grpo", "prompts",
+        "--learning_rate 1.0e-6 --num_train_epochs 1 --per_device_train_batch_size 8 "
+        "--num_generations 8 --max_completion_length 64 --gradient_checkpointing --bf16 True "
+        "--reward_funcs think_format_reward --output_dir out",
+        *_full(_QWEN2),
+        floor=Reference(16 * _QWEN2, "494.0 M × 16 bytes"),
+        words="`trl/scripts/grpo.py --num_generations 8 --max_completion_length 64`",
+        found=("nothing", ""),
+    ),
+    Case(
+        name="trl-orpo",
+        setup=SETUP,
+        package="trl==1.16.0",
+        argv=("-m", "bench.scripts.programs.odds_ratio"),
+        prepare=(_qwen2("Qwen2-0.5B"), (*_MAKE, "data", "{work}/data", "preference")),
+        checks=_full(_QWEN2),
+        floor=Reference(16 * _QWEN2, "494.0 M × 16 bytes"),
+        script="`-m bench.scripts.programs.odds_ratio`",
+    ),
     _COMMAND,
 )  # fmt: skip
