@@ -8,7 +8,18 @@ from bench.scripts.accelerate import SETUP as HUGGING_FACE
 from bench.scripts.case import Answer, Case, Check, Reference, Setup
 from bench.scripts.checks import share, share_at_least
 
-SETUP = Setup("diffusers", wheels=(*HUGGING_FACE.wheels, "diffusers==0.42.1"))
+SETUP = Setup(
+    "diffusers",
+    wheels=(
+        *HUGGING_FACE.wheels,
+        "diffusers==0.42.1",
+        "grpcio==1.85.1",
+        "markdown==3.11.3",
+        "tensorboard-data-server==0.7.2",
+        "tensorboard==2.21.0",
+        "werkzeug==3.1.9",
+    ),
+)
 _MAKE = ("-m", "bench.scripts.make_diffusion")
 _UNET = 859_520_964
 _TEXT = 123_060_480

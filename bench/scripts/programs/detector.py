@@ -4,7 +4,7 @@ import torch
 from effdet import create_model
 
 model = create_model(
-    "tf_efficientdet_d0", bench_task="train", num_classes=20, pretrained=False,
+    "tf_efficientdet_d0", bench_task="train", bench_labeler=True, num_classes=20, pretrained=False,
     pretrained_backbone=False,
 ).cuda()  # fmt: skip
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,6 +1,6 @@
 """sentence-transformers: its trainer with in-batch negatives, mixed precision, an evaluation."""
 
-from datasets import Dataset
+from datasets import load_dataset
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -11,12 +11,7 @@ from sentence_transformers import (
 
 words = models.Transformer("bert")
 model = SentenceTransformer(modules=[words, models.Pooling(768)])
-pairs = Dataset.from_dict(
-    {
-        "anchor": [f"question number {number}" for number in range(400)],
-        "positive": [f"an answer to it, {number}" for number in range(400)],
-    }
-)
+pairs = load_dataset("pairs").select_columns(["sentence1", "sentence2"])
 arguments = SentenceTransformerTrainingArguments(
     output_dir="out",
     num_train_epochs=1,
@@ -28,7 +23,7 @@ arguments = SentenceTransformerTrainingArguments(
 SentenceTransformerTrainer(
     model=model,
     args=arguments,
-    train_dataset=pairs,
-    eval_dataset=pairs.select(range(64)),
+    train_dataset=pairs["train"],
+    eval_dataset=pairs["validation"],
     loss=losses.MultipleNegativesRankingLoss(model),
 ).train()
