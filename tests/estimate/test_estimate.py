@@ -59,6 +59,21 @@ def test_where_the_peak_is() -> None:
     assert answer.peak.source == "train.py:12"
 
 
+def test_where_most_is_allocated() -> None:
+    """Not where the reserved memory peaks: the last tensor fits into no segment that is cached."""
+    job = Job()
+    job.at(Phase.FORWARD, "early", source="train.py:1")
+    first, second = job.alloc(64 * MIB), job.alloc(64 * MIB)
+    job.free(first)
+    job.free(second)
+    job.at(Phase.FORWARD, "late", source="train.py:2")
+    job.alloc(100 * MIB)
+    answer = estimate(job.build(), CARD)
+    assert (answer.peak.op, answer.peak.source) == ("late", "train.py:2")
+    most = answer.allocated_peak
+    assert (most.op, most.source, most.phase, most.event) == ("early", "train.py:1", "forward", 1)
+
+
 def test_the_largest_tensors() -> None:
     largest = estimate(training_job(), CARD).largest
     assert len(largest) == 10
@@ -194,7 +209,11 @@ def test_settings_come_from_the_trace() -> None:
 def test_an_empty_trace() -> None:
     answer = estimate(Job().build(), CARD)
     assert answer.reserved_peak_bytes == 0
-    assert answer.peak.event == -1 and answer.largest == [] and answer.curve.events == []
+    assert (
+        answer.peak.event == answer.allocated_peak.event == -1
+        and answer.largest == []
+        and answer.curve.events == []
+    )
     assert answer.breakdown.total() == answer.peak_bytes == CARD.context_bytes
 
 

@@ -35,6 +35,21 @@ def peak_event(timeline: Timeline) -> int:
     return int(np.argmax(np.where(at_peak, timeline.requested, -1)))
 
 
+def point_at(trace: Trace, event: int) -> PeakPoint:
+    """Where the job stands at an event; -1 for the state before the first."""
+    if event < 0:
+        return PeakPoint(event=-1)
+    row = trace.event(event)
+    return PeakPoint(
+        event=event,
+        op=row.op,
+        module=row.module,
+        phase=row.phase.name.lower(),
+        step=row.step,
+        source=row.source,
+    )
+
+
 class Contents:
     """The storages alive right after one event of a replay."""
 
@@ -66,17 +81,7 @@ class Contents:
 
     def point(self) -> PeakPoint:
         """Where the job stands."""
-        if self._event < 0:
-            return PeakPoint(event=-1)
-        row = self._trace.event(self._event)
-        return PeakPoint(
-            event=self._event,
-            op=row.op,
-            module=row.module,
-            phase=row.phase.name.lower(),
-            step=row.step,
-            source=row.source,
-        )
+        return point_at(self._trace, self._event)
 
     def largest(self) -> list[TensorInfo]:
         """The largest storages, largest first, oldest first among equals."""

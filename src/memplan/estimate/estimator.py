@@ -10,7 +10,7 @@ from memplan.estimate.communication import (
     communication_bytes,
     communication_notes,
 )
-from memplan.estimate.contents import Contents, peak_event
+from memplan.estimate.contents import Contents, peak_event, point_at
 from memplan.estimate.curve import thin
 from memplan.estimate.host import host_memory
 from memplan.estimate.interval import Interval, find_interval
@@ -79,6 +79,7 @@ def estimate(
         ),
         gathered_parameter_bytes=contents.gathered_bytes(),
         peak=contents.point(),
+        allocated_peak=point_at(steady.trace, timeline.allocated_peak_event),
         largest=contents.largest(),
         assumptions=[*meta.assumptions, *_unsettled(steady)],
         kernels=list(meta.kernels),

@@ -155,6 +155,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     gathered_parameter_bytes: int
     """Of the breakdown's temporaries: whole parameters that FSDP has gathered from their shards."""
     peak: PeakPoint
+    allocated_peak: PeakPoint = PeakPoint(event=-1)
+    """Where the job stands when most is allocated: seldom where the reserved memory peaks."""
     largest: list[TensorInfo]
     """The ten largest storages alive at the peak, largest first."""
     assumptions: list[Assumption]
