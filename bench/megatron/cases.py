@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ _OF_DATA = frozenset(
         "--mock-data",
     }
 )
+_LIST = re.compile(r"\[[^],]*\]")
+"""Several words of the command line: the runner of these tests takes the brackets off."""
 _MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size")
 
 
@@ -133,7 +136,7 @@ def command(case: str, source: Path, work: Path) -> list[str]:
             text = str(value)
             for variable, folder in folders.items():
                 text = text.replace("${" + variable + "}", str(folder))
-            words += text.split()
+            words += text[1:-1].split() if _LIST.fullmatch(text) else text.split()
     if "--async-save" in given and "--async-strategy" not in given:
         words += ["--async-strategy", "mcore"]  # the default's package is on no index in that age
     program = script(case)

@@ -34,6 +34,15 @@ def test_every_case_is_a_command_or_says_why_not() -> None:
             )
 
 
+def test_lists_are_several_words() -> None:
+    words = cases.command(
+        "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G", Path("/source"), Path("/work")
+    )
+    at = words.index("--spec")
+    assert words[at + 2] == "hybrid_stack_spec"
+    assert words[at + 3].startswith("--")
+
+
 def test_sentences_are_as_megatron_reads_them(tmp_path: Path) -> None:
     sentences.write_data(tmp_path)
     index = sentences.data_path(tmp_path).with_suffix(".idx").read_bytes()

@@ -209,9 +209,10 @@ def _script_failed(
             f"{', '.join(refused[:3])}, and memplan keeps it off the network)",
             DOWNLOADS,
         )
+    sender = peers.current().failure
     return CaptureError(
         f"{where}: the script raised {type(error).__name__}: {detail}",
-        peers.current().failure or hint_of(error, target.name, options),
+        sender if sender and detail not in sender else hint_of(error, target.name, options),
     )
 
 
