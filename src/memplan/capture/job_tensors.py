@@ -190,8 +190,8 @@ class JobTensors:
         return CaptureError(
             f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
             hint
-            or "leave that part out when estimating, or say what the operator makes "
-            "(memplan.register_rule or torch.library.register_fake, docs/packages.md)",
+            or "say what the operator makes (memplan.register_rule or torch.library.register_fake, "
+            "docs/packages.md); without it the estimate lacks what it takes",
         )
 
     def source(self) -> str:

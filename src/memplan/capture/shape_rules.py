@@ -114,7 +114,11 @@ def _integers(mode: CaptureMode, lengths: Any) -> list[int]:
         return list(lengths)
     known = mode.values.of(lengths) if isinstance(lengths, FakeTensor) else lengths
     if known is None:
-        raise mode.cannot("ctc_loss", "the lengths of its targets are not known")
+        raise mode.cannot(
+            "ctc_loss",
+            "the lengths of its targets are not known",
+            "lengths that come from the batch's data are known, whether on the CPU or the GPU",
+        )
     numbers: list[int] = known.view(-1).tolist()
     return numbers
 
