@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,29 +43,29 @@ def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("text", "line", "hint"),
     [
-        (HEAD + MAIN + "mp.spawn(train, args=(1,), nprocs=2)", 6, WORKER),
+        (HEAD + MAIN + "mp.spawn(train, args=(1,), nprocs=2)", "6", WORKER),
         (
             HEAD + MAIN + "p = mp.get_context('fork').Process(target=train, args=(0, 1))\n"
             "    p.start()\n    p.join()",
-            10,
+            "10|7",  # the later one where PyTorch is built without CUDA
             WORKER,
         ),
         (
             HEAD + MAIN + "p = mp.get_context('forkserver').Process(target=train, args=(0, 1))\n"
             "    p.start()\n    p.join()",
-            6,
+            "6",
             WORKER,
         ),
-        (LOADER, 5, 'put the line under `if __name__ == "__main__":`'),
+        (LOADER, "5", 'put the line under `if __name__ == "__main__":`'),
     ],
     ids=["spawn", "fork", "forkserver", "module level"],
 )
 def test_cuda_in_another_process_is_refused(
-    tmp_path: Path, text: str, line: int, hint: str
+    tmp_path: Path, text: str, line: str, hint: str
 ) -> None:
     done = estimate(tmp_path, text)
     assert done.returncode == 4
-    assert f"memplan: error: job.py:{line}: CUDA is used in a " in done.stderr
+    assert re.search(rf"memplan: error: job\.py:({line}): CUDA is used in a ", done.stderr)
     assert f"try: {hint}" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
