@@ -164,6 +164,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._conj",
         "torch._neg_view",
         "torch._ops.OpOverload",
+        "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.autograd.function._SingleLevelFunction",
         "torch.cuda.memory._dump_snapshot",

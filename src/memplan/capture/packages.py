@@ -56,7 +56,7 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
         # It takes fake tensors for an export, and then masks attention where a job on real data
         # sees that no mask is needed and uses another kernel.
         if hasattr(module, "is_fake_tensor"):
-            patches.set(module, "is_fake_tensor", lambda _tensor: False)
+            patches.set(module, "is_fake_tensor", lambda x: False)
 
     def trainer(module: types.ModuleType) -> None:
         # Every so many steps it evaluates and saves: in a capture, after the last step.

@@ -47,6 +47,17 @@ def test_what_a_killed_job_leaves_is_tidied_up(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("memplan-*"))
 
 
+def test_the_folder_goes_though_planning_fails_when_the_job_is_gone(tmp_path: Path) -> None:
+    """The thread that waits for the job's end may have removed the recording first."""
+    folder = tmp_path / "planned"
+    folder.mkdir()
+    (folder / "said").touch()
+    main = "worker._end_with = lambda *_: None; worker.main(pathlib.Path(sys.argv[1]), 0)"
+    source = f"import pathlib, sys; from memplan.runtime.planned import worker; {main}"
+    subprocess.run([sys.executable, "-c", source, str(folder)], check=True)
+    assert not folder.exists()
+
+
 def test_an_interrupt_at_the_terminal_is_not_for_the_planner() -> None:
     planning = Planning(job())
     try:

@@ -51,6 +51,9 @@ def main(folder: Path, job: int) -> int:
     except MemplanError as error:
         sys.stderr.write(error.message)
         return error.exit_code
+    finally:
+        if os.getppid() != job:  # the thread that tidies up ends with this process, half done
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

@@ -6,11 +6,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.values import Value
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
