@@ -35,6 +35,21 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memplan"
 
 
+def newest() -> compat.Build:
+    """That of the index; the one that is kept, where the index does not answer."""
+    try:
+        found = compat.choose("newest", compat.known_versions())
+    except SystemExit as silent:
+        kept = [path.parent.name for path in cache().glob("torch-*/complete")]
+        if not kept:
+            raise
+        version = kept[0].removeprefix("torch-").partition("-python")[0]
+        print(f"{silent}: torch {version} as it is kept", flush=True)
+        return compat.Build(version, cuda="+" not in version)
+    assert found is not None
+    return found
+
+
 def environment(build: compat.Build) -> Path:
     """The Python of one with the release, installed where it is not there or was interrupted."""
     folder = cache() / f"torch-{build.version}-python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -64,8 +79,7 @@ def example(python: Path, name: str, options: tuple[str, ...]) -> str:
 
 
 def main() -> int:
-    build = compat.choose("newest", compat.known_versions())
-    assert build is not None
+    build = newest()
     python = environment(build)
     os.environ["OMP_NUM_THREADS"] = "1"
     start = time.perf_counter()
