@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from bench.megatron.sentences import data_path, vocabulary
+from bench.megatron.sentences import BPE, data_path, merges, vocabulary
 from bench.results import ROOT
 
 _SHARED = Path(os.environ.get("MEMPLAN_SHARED_DATA") or ROOT.parent / "shared" / "data")
@@ -21,8 +21,11 @@ DATA = _SHARED / "measured" / "megatron"
 SOURCE = _SHARED.parent / "third_party" / "megatron-lm"
 BUILD = ROOT / "build" / "megatron"
 SENTENCES = BUILD / "sentences"
-WORLD_SIZE = 8
+_WORLD_SIZE = 8
 GPUS = {"h100": "h100", "a100": "a100-80gb"}
+ENGINE = "transformer_engine"
+PACKAGES = (ENGINE, "apex", "flash_attn")
+"""On the machines that were measured, and used where they are there."""
 _SCRIPTS = {
     "bert": "examples/bert/pretrain_bert.py",
     "t5": "examples/t5/pretrain_t5.py",
@@ -110,6 +113,18 @@ def script(case: str) -> str | None:
     return _SCRIPTS.get(case.split("/")[0], "pretrain_gpt.py")
 
 
+def world_size(case: str) -> int:
+    """How many GPUs of one node the case ran on."""
+    own = configuration(case).get("MODEL_ENV_VARS") or {}
+    return int(own.get("MODEL_ARGS", {}).get("GPUS_PER_NODE", _WORLD_SIZE))
+
+
+def installed(case: str) -> tuple[str, ...]:
+    """Which of `PACKAGES` there were when the case ran: some take one away first."""
+    before = str(configuration(case).get("BEFORE_SCRIPT", "")).lower()
+    return tuple(name for name in PACKAGES if f"uninstall -y {name}" not in before)
+
+
 def environment(case: str) -> dict[str, str]:
     """Variables that the case sets."""
     return {name: str(value) for name, value in configuration(case)["ENV_VARS"].items()}
@@ -141,17 +156,19 @@ def command(case: str, source: Path, work: Path) -> list[str]:
         words += ["--async-strategy", "mcore"]  # the default's package is on no index in that age
     program = script(case)
     assert program is not None
-    launcher = ["torchrun", "--nproc-per-node", str(WORLD_SIZE), str(source / program)]
+    launcher = ["torchrun", "--nproc-per-node", str(world_size(case)), str(source / program)]
     tokenizer = sentences_by(case)
     data = _mock(given) if tokenizer is None else _sentences(given, work, tokenizer)
     return [*launcher, *words, *data]
 
 
 def sentences_by(case: str) -> str | None:
-    """The tokenizer's type of a case that needs sentences: BERT and T5 have no mock data."""
-    if case.split("/")[0] not in ("bert", "t5"):
-        return None
-    return str(configuration(case)["MODEL_ARGS"].get("--tokenizer-type", ""))
+    """The tokenizer's type of a case that needs sentences: there are no mock data for BERT, T5 and
+    samples whose middle is to be filled in."""
+    given = configuration(case)["MODEL_ARGS"]
+    if case.split("/")[0] in ("bert", "t5"):
+        return str(given.get("--tokenizer-type", ""))
+    return str(given.get("--tokenizer-type", BPE)) if "--fim-data" in given else None
 
 
 def _mock(given: Mapping[str, Any]) -> list[str]:
@@ -161,4 +178,6 @@ def _mock(given: Mapping[str, Any]) -> list[str]:
 def _sentences(given: Mapping[str, Any], work: Path, tokenizer: str) -> list[str]:
     words = ["--data-path", str(data_path(SENTENCES)), "--split", str(given["--split"])]
     words += ["--vocab-file", str(vocabulary(work, tokenizer))]
+    if tokenizer == BPE:
+        words += ["--merge-file", str(merges(work))]
     return [*words, *(["--tokenizer-type", tokenizer] if tokenizer else [])]

@@ -15,11 +15,11 @@ from pathlib import Path
 from bench.megatron.cases import BUILD, SENTENCES, SOURCE
 from bench.megatron.sentences import data_path, write_data
 
-PACKAGES = (
-    "transformer-engine==2.20.2",
-    "einops==0.8.2",
-    "pybind11==3.1.0",
-)
+PACKAGES = {
+    "engine": ("transformer-engine==2.20.2",),
+    "packages": ("einops==0.8.2", "pybind11==3.1.0"),
+}
+"""By folder: some cases run without Transformer Engine."""
 _SHIM = """\
 import typing
 
@@ -38,14 +38,9 @@ def prepare() -> Path:
     """
     if not SOURCE.is_dir():
         raise FileNotFoundError(f"Megatron-LM's sources are not at {SOURCE}")
-    site, source, shim = BUILD / "site", BUILD / "source", BUILD / "shim"
-    stamp = BUILD / "site.pins"
-    if not stamp.exists() or stamp.read_text(encoding="utf-8") != "\n".join(PACKAGES):
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
-        subprocess.run(
-            [*pip, "--no-deps", "--upgrade", "--target", str(site), *PACKAGES], check=True
-        )
-        stamp.write_text("\n".join(PACKAGES), encoding="utf-8")
+    source, shim = BUILD / "source", BUILD / "shim"
+    for place, pins in PACKAGES.items():
+        _install(BUILD / place, pins)
     shim.mkdir(parents=True, exist_ok=True)
     (shim / "sitecustomize.py").write_text(_SHIM, encoding="utf-8")
     if not source.is_dir():
@@ -61,9 +56,18 @@ def prepare() -> Path:
     return source
 
 
-def variables() -> dict[str, str]:
-    """The environment of every case."""
-    places = [BUILD / "shim", BUILD / "site", BUILD / "source"]
+def _install(place: Path, pins: tuple[str, ...]) -> None:
+    stamp = place.with_suffix(".pins")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == "\n".join(pins):
+        return
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    subprocess.run([*pip, "--no-deps", "--upgrade", "--target", str(place), *pins], check=True)
+    stamp.write_text("\n".join(pins), encoding="utf-8")
+
+
+def variables(*, engine: bool = True) -> dict[str, str]:
+    """The environment of every case, with Transformer Engine or without."""
+    places = [BUILD / "shim", BUILD / "packages", BUILD / "source", *([BUILD / "engine"] * engine)]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, places)),

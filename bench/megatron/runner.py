@@ -10,13 +10,15 @@ from typing import Any
 
 from bench.megatron.cases import (
     BUILD,
+    ENGINE,
     GPUS,
-    WORLD_SIZE,
     Golden,
     command,
     counted_apart,
     environment,
+    installed,
     sentences_by,
+    world_size,
 )
 from bench.megatron.environment import variables
 from bench.megatron.sentences import write_tokenizer
@@ -24,8 +26,6 @@ from bench.process import watch
 
 TIMEOUT_SECONDS = 900.0
 NEAR = 0.005
-_INSTALLED = ("apex", "flash_attn")
-"""On the machines that were measured: cases ask for either by name."""
 _KEPT = ("peak_bytes", "low_bytes", "high_bytes")
 _ALLOCATED = ("allocated_peak_bytes", "allocated_low_bytes", "allocated_high_bytes")
 
@@ -45,14 +45,15 @@ def run(golden: Golden, source: Path, *, show: bool = False) -> dict[str, Any]:
     if (tokenizer := sentences_by(golden.case)) is not None:
         write_tokenizer(work, tokenizer)
     words = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", GPUS[golden.card]]
-    words += ["--rank", str(WORLD_SIZE - 1)]
-    words += [word for package in _INSTALLED for word in ("--with", package)]
+    words += ["--rank", str(world_size(golden.case) - 1)]
+    packages = set(installed(golden.case))
+    words += [word for name in sorted(packages - {ENGINE}) for word in ("--with", name)]
     words += command(golden.case, source, work)
     try:
         done = watch(
             words,
             cwd=work,
-            env={**variables(), **environment(golden.case)},
+            env={**variables(engine=ENGINE in packages), **environment(golden.case)},
             timeout=TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:

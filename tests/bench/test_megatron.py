@@ -21,7 +21,7 @@ def test_every_case_is_a_command_or_says_why_not() -> None:
         if apart[golden.name].startswith("its script"):
             continue
         words = cases.command(golden.case, Path("/source"), Path("/work"))
-        assert words[:3] == ["torchrun", "--nproc-per-node", "8"]
+        assert words[:3] == ["torchrun", "--nproc-per-node", str(cases.world_size(golden.case))]
         assert (cases.SOURCE / Path(words[3]).relative_to("/source")).is_file()
         assert not any("${" in word for word in words)
         if cases.sentences_by(golden.case) is None:
@@ -41,6 +41,23 @@ def test_lists_are_several_words() -> None:
     at = words.index("--spec")
     assert words[at + 2] == "hybrid_stack_spec"
     assert words[at + 3].startswith("--")
+
+
+def test_a_case_runs_on_as_many_gpus_and_with_what_it_says() -> None:
+    assert cases.world_size("gpt/gpt3_mcore_reruns_resume_check_grads") == 1
+    assert cases.world_size("gpt/gpt3_mcore_te_tp1_pp4_vp1") == 8
+    assert cases.installed("gpt/gpt3_mcore_te_tp1_pp4_vp1") == cases.PACKAGES
+    assert cases.installed("gpt/gpt3_mcore_tp2_pp2_uninstall_te") == ("flash_attn",)
+
+
+def test_byte_pairs_are_as_transformers_reads_them(tmp_path: Path) -> None:
+    sentences.write_tokenizer(tmp_path, sentences.BPE)
+    place = sentences.vocabulary(tmp_path, sentences.BPE).parent
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(place)
+    assert len(tokenizer) == 50_257
+    numbers = tokenizer("some words, and più")["input_ids"]
+    assert len(numbers) < len("some words, and più")
+    assert tokenizer.decode(numbers) == "some words, and più"
 
 
 def test_sentences_are_as_megatron_reads_them(tmp_path: Path) -> None:
@@ -75,7 +92,7 @@ def test_cases_apart_do_not_count() -> None:
     assert (sums["answered_fraction"], sums["largest_error"]) == (0.5, 0.01)
 
 
-@pytest.mark.skipif(not (cases.BUILD / "site.pins").exists(), reason="not prepared")
+@pytest.mark.skipif(not (cases.BUILD / "engine.pins").exists(), reason="not prepared")
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_a_case_is_near(name: str) -> None:
     result = runner.run(GOLDENS[name], environment.prepare())

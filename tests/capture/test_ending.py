@@ -179,6 +179,19 @@ optimizer.step()
     assert run(tmp_path, checks).meta.optimizer_steps == 1
 
 
+def test_a_check_passes_however_often_it_is_made(tmp_path: Path) -> None:
+    """Another condition changes its mind after a thousand times, and ends a job after more."""
+    checks = """
+weight = torch.randn(2, device="cuda")
+equal = (weight == weight).all()
+for layer_of_a_microbatch in range(20_010):
+    assert equal
+forward(torch.randn(4, 512)).backward()
+optimizer.step()
+"""
+    assert run(tmp_path, checks).meta.optimizer_steps == 1
+
+
 def test_as_many_steps_as_asked(tmp_path: Path) -> None:
     trace = run(tmp_path, EPOCHS, steps=5)
     assert trace.meta.optimizer_steps == 5

@@ -86,6 +86,10 @@ class Answers:
     def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
         """A value for a one-element tensor. Raises CaptureError when a loop never ends."""
         source = self._source()
+        who = asking()
+        if dtype == torch.bool and who.holds is not None:
+            holds = origin in _TRUE_ORIGINS if origin in _HEALTH else who.holds
+            return self._branch(holds, origin, source)
         self._asked[source] += 1
         times = self._asked[source]
         if times > _LIMIT:
@@ -94,7 +98,6 @@ class Answers:
                 f"known here (from {origin or 'the model'})",
                 "give the loop a fixed bound, or skip it when estimating",
             )
-        who = asking()
         if who.lbfgs:
             return self._lbfgs(who.lbfgs, dtype, source, times)
         impatient = times > _PATIENCE and times % 2 == 0
@@ -103,13 +106,7 @@ class Answers:
             if who.goes_on is not None and origin not in _HEALTH:
                 patience = _PATIENCE if usual == who.goes_on else None
                 return self._goes_on(source, origin, patience) == who.goes_on
-            if who.holds is not None and origin not in _HEALTH:
-                usual = who.holds
-            answer = usual != impatient
-            self._assumptions.add(
-                "branch", f"a condition on a device value is {answer}", op=origin, source=source
-            )
-            return answer
+            return self._branch(usual != impatient, origin, source)
         if who.number is not None and who.ends is not None:
             number = who.number if self._goes_on(source, origin, None) else who.ends
             return number if dtype.is_floating_point else int(number)
@@ -123,6 +120,21 @@ class Answers:
             "value", "an integer device value read by the script is 1", op=origin, source=source
         )
         return 1
+
+    def checked(self, value: bool) -> bool:
+        """A condition whose value was worked out as if every rank were like this one: what lets the
+        script go on, where it is there to check."""
+        holds = asking().holds
+        if holds is None or holds == value:
+            return value
+        text = "a check passes that compares what the ranks have"
+        self._assumptions.add("branch", text, source=self._source())
+        return holds
+
+    def _branch(self, answer: bool, origin: str, source: str) -> bool:
+        text = f"a condition on a device value is {answer}"
+        self._assumptions.add("branch", text, op=origin, source=source)
+        return answer
 
     def _goes_on(self, source: str, origin: str, patience: int | None) -> bool:
         """Whether a `while` loop whose header asks goes on.

@@ -25,9 +25,12 @@ def local_scalar(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     _read_by_host(mode, func, tensor)
     value = mode.values.of(tensor)
-    if value is not None:
-        return value.item()
-    return mode.answers.scalar(tensor.dtype, mode.values.origin(tensor))
+    if value is None:
+        return mode.answers.scalar(tensor.dtype, mode.values.origin(tensor))
+    known = value.item()
+    if isinstance(known, bool) and mode.values.as_if_alike(tensor):
+        return mode.answers.checked(known)
+    return known
 
 
 def _read_by_host(mode: CaptureMode, func: Any, *tensors: torch.Tensor) -> None:

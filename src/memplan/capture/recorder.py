@@ -18,6 +18,8 @@ from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, Provenance, Role
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -55,6 +57,8 @@ class Recorder:
         """What is asked for stands for something that may be smaller, or not be at all."""
         self.finished = False
         """Set once enough has been seen: what the script lets go of afterwards does not count."""
+        self.before_event: Callable[[], None] | None = None
+        """Lets go of what nobody holds any more but memplan."""
         self._dead: deque[int] = deque()
 
     def restart(self) -> None:
@@ -176,6 +180,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Append the releases that happened since the last event."""
+        if self.before_event is not None:
+            self.before_event()
         while self._dead and not self.finished:
             key = self._dead.popleft()
             found = self.live.pop(key, None)

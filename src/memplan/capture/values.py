@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
+_ALIKE = "_memplan_alike"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
@@ -122,12 +123,16 @@ class Values:
         view = self._of(tensor)
         assert view is not None
         view.copy_(value)
+        if getattr(value.untyped_storage(), _ALIKE, False):
+            self.note_alike(tensor)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A fake tensor, perhaps a view, got the values of a real one of its shape and dtype."""
         known = self._of(tensor)
         if known is not None:
             known.copy_(value)
+            if getattr(value.untyped_storage(), _ALIKE, False):
+                self.note_alike(tensor)
         elif small_enough(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
             self.learn(tensor, value.clone())
         else:
@@ -141,6 +146,18 @@ class Values:
         """The same, of the storage itself."""
         if getattr(storage, _VALUE, None) is not None:
             setattr(storage, _VALUE, None)
+
+    def note_alike(self, tensor: torch.Tensor) -> None:
+        """What is known was worked out as if every rank had put in what this one did; so is what
+        will be computed from it."""
+        real = self._of(tensor)
+        if real is not None:
+            setattr(real.untyped_storage(), _ALIKE, True)
+
+    def as_if_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether the known value rests on that."""
+        real = self._of(tensor)
+        return real is not None and getattr(real.untyped_storage(), _ALIKE, False)
 
     def note_origin(self, tensor: torch.Tensor, name: str) -> None:
         """Remember which operator made a value that is not known."""
@@ -168,6 +185,7 @@ class Values:
             if not known and tensor is not overwritten:
                 return None
         values: dict[int, torch.Tensor] = {}
+        alike = False
         for tensor in tensors:
             if not small_enough(tensor):
                 return None
@@ -179,6 +197,7 @@ class Values:
             if value is None:
                 return None
             values[id(tensor)] = value
+            alike = alike or getattr(value.untyped_storage(), _ALIKE, False)
         if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
             return None
 
@@ -194,9 +213,14 @@ class Values:
             real_kwargs["generator"] = self._generator
         real_kwargs.pop("pin_memory", None)
         try:
-            return func(*real_args, **real_kwargs)
+            result = func(*real_args, **real_kwargs)
         except Exception:
             return None
+        if alike:
+            for made in pytree.tree_leaves(result):
+                if isinstance(made, torch.Tensor):
+                    setattr(made.untyped_storage(), _ALIKE, True)
+        return result
 
 
 def _takes_generator(func: Any) -> bool:

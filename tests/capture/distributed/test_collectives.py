@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,11 +76,12 @@ def test_a_store_does_not_wait_for_other_ranks() -> None:
     capture(job)
 
 
-def test_an_asynchronous_collective_keeps_its_tensors_until_it_is_waited_for() -> None:
+def test_an_asynchronous_collective_keeps_its_inputs_until_it_is_waited_for() -> None:
     def job() -> None:
         join()
         gradient = torch.empty(1000, device="cuda")
-        work = dist.all_reduce(gradient, async_op=True)
+        part = torch.empty(500, device="cuda")
+        work = dist.reduce_scatter_tensor(part, gradient, async_op=True)
         del gradient
         torch.empty(10, device="cuda")
         work.wait()
@@ -91,6 +95,55 @@ def test_an_asynchronous_collective_keeps_its_tensors_until_it_is_waited_for() -
     waited = max(i for i, row in enumerate(rows) if row[0] == EventKind.EVENT_WAIT)
     assert rows[waited] == (EventKind.EVENT_WAIT, 0, 0)
     assert waited < freed < rows.index((EventKind.ALLOC, 80, 0))
+
+
+@pytest.mark.parametrize("receive", [dist.irecv, dist.broadcast])
+def test_a_handle_keeps_its_outputs_until_it_is_dropped(receive: Callable[..., Any]) -> None:
+    def job() -> None:
+        join()
+        options = {} if receive is dist.irecv else {"async_op": True}
+        received = torch.empty(1000, device="cuda")
+        work = receive(received, 1, **options)
+        del received
+        work.wait()
+        torch.empty(10, device="cuda")
+        del work
+        torch.empty(20, device="cuda")
+
+    rows = [(event.kind, event.bytes) for event in capture(job)]
+    freed = rows.index((EventKind.FREE, 4000))
+    assert rows.index((EventKind.ALLOC, 40)) < freed < rows.index((EventKind.ALLOC, 80))
+
+
+def test_the_handle_of_a_batch_keeps_nothing_that_was_waited_for() -> None:
+    def job() -> None:
+        join()
+        received = torch.empty(1000, device="cuda")
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 1)])
+        del received
+        works[0].wait()
+        torch.empty(10, device="cuda")
+
+    rows = [(event.kind, event.bytes) for event in capture(job)]
+    assert rows.index((EventKind.FREE, 4000)) < rows.index((EventKind.ALLOC, 40))
+
+
+@pytest.mark.parametrize("worst", [False, True])
+def test_a_check_of_what_the_ranks_have_passes(worst: bool) -> None:
+    """As if the ranks were alike this one covers the beginning, and none the end."""
+
+    def job() -> None:
+        join()
+        covered = torch.tensor([True, False], device="cuda").int()
+        dist.all_reduce(covered, op=dist.ReduceOp.MAX)
+        ends = covered.bool() if worst else covered
+        assert torch.all(ends)
+        if not ends.all():
+            raise AssertionError
+        assert not bool(ends.all())  # not a check alone: what is known
+
+    texts = [item.text for item in capture(job).meta.assumptions]
+    assert "a check passes that compares what the ranks have" in texts
 
 
 def test_communicators_are_made_at_the_first_collective_or_with_their_device() -> None:

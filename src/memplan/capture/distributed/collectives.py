@@ -166,6 +166,7 @@ class Collectives:
         self.broadcasts = broadcasts
         self.communicators = communicators
         self.works = Works()
+        mode.recorder.before_event = self.works.let_go
         self.batches: dict[str, Batch] = {}
         """Open batches, by the name of their group."""
         self._async_at = {
@@ -221,6 +222,8 @@ class Collectives:
             return work
         for out, value in form.rule(call, self._known):
             self._put(out, value, inputs)
+            if call.size > 1 and isinstance(out, FakeTensor):
+                self.mode.values.note_alike(out)
         return work
 
     def by_nccl(self, group: ProcessGroup, device: torch.device) -> bool:
@@ -267,7 +270,7 @@ class Collectives:
             batch.outputs += outputs
             batch.done = done
             return finished(outputs)
-        return self.works.kept(RankWork(outputs, inputs, done))
+        return self.works.kept(RankWork(outputs, inputs, done, self.works.waited))
 
     def _wait(self, ahead: int, waits: int | None) -> None:
         """A stream, by default the current one, waits for what another has been given so far."""

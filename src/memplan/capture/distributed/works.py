@@ -1,8 +1,8 @@
 """Handles of collectives: what a script waits for.
 
 An asynchronous collective of NCCL runs on the communicator's own stream and keeps its tensors
-alive until it is waited for (`ProcessGroupNCCL`, since 2.8 without `record_stream`); a synchronous
-one runs on the current stream.
+alive until it is waited for (`ProcessGroupNCCL`, since 2.8 without `record_stream`), its outputs
+until the handle is dropped (`WorkNCCL::outputs_`); a synchronous one runs on the current stream.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 _KEPT = 64
-_REFERENCES_OF_THE_QUEUE = 3  # the queue's, the loop variable's and `getrefcount`'s own
+_OWN_REFERENCES = 3  # the queue's, the loop variable's and `getrefcount`'s own
 
 
 class RankWork(Work):
-    """A collective that is done at once, except that its tensors stay until `wait()`."""
+    """A collective that is done at once, except that its tensors stay until `wait()`, and the
+    outputs of one that is no batch for as long as somebody has the handle."""
 
     def __init__(
         self,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
         on_wait: Callable[[], None],
+        waited: list[RankWork] | None = None,
     ) -> None:
+        """`waited` is the list of what keeps its outputs after `wait()`; None for a batch."""
         super().__init__()
         self._outputs = len(outputs)
+        self._waited = waited
         self._tensors = [*outputs, *inputs]
         self._on_wait: Callable[[], None] | None = on_wait
 
@@ -42,7 +46,9 @@ class RankWork(Work):
         if self._on_wait is not None:
             self._on_wait()
             self._on_wait = None
-        self.release()
+            if self._waited is not None and self._outputs:
+                self._waited.append(self)
+        del self._tensors[0 if self._waited is None else self._outputs :]
         return True
 
     def release(self) -> None:
@@ -86,14 +92,24 @@ class Works:
 
     def __init__(self) -> None:
         self._kept: deque[RankWork] = deque(maxlen=_KEPT)
+        self.waited: list[RankWork] = []
+        """Those that still keep their outputs."""
 
     def kept(self, work: RankWork) -> RankWork:
         """The same, while C++ may ask for it."""
         for kept in self._kept:
-            if sys.getrefcount(kept) <= _REFERENCES_OF_THE_QUEUE:
+            if sys.getrefcount(kept) <= _OWN_REFERENCES:
                 kept.release()  # dropped without a wait
         self._kept.append(work)
         return work
 
+    def let_go(self) -> None:
+        """Of the outputs of what was waited for and dropped since."""
+        for work in self.waited[:] if self.waited else ():
+            if sys.getrefcount(work) <= _OWN_REFERENCES + 2:  # both lists'
+                work.release()
+                self.waited.remove(work)
+
     def clear(self) -> None:
         self._kept.clear()
+        self.waited.clear()
