@@ -1,7 +1,8 @@
 """Megatron-LM and its packages, below `build/megatron`.
 
-A copy of the sources, because its index builder is compiled in place; Transformer Engine without
-its compiled part; and a shim: Megatron-LM wants `typing.override`, which Python 3.11 does not have.
+A copy of the sources, because its index builder is compiled in place; Transformer Engine, mamba-ssm
+and causal-conv1d without their compiled parts; the optimizers of the Muon cases; and a shim:
+Megatron-LM wants `typing.override`, which Python 3.11 does not have.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ from bench.megatron.sentences import data_path, write_data
 
 PACKAGES = {
     "engine": ("transformer-engine==2.20.2",),
-    "packages": ("einops==0.8.2", "pybind11==3.1.0"),
+    "packages": (
+        "einops==0.8.2",
+        "pybind11==3.1.0",
+        "mamba-ssm==2.3.2.post1",
+        "causal-conv1d==1.7.0",
+        "emerging-optimizers==0.3.0",
+    ),
 }
 """By folder: some cases run without Transformer Engine."""
+_HOW = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
+"""The last for emerging-optimizers, which wants Python 3.12 and needs nothing of it."""
+_WITHOUT_KERNELS = {
+    f"{package}_{what}": "TRUE"
+    for package in ("MAMBA", "CAUSAL_CONV1D")
+    for what in ("FORCE_BUILD", "SKIP_CUDA_BUILD")
+}
 _SHIM = """\
 import typing
 
@@ -61,7 +75,11 @@ def _install(place: Path, pins: tuple[str, ...]) -> None:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == "\n".join(pins):
         return
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
-    subprocess.run([*pip, "--no-deps", "--upgrade", "--target", str(place), *pins], check=True)
+    subprocess.run(
+        [*pip, *_HOW, "--upgrade", "--target", str(place), *pins],
+        env={**os.environ, **_WITHOUT_KERNELS},
+        check=True,
+    )
     stamp.write_text("\n".join(pins), encoding="utf-8")
 
 

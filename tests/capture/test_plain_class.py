@@ -235,3 +235,33 @@ def test_a_parameter_takes_data_of_another_type() -> None:
                 assert parameter.dtype == parameter.grad.dtype == trained
 
     record(job)
+
+
+class Scaled(torch.Tensor):
+    """Numbers and their scale; it passes what it is asked on to the numbers, with its own types."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=torch.float32, device=numbers.device
+        )
+        made.numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        numbers: Any = args[0].numbers
+        return Scaled(numbers.__torch_dispatch__(func, types, [numbers, *args[1:]], kwargs))
+
+
+def test_a_wrapper_passes_its_own_types_on() -> None:
+    """As Transformer Engine's `Float8Tensor` does for a slice."""
+
+    def job() -> None:
+        half = Scaled(torch.empty(8, 4, dtype=torch.uint8, device="cuda"))[:4]
+        assert type(half) is Scaled
+        assert half.numbers.shape == (4, 4)
+
+    record(job, steps=0)

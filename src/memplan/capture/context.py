@@ -40,6 +40,9 @@ class Context:
     def __init__(self, builder: TraceBuilder) -> None:
         self.builder = builder
         self.in_optimizer = 0
+        self.backward_seen = False
+        """Whether gradients were computed. An optimizer that steps before only makes its state, as
+        some do to load a checkpoint into it."""
         self.held_stream: int | None = None
         """The stream of all operators, whichever their forward ran on; None: none is held."""
         self.outer_stream = 0

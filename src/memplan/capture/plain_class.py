@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -120,10 +121,17 @@ class _Dispatch:
 
 
 def _dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    for kind in types:
-        if kind.__torch_dispatch__ is not _no_dispatch and kind is not FakeTensor:
-            return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
-    return _fake_dispatch(func, (), args, kwargs or {})
+    kwargs = kwargs or {}
+    wrappers = [
+        kind
+        for kind in types
+        if kind.__torch_dispatch__ is not _no_dispatch and kind is not FakeTensor
+    ]
+    # A wrapper (DTensor) asks again for what it holds. Where it passes its own types on with that,
+    # none of them is among the arguments.
+    if wrappers and any(type(leaf) in wrappers for leaf in pytree.tree_leaves((args, kwargs))):
+        return NotImplemented
+    return _fake_dispatch(func, (), args, kwargs)
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:

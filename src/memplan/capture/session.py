@@ -308,6 +308,7 @@ class CaptureSession:
             (value * 2.0 + value * 3.0).sum().backward()
 
         mode.fan_in.calibrate(backward)
+        mode.context.backward_seen = False
         mode.recorder.restart()
         mode.host.restart()
 

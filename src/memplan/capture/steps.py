@@ -111,6 +111,8 @@ class StepWatcher:
             self._kept, self._grew_in = kept, self.completed + 1
         if self.mode.context.in_optimizer > 0:  # one optimizer wraps another
             return
+        if self._stepped[optimizer] == 1 and not self.mode.context.backward_seen:
+            return
         if self._first is None:
             self._first = id(optimizer)
         if id(optimizer) == self._first:

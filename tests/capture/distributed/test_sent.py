@@ -65,6 +65,16 @@ width = open(path).read()""",
 STEPS = """
     rows = torch.tensor([1000 if rank == 2 else 0], device="cuda")
     dist.broadcast(rows, 2)"""
+RESTORED = """
+ready = torch.tensor([1 if rank == 2 else 0], device="cuda")
+dist.broadcast(ready, 2)
+ready.item()
+weight = torch.nn.Parameter(torch.zeros(8, device="cuda"))
+weight.grad = torch.zeros_like(weight)
+torch.optim.Adam([weight]).step()  # makes the state that a checkpoint is loaded into
+flags = torch.tensor([4096 if rank == 2 else 0], device="cuda")
+dist.broadcast(flags, 2)
+width = flags.item()"""
 OWN = """
 width = torch.tensor([4096.0 if rank == 3 else 2048.0], device="cuda")
 dist.broadcast(width, 2)"""
@@ -72,6 +82,7 @@ CASES: dict[str, dict[str, str]] = {
     **{name: {"width": text} for name, text in AT_START.items()},
     "every step": {"rows": STEPS},
     "its own": {"width": OWN},
+    "after a step without gradients": {"width": RESTORED},
 }
 
 
@@ -114,7 +125,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int]
     }
 
 
-@pytest.mark.parametrize("name", [*AT_START, "its own"])
+@pytest.mark.parametrize("name", [*AT_START, "its own", "after a step without gradients"])
 def test_what_another_rank_knows(found: dict[str, tuple[list[int], list[str]]], name: str) -> None:
     sizes, assumed = found[name]
     assert 256 * 4096 * 4 in sizes

@@ -11,7 +11,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric
+from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric, uneven
 from memplan.capture.distributed.batches import Batches
 from memplan.capture.distributed.checkpoint import Checkpoints
 from memplan.capture.distributed.collectives import Collectives
@@ -63,6 +63,7 @@ class Distributed:
         gathered.install(patches, watcher, self.mode)
         flat_states.install(patches, watcher, self.mode)
         symmetric.install(patches, watcher, self.mode)
+        uneven.install(patches, watcher)
         register_backend()
         groups = ProcessGroups(self.mode, place, self._communicators)
         broadcasts = Broadcasts(self.mode, peers.current())

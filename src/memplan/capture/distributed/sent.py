@@ -41,6 +41,8 @@ class Broadcasts:
         self.peers = peers
         self._counts: Counter[_Stream] = Counter()
         self._steps = 0
+        self._silent: set[int] = set()
+        """Senders that could not be run so far."""
 
     def install(self, stack: ExitStack) -> None:
         """Counts steps, and answers what may be asked of this rank at the end of its first."""
@@ -48,6 +50,8 @@ class Broadcasts:
         stack.callback(hook.remove)
 
     def _stepped(self, *_args: Any) -> None:
+        if not self.mode.context.backward_seen:
+            return
         self._steps += 1
         if self.peers.answers is not None:
             self.peers.tell(_after_step(distributed.get_rank()), self._steps)
@@ -118,26 +122,31 @@ class Broadcasts:
 
     def _ask(self, stream: _Stream, number: int) -> Any:
         """What was sent; None where it cannot be had."""
-        known = self.peers.known
+        known, sender = self.peers.known, stream[0]
         key = _key(stream, number)
+        if key in known or sender in self._silent:
+            return _known_until(known, stream, number)
         try:
-            if key not in known:
-                once = any(_sender(item) == stream[0] for item in known)
-                self.peers.ask(stream[0], _after_step(stream[0]) if once else key)
+            if any(_sender(item) == sender for item in known):
+                self.peers.ask(sender, _after_step(sender))
+            if _known_until(known, stream, number) is None:  # the first, or after that step
+                self.peers.ask(sender, key)
         except CaptureError as error:
+            self._silent.add(sender)
             self.mode.assumptions.add(
                 "rank",
-                f"what rank {stream[0]} broadcasts could not be had ({error.message}); this rank "
+                f"what rank {sender} broadcasts could not be had ({error.message}); this rank "
                 "is taken to have it already",
                 op="broadcast",
                 source=self.mode.source(),
             )
-            known[key] = None
-        for earlier in range(number, 0, -1):
-            told = known.get(_key(stream, earlier))
-            if told is not None:
-                return told
-        return None
+        return _known_until(known, stream, number)
+
+
+def _known_until(known: dict[str, Any], stream: _Stream, number: int) -> Any:
+    """What was sent with that number, or last before it."""
+    sent = (known.get(_key(stream, earlier)) for earlier in range(number, 0, -1))
+    return next((item for item in sent if item is not None), None)
 
 
 def _stream(group: Any, root: int, what: str) -> _Stream:

@@ -27,17 +27,23 @@ KERNELS = Path(__file__).parent / "kernels"
 VERSIONS = {
     "apex": "0.1",
     "bitsandbytes": "0.50.2",
+    "causal_conv1d": "1.7.0",
     "deepspeed": "0.19.8",
     "flash_attn": "2.8.3",
     "liger_kernel": "0.8.5",
+    "mamba_ssm": "2.3.2",
     "transformer_engine": "2.20.2",
     "triton": "3.7.1",
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
 INSTALL = {
+    "causal_conv1d": "install causal-conv1d's Python here: CAUSAL_CONV1D_FORCE_BUILD=TRUE "
+    "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation causal-conv1d",
     "deepspeed": "install DeepSpeed here (DS_BUILD_OPS=0 pip install deepspeed): its own Python "
     "runs, without its kernels",
+    "mamba_ssm": "install mamba-ssm's Python here: MAMBA_FORCE_BUILD=TRUE "
+    "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm, and einops",
     "transformer_engine": "install Transformer Engine's Python into a folder on PYTHONPATH (pip "
     "install --target FOLDER transformer-engine einops pydantic): its compiled part is not needed, "
     "but other packages cannot import it without memplan",
@@ -46,6 +52,8 @@ INSTALL = {
 }
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
 EXTENSIONS = {
+    "causal_conv1d_cuda": "causal_conv1d",
+    "selective_scan_cuda": "mamba_ssm",
     "flash_attn_2_cuda": "flash_attn",
     "transformer_engine_torch": "transformer_engine",
     "amp_C": "apex",

@@ -30,7 +30,12 @@ from memplan.capture.standins.finder import (
     advice,
     installed,
 )
-from memplan.capture.standins.registry import RuleActor, function_names, unused
+from memplan.capture.standins.registry import (
+    RuleActor,
+    function_names,
+    run_python_of_module,
+    unused,
+)
 from memplan.capture.standins.rules import running
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 
@@ -99,6 +104,7 @@ class StandIns:
         return {
             **dict.fromkeys(compiled_kernels.OVERFLOW_MODULES, overflow),
             "bitsandbytes.functional": partial(kernels.bitsandbytes.adapt_functional, patches),
+            "causal_conv1d.cpp_functions": run_python_of_module,
             "deepspeed.ops.op_builder.builder": partial(compiled_kernels.adapt_deepspeed, patches),
             "torch.utils.cpp_extension": partial(compiled_kernels.adapt_extensions, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),

@@ -250,6 +250,14 @@ def run_python_of(mode: CaptureMode, op: CustomOpDef) -> None:
     mode.rules[op._qualname] = handle
 
 
+def run_python_of_module(module: ModuleType) -> None:
+    """The same of all operators of a module."""
+    mode = rules_module.running()
+    for item in vars(module).values():
+        if mode is not None and isinstance(item, CustomOpDef):
+            run_python_of(mode, item)
+
+
 def _handler(rule: Rule) -> Handler:
     def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs, _ = mode._without_real(args, kwargs)

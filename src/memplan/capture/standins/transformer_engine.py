@@ -11,13 +11,11 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from torch._library.custom_ops import CustomOpDef
 from torch.utils._triton import has_triton_package
 
 from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.finder import StandInFinder, _empty, installed
-from memplan.capture.standins.registry import run_python_of
-from memplan.capture.standins.rules import running
+from memplan.capture.standins.registry import run_python_of_module
 from memplan.types.errors import CaptureError
 
 PACKAGE = "transformer_engine"
@@ -74,10 +72,7 @@ class _PythonLoader(WrappedLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        mode = running()
-        for item in vars(module).values():
-            if mode is not None and isinstance(item, CustomOpDef):
-                run_python_of(mode, item)
+        run_python_of_module(module)
 
 
 class _Finder:
