@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule

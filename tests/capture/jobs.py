@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.types.device import find_profile

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from memplan.capture.mode import CaptureMode, EnoughSeen
+from memplan.capture.enough import EnoughSeen
+from memplan.capture.mode import CaptureMode
 from memplan.capture.patching import Patches
 from memplan.capture.patience import Patience
 

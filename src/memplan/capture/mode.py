@@ -32,6 +32,7 @@ from memplan.capture.arguments import (
     without_out,
     written_among,
 )
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.fan_in import FanIn
 from memplan.capture.host_buffers import FACTORIES, holds_no_data
 from memplan.capture.host_rule import run_on_host
@@ -50,12 +51,6 @@ _ONE_KERNEL_ON_CUDA = (aten._fused_rms_norm.default,)
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 _device_query = torch.ops.prim.device.default
-
-
-class EnoughSeen(BaseException):
-    """Ends the user's script once nothing new is to be expected. Never an `Exception`, so that a
-    script's own `except Exception` does not stop it; one that swallows it meets it again at its
-    next operator."""
 
 
 Handler = Callable[["CaptureMode", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -115,6 +110,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
         self.on_foreign_op: Callable[[], None] | None = None
         """Told of operators whose effect is not in the trace alone: those between processes, those
         that write to real tensors and those whose result hangs on a real tensor's values."""
+        self.on_error: Callable[[Exception], None] | None = None
+        """Told of an error that an operator raises."""
         self.everything = False
         """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
         self.kernels: Counter[tuple[str, str, str]] = Counter()
@@ -281,6 +278,10 @@ class CaptureMode(JobTensors, TorchDispatchMode):
                     # In C++, as PyTorch does; `decompose` prefers Python's, made for tracing.
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
             return self.fake(func, args, kwargs, fakes, has_real)
+        except Exception as error:
+            if self.on_error is not None:
+                self.on_error(error)
+            raise
         finally:
             recorder.stream = stream_before
 

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import multiprocessing
-import runpy
 import sys
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
 from memplan.capture import nvidia_smi
+from memplan.capture.caught import memplan_cause
 from memplan.capture.context import shown_path
 from memplan.capture.descendants import Descendants, adopting
 from memplan.capture.distributed import files, peers
-from memplan.capture.internals import refusal
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen, ended_whatever_it_catches
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, end_children
 from memplan.capture.patching import Patches
 from memplan.capture.program import run_program
 from memplan.capture.sandbox import lockdown, sandbox
-from memplan.capture.script_faults import DOWNLOADS, hint_of
+from memplan.capture.script_faults import (
+    DOWNLOADS,
+    beginning,
+    hint_of,
+    place_of,
+    short_message,
+)
 from memplan.capture.session import CaptureSession
 from memplan.capture.unseen import Unseen
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
-
-_LONGEST_MESSAGE = 1000
 
 _TOLD_BY_LAUNCHERS = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -90,7 +91,8 @@ def _capture(
             box.supply(files.supplier(peers.current(), session.mode.assumptions))
             with session, within or nullcontext():
                 try:
-                    _run(target)
+                    with ended_whatever_it_catches():
+                        _run(target)
                 finally:
                     end_children(others, unseen)
                     elsewhere = box.device_uses
@@ -100,7 +102,7 @@ def _capture(
         pass
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            cause = _memplan_cause(stop)
+            cause = memplan_cause(stop)
             if cause is not None:
                 raise cause from stop
             if elsewhere:
@@ -112,7 +114,7 @@ def _capture(
     except MemplanError:
         raise
     except BaseException as error:
-        cause = _memplan_cause(error)
+        cause = memplan_cause(error)
         if cause is not None:
             raise cause from error
         if isinstance(error, KeyboardInterrupt):
@@ -140,18 +142,6 @@ def _run(target: ScriptTarget) -> None:
     run_program(target.kind, target.name, tuple(target.argv))
 
 
-def _memplan_cause(error: BaseException) -> MemplanError | None:
-    """The error of ours that the script's own error handling may have wrapped."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, MemplanError):
-            return seen
-        if (of_pytorch := refusal(seen)) is not None:
-            return of_pytorch
-        seen = seen.__cause__ or seen.__context__
-    return None
-
-
 def _stopped(
     stop: SystemExit,
     reported: Exception | None,
@@ -171,7 +161,7 @@ def _stopped(
         )
     if reported is not None:
         return _script_failed(reported, target, options, refused)
-    code = stop.code if isinstance(stop.code, int) else f"1: {_beginning(str(stop.code))}"
+    code = stop.code if isinstance(stop.code, int) else f"1: {beginning(str(stop.code))}"
     return CaptureError(
         f"{target.name} stopped with exit code {code} before its first steps were seen"
         + (f" (it wanted to reach {', '.join(refused[:3])})" if refused else ""),
@@ -182,8 +172,8 @@ def _stopped(
 def _script_failed(
     error: BaseException, target: ScriptTarget, options: CaptureOptions, refused: list[str]
 ) -> CaptureError:
-    where = _place(error) or target.name
-    detail = _beginning(str(error)) or _failing_line(error) or "(no message)"
+    where = place_of(error) or target.name
+    detail = short_message(error)
     if isinstance(error, SyntaxError) and error.lineno and Path(error.filename or "").is_file():
         place = f"{shown_path(str(error.filename))}:{error.lineno}"
         return CaptureError(
@@ -221,48 +211,12 @@ def _assume_nothing_follows(
 ) -> None:
     """The training was seen, and then its data loaders ran dry: a script that counts what they gave
     may well stumble over it."""
-    detail = _beginning(str(error)) or "(no message)"
+    detail = short_message(error)
     session.mode.assumptions.add(
         "ending",
         f"after its epoch was cut short the script raised {type(error).__name__}: {detail}; what "
         "comes after that was not seen and is taken to need no more",
-        source=_place(error) or target.name,
-    )
-
-
-def _place(error: BaseException) -> str:
-    """Where the script was: in the user's code or, where all of it was installed, in a package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    torch_folder = str(Path(torch.__file__).parent)
-    for wanted in (_is_users, lambda name: torch_folder not in name and _is_packages(name)):
-        own = [frame for frame in frames if wanted(frame.filename)]
-        if own:
-            return f"{shown_path(own[-1].filename)}:{own[-1].lineno}"
-    return ""
-
-
-def _failing_line(error: BaseException) -> str:
-    """The source line that raised an error without a message, such as an `assert`; "" for none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return _beginning(frames[-1].line or "") if frames else ""
-
-
-def _beginning(message: str) -> str:
-    """The first paragraph of an error's message: PyTorch's can be pages long."""
-    first = message.strip().split("\n\n", 1)[0]
-    return first if len(first) <= _LONGEST_MESSAGE else first[:_LONGEST_MESSAGE] + " …"
-
-
-def _is_packages(filename: str) -> bool:
-    return "site-packages" in filename and str(Path(__file__).parents[1]) not in filename
-
-
-def _is_users(filename: str) -> bool:
-    return not (
-        filename.startswith("<")
-        or "site-packages" in filename
-        or str(Path(__file__).parents[1]) in filename
-        or str(Path(runpy.__file__).parent) in filename
+        source=place_of(error) or target.name,
     )
 
 

@@ -4,10 +4,14 @@ are told from what cannot be followed."""
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 import traceback
 from pathlib import Path
 
+import torch
+
+from memplan.capture.context import shown_path
 from memplan.capture.options import CaptureOptions
 from memplan.capture.standins.finder import advice
 
@@ -21,6 +25,7 @@ _TOO_FEW_DEVICES = re.compile(
     re.I | re.S,
 )
 """Lightning: "You requested gpu: [0, 1] But your machine only has: [0]"."""
+_LONGEST_MESSAGE = 1000
 _MEMPLAN = str(Path(__file__).parents[1])
 _OURS = (
     "this is most likely a fault of memplan, not of {name}: please report it with the traceback "
@@ -77,14 +82,27 @@ def _of_whose_fault(error: BaseException, text: str, name: str) -> str:
         version = getattr(sys.modules[found[1]], "__version__", "")
         if version:
             return _OTHER_VERSION.format(name=name, package=found[1], version=version)
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and _is_ours(frames[-1].filename):
+    if (known := of_shape_rule(text)) is not None:
+        return known
+    if is_ours(error):
         return _OURS.format(name=name)
     return (_CHECK if isinstance(error, AssertionError) else _UNKNOWN).format(name=name)
 
 
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(_MEMPLAN)
+def is_ours(error: BaseException) -> bool:
+    """Whether memplan's own code raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_MEMPLAN)
+
+
+def of_shape_rule(text: str) -> str | None:
+    """What to try after PyTorch's message that a custom operator has no shape rule; else None."""
+    if "no fake impl registered" not in text:
+        return None
+    return (
+        "torch.library.register_fake, or memplan.register_rule in a file that --with names "
+        "(docs/packages.md), says what the operator makes; without it nobody knows what it takes"
+    )
 
 
 def _world(options: CaptureOptions) -> str:
@@ -108,3 +126,44 @@ def _of_devices(options: CaptureOptions) -> str:
             f"{place.local_world_size} GPUs of a node: unset it"
         )
     return f"LOCAL_RANK in the place of RANK: the world has {_world(options)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Where the script was: in the user's code or, where all of it was installed, in a package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torch_folder = str(Path(torch.__file__).parent)
+    for wanted in (_is_users, lambda name: torch_folder not in name and _is_packages(name)):
+        own = [frame for frame in frames if wanted(frame.filename)]
+        if own:
+            return f"{shown_path(own[-1].filename)}:{own[-1].lineno}"
+    return ""
+
+
+def short_message(error: BaseException) -> str:
+    """The beginning of what an error says, or the line that raised it."""
+    return beginning(str(error)) or _failing_line(error) or "(no message)"
+
+
+def _failing_line(error: BaseException) -> str:
+    """The source line that raised an error without a message, such as an `assert`; "" for none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return beginning(frames[-1].line or "") if frames else ""
+
+
+def beginning(message: str) -> str:
+    """The first paragraph of an error's message: PyTorch's can be pages long."""
+    first = message.strip().split("\n\n", 1)[0]
+    return first if len(first) <= _LONGEST_MESSAGE else first[:_LONGEST_MESSAGE] + " …"
+
+
+def _is_packages(filename: str) -> bool:
+    return "site-packages" in filename and _MEMPLAN not in filename
+
+
+def _is_users(filename: str) -> bool:
+    return not (
+        filename.startswith("<")
+        or "site-packages" in filename
+        or _MEMPLAN in filename
+        or str(Path(runpy.__file__).parent) in filename
+    )

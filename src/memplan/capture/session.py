@@ -33,18 +33,20 @@ from memplan.capture import (
 )
 from memplan.capture.arguments import tensors_among
 from memplan.capture.attention import Attention
+from memplan.capture.caught import Caught
 from memplan.capture.compiled import Compiled
 from memplan.capture.distributed import cards, files, peers
 from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.ending import Ending
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.fake_cuda import fake_cuda_device, self_test
 from memplan.capture.hand_updates import HandUpdates
 from memplan.capture.host_process import capture_peak_bytes
 from memplan.capture.importing import ImportWatcher
 from memplan.capture.internals import require
 from memplan.capture.kernel_memory import KernelMemory
-from memplan.capture.mode import CaptureMode, EnoughSeen
+from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patching import Patches
 from memplan.capture.recurrent import Recurrent
@@ -102,6 +104,7 @@ class CaptureSession:
         self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
         self.repeats = Repeats(self.mode)
         self.by_hand = HandUpdates(self.mode, self.steps)
+        self.caught = Caught(self.mode)
         self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         if test is not None and test.too_late:
@@ -162,6 +165,7 @@ class CaptureSession:
             if self.steps.ending is not None:
                 self.ending.install(patches)
             self.by_hand.install(patches)
+            self.caught.install(patches)
             stack.enter_context(constructors.known_to_torchscript(patches))
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
@@ -221,6 +225,9 @@ class CaptureSession:
                     result = self.repeats.call(module, args, kwargs, run)
                 else:
                     result = module_call(module, *args, **kwargs)
+            except Exception as error:
+                self.caught.passes(error)
+                raise
             finally:
                 context.leave_module()
             if not model and builder.newest_storage > newest:
@@ -329,9 +336,10 @@ class CaptureSession:
         return ",".join(conf.strip(" ,") for conf in (around, own) if conf.strip(" ,"))
 
     def trace(self, command: list[str] | None = None) -> Trace:
-        """The trace so far."""
+        """The trace so far. Raises the error of memplan's that the job caught while it trained."""
         recorder = self.mode.recorder
         recorder.flush()
+        self.caught.settle()
         others = self._distributed
         place = self.options.place
         meta = TraceMeta(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from hashlib import blake2b
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,6 +27,8 @@ _LONG_STEP = 20_000
 """Events of a step that need not be run a third time, if the second is like the first."""
 _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps than that must do."""
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that PyTorch puts around each `step`."""
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
 _LONGEST_ROUND = 5
@@ -89,6 +93,9 @@ class StepWatcher:
             handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+        # One whose step raised an error runs no more, though no hook was told.
+        if running := _steps_running():  # this one included; none is seen where it is compiled
+            self.mode.context.in_optimizer = min(self.mode.context.in_optimizer, running - 1)
         outermost = self.mode.context.in_optimizer == 0
         if outermost and self._passes is not None and self._first in (None, id(optimizer)):
             self.mode.recorder.flush()
@@ -296,6 +303,16 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
         for item in value if isinstance(value, list) else (value,):
             if isinstance(item, torch.Tensor):
                 yield item
+
+
+def _steps_running() -> int:
+    """Of how many optimizers `step` is running, as the stack shows it."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        count += frame.f_code is _STEP
+        frame = frame.f_back
+    return count
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

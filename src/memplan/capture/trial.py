@@ -8,9 +8,9 @@ from collections import Counter
 import torch
 from torch import nn
 
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.fake_cuda import SelfTest, self_test
 from memplan.capture.internals import refusal
-from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.types.device import DEFAULT_PROFILE, find_profile

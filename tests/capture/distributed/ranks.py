@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions, RankPlace
 from memplan.capture.session import CaptureSession
 from memplan.types.device import find_profile

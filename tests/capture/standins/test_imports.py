@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.script_faults import hint_of
 from memplan.capture.session import CaptureSession

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.importing import ImportWatcher
-from memplan.capture.mode import EnoughSeen
 from memplan.capture.patching import Patches
 from memplan.types.errors import MemplanError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
-from memplan.capture.mode import EnoughSeen
+from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.types.errors import CaptureError, MemplanError
 
