@@ -17,7 +17,7 @@ from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.script_faults import hint_of
 from memplan.capture.session import CaptureSession
-from memplan.capture.standins.finder import PACKAGES, VERSIONS
+from memplan.capture.standins.finder import DISTRIBUTIONS, VERSIONS, has_stand_in
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, UsageError
 from memplan.types.trace import Trace
@@ -157,9 +157,9 @@ def test_what_is_advised_is_accepted() -> None:
         advised = re.findall(r"--with (\S+?)[;: ]", hint)
         if package not in VERSIONS:
             assert advised == ["RULES.py"]
-        elif (PACKAGES / package).is_dir():
-            assert advised == [package]
-            run(guarded, package)
+        elif has_stand_in(package):
+            assert advised == [DISTRIBUTIONS.get(package, package)]
+            run(guarded, *advised)
         else:  # its own Python runs, once it is installed
             assert not advised and "pip install" in hint
 

@@ -21,8 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.eval_frame import (
+    _FrameAction as FrameAction,
+)
+from torch._C._dynamo.eval_frame import (
+    _FrameExecStrategy as FrameExecStrategy,
+)
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import convert_frame, output_graph, trace_rules, variables
+from torch._dynamo import convert_frame, eval_frame, output_graph, trace_rules, variables
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import optimizer as traced_optimizers
@@ -57,6 +63,11 @@ _AUTOGRAD_SETTINGS = {
     "graphsafe_rng_functionalization": False,
 }
 _SHOWN = 120
+_HALTED = "import of triton halted"
+_NO_TRITON = (
+    "it launches a Triton kernel, which compilers do not see in the stand-in: install Triton, "
+    "which needs no GPU"
+)
 _OF_A_CUDA_BUILD: dict[str, Any] = {
     "_cuda_CUDAAllocator_AllocatorState": object,
     "_set_cached_tensors_enabled": lambda _enabled: None,
@@ -77,6 +88,8 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     compile_frame: Any = convert_frame.CatchErrorsWrapper.__call__
     compile_graph: Any = output_graph.OutputGraph.call_user_compiler
 
+    failed: set[types.CodeType] = set()
+
     def call(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         lenient = dynamo_config.suppress_errors
         strict = dynamo_config.patch(suppress_errors=False) if lenient else nullcontext()
@@ -87,7 +100,11 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
                 if not (lenient or isinstance(error, InternalTorchDynamoError)):
                     raise
                 _not_compiled(mode, frame.f_code, frame.f_lineno, error)
-                return ConvertFrameReturn()
+                if not getattr(wrapper._torchdynamo_orig_backend, "_one_graph", False):
+                    return ConvertFrameReturn()
+                failed.add(frame.f_code)  # what it calls would have been part of its graph
+                skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+                return ConvertFrameReturn(frame_exec_strategy=skip)
 
     def call_user_compiler(output: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -97,6 +114,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
             _not_compiled(mode, code, code.co_firstlineno, error.inner_exception)
             return _as_eager(mode, module.forward)
 
+    _forgive(patches, failed)
     _record_states(patches, mode)
     flex.install(stack, mode)
     for name, stand_in in _OF_A_CUDA_BUILD.items():
@@ -111,6 +129,18 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}(?!{traced})"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
+
+
+def _forgive(patches: Patches, failed: set[types.CodeType]) -> None:
+    """PyTorch raises where `fullgraph` found no frame to compile."""
+    count: Any = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+
+    def frames(number: int) -> int:
+        before: int = count(number)
+        return before or len(failed)
+
+    if count is not None:
+        patches.set(eval_frame, "set_fullgraph_compiled_frame_count", frames)
 
 
 @contextmanager
@@ -204,11 +234,11 @@ def _know_answers(stack: ExitStack, of_capture: Patches) -> None:
 
 def _not_compiled(mode: CaptureMode, code: types.CodeType, line: int, error: BaseException) -> None:
     shown = shown_path(code.co_filename)
-    reason = (str(error).strip().splitlines() or [""])[0][:_SHOWN]
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = _NO_TRITON if _HALTED in first else f"{type(error).__name__}: {first[:_SHOWN]}"
     mode.assumptions.add(
         "compile",
-        f"could not be compiled here ({type(error).__name__}: {reason}): captured as eager, which "
-        "mostly needs more memory",
+        f"could not be compiled here ({reason}): captured as eager, which mostly needs more memory",
         source=f"{shown}:{line}" if shown else mode.source(),
     )
 

@@ -109,7 +109,9 @@ def _is_of_pytorch(owner: Any, _name: str, _before: Any) -> bool:
 
 
 def _frames_seen() -> int:
-    """Frames that Dynamo has looked at in this process."""
-    if "torch._dynamo.utils" not in sys.modules:
+    """Frames that Dynamo has looked at in this process; some of those it gave up it counts no more,
+    and remembers them."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
         return 0
-    return int(torch._dynamo.utils.counters["frames"]["total"])
+    remembered = len(torch._dynamo.convert_frame.input_codes.seen)
+    return int(torch._dynamo.utils.counters["frames"]["total"]) + remembered

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from memplan.capture.standins.finder import make_permissive
 from memplan.capture.standins.guarded import is_guarded
-from memplan.capture.standins.launch import record
+from memplan.capture.standins.launch import CudaKernel, record
 from memplan.capture.standins.registry import rules_of_module
 from memplan.capture.standins.rules import running
 
@@ -117,3 +117,25 @@ def adapt_extensions(patches: Patches, module: ModuleType) -> None:
 
     patches.set(module, "load", load)
     patches.set(module, "load_inline", load_inline)
+
+
+class _CudaModule:
+    """Its attributes are its kernels."""
+
+    def __getattr__(self, name: str) -> CudaKernel:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return CudaKernel(name)
+
+
+def adapt_nvrtc(patches: Patches, module: ModuleType) -> None:
+    """CUDA source that the script hands to NVRTC (`torch.cuda._compile_kernel`) is not compiled."""
+
+    def compiled(_source: str, name: str, *_args: Any, **_kwargs: Any) -> tuple[bytes, str]:
+        return b"", name
+
+    def load(_ptx: Any, names: list[str] | None = None) -> Any:
+        return {name: CudaKernel(name) for name in names} if names else _CudaModule()
+
+    patches.set(module, "_nvrtc_compile", compiled)
+    patches.set(module, "_cuda_load_module", load)

@@ -30,6 +30,7 @@ VERSIONS = {
     "causal_conv1d": "1.7.0",
     "deepspeed": "0.19.8",
     "flash_attn": "2.8.3",
+    "flash_attn_interface": "3.0.0",
     "liger_kernel": "0.8.5",
     "mamba_ssm": "2.3.2",
     "transformer_engine": "2.20.2",
@@ -37,6 +38,8 @@ VERSIONS = {
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
+DISTRIBUTIONS = {"flash_attn_interface": "flash_attn_3"}
+"""Packages that are installed under another name."""
 INSTALL = {
     "causal_conv1d": "install causal-conv1d's Python here: CAUSAL_CONV1D_FORCE_BUILD=TRUE "
     "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation causal-conv1d",
@@ -49,6 +52,7 @@ INSTALL = {
     "but other packages cannot import it without memplan",
     "liger_kernel": "install Liger-Kernel here (pip install --no-deps liger-kernel): its own "
     "Python runs, without its kernels",
+    "triton": "install Triton here (pip install triton): it needs no GPU",
 }
 _PROBING = ("transformers.utils.import_utils", "peft.import_utils", "accelerate.utils.imports")
 EXTENSIONS = {
@@ -66,16 +70,23 @@ EXTENSIONS = {
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
 
 
+def has_stand_in(package: str) -> bool:
+    """Whether it is stood in for, where others are only made to run without their kernels."""
+    return _in_packages(package) is not None
+
+
 def _install(package: str) -> str:
-    return INSTALL.get(package, f"install {package} here if it imports without a GPU")
+    name = DISTRIBUTIONS.get(package, package)
+    return INSTALL.get(package, f"install {name} here if it imports without a GPU")
 
 
 def advice(module: str) -> str:
     """What to try where a module is missing: the one place that knows what `--with` takes."""
     package, _, part = module.partition(".")
     if package in VERSIONS:
-        stand_in = not part and (PACKAGES / package).is_dir()
-        return f"--with {package}; or {_install(package)}" if stand_in else _install(package)
+        name = DISTRIBUTIONS.get(package, package)
+        stand_in = not part and has_stand_in(package)
+        return f"--with {name}; or {_install(package)}" if stand_in else _install(package)
     return (
         f"install {package} beside memplan; where only the machine with the GPU can have it, say "
         "what it takes in a file of rules: --with RULES.py (docs/packages.md)"
@@ -266,7 +277,8 @@ class StandInFinder:
         asked = getattr(context, "name", None)
         visible = (self.wanted | self.served) & set(VERSIONS)
         for package in sorted(visible):
-            if asked is None or asked.lower().replace("-", "_") == package:
+            name = DISTRIBUTIONS.get(package, package)
+            if asked is None or asked.lower().replace("-", "_") == name:
                 yield _Distribution(package)
 
 
@@ -381,7 +393,7 @@ class _Distribution(importlib.metadata.Distribution):
 
     def read_text(self, filename: str) -> str | None:
         if filename in ("METADATA", "PKG-INFO"):
-            name = self._package.replace("_", "-")
+            name = DISTRIBUTIONS.get(self._package, self._package).replace("_", "-")
             return f"Metadata-Version: 2.1\nName: {name}\nVersion: {VERSIONS[self._package]}\n"
         return self._package + "\n" if filename == "top_level.txt" else None
 

@@ -17,17 +17,20 @@ import torch
 
 from memplan.capture.standins import (
     compiled_kernels,
+    hub_kernels,
     kernels,
     launch,
+    registered_attention,
     subclasses,
     transformer_engine,
 )
 from memplan.capture.standins.finder import (
+    DISTRIBUTIONS,
     INSTALL,
-    PACKAGES,
     VERSIONS,
     StandInFinder,
     advice,
+    has_stand_in,
     installed,
 )
 from memplan.capture.standins.registry import (
@@ -64,7 +67,9 @@ class StandIns:
         without a stand-in, and a file that is not there or fails."""
         packages = list(packages)
         self._files = [name for name in packages if name.endswith(".py")]
+        modules = {name: module for module, name in DISTRIBUTIONS.items()}
         names = [name.replace("-", "_") for name in packages if name not in self._files]
+        names = [modules.get(name, name) for name in names]
         for name in names:
             if name not in VERSIONS and not installed(name):
                 raise UsageError(
@@ -98,14 +103,18 @@ class StandIns:
         stack.callback(loading.removeFilter, _not_expected)
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
+        watcher.add("torch.nn.attention._fa3", partial(registered_attention.adapt, patches, mode))
 
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
         overflow = partial(compiled_kernels.adapt_overflow, patches)
+        fetched = partial(hub_kernels.adapt, patches, self.finder)
         return {
+            **{f"kernels.{name}": fetched for name in hub_kernels.MODULES},
             **dict.fromkeys(compiled_kernels.OVERFLOW_MODULES, overflow),
             "bitsandbytes.functional": partial(kernels.bitsandbytes.adapt_functional, patches),
             "causal_conv1d.cpp_functions": run_python_of_module,
             "deepspeed.ops.op_builder.builder": partial(compiled_kernels.adapt_deepspeed, patches),
+            "torch.cuda._utils": partial(compiled_kernels.adapt_nvrtc, patches),
             "torch.utils.cpp_extension": partial(compiled_kernels.adapt_extensions, patches),
             "triton.runtime.jit": partial(launch.adapt_jit, patches),
             "triton.runtime.autotuner": partial(launch.adapt_autotuner, patches),
@@ -119,9 +128,20 @@ class StandIns:
     def _asked_for_flash(self, patches: Patches, module: types.ModuleType) -> None:
         """A model that is told to use flash-attention raises where that is not installed."""
         model = module.PreTrainedModel
+        versions = {2: "flash_attn", 3: "flash_attn_interface"}
+
+        def dispatch(check: Any) -> Any:
+            @functools.wraps(check)
+            def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+                version = kwargs.get("flash_attn_version", args[0] if args else 2)
+                self.finder.want(versions.get(version, versions[2]))
+                return check(model, *args, **kwargs)
+
+            return call
+
         for name in ("_flash_attn_can_dispatch", "_flash_attn_2_can_dispatch"):
             if (check := vars(model).get(name)) is not None:
-                patches.set(model, name, self._wanting("flash_attn", check))
+                patches.set(model, name, dispatch(check))
 
     def _asked_for_bits(self, patches: Patches, module: types.ModuleType) -> None:
         """So does one whose weights are to be quantised by bitsandbytes."""
@@ -143,11 +163,11 @@ class StandIns:
             f"{package} is not installed here: a stand-in for {package} {VERSIONS[package]} took "
             "its place"
             for package in sorted(self.finder.served)
-            if (PACKAGES / package).is_dir()
+            if has_stand_in(package)
         ]
         notes += [
             f"{where}: {package} is not installed here and the script goes on without it; where "
-            f"the job has it, {'pass ' if (PACKAGES / package).is_dir() else ''}{advice(package)}"
+            f"the job has it, {'pass ' if has_stand_in(package) else ''}{advice(package)}"
             for package, where in self.finder.done_without.items()
             if package not in self.finder.served
         ]

@@ -1,9 +1,10 @@
-"""Launches of Triton kernels: they write to tensors that are passed in, and allocate nothing."""
+"""Launches of the script's own kernels, of Triton or of CUDA source: they write to tensors that are
+passed in, and allocate nothing."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,15 @@ from memplan.capture.standins.registry import rule_for_function
 from memplan.capture.standins.rules import Call, acting, running
 
 if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
 
-_SAID = (
-    "Triton kernels are not run: they allocate nothing, and what they write is not known; where "
-    "one takes a workspace, say so with memplan.register_rule"
-)
+_SAID = {
+    "triton": "Triton kernels are not run: they allocate nothing, and what they write is not "
+    "known; where one takes a workspace, say so with memplan.register_rule",
+    "nvrtc": "kernels that the script compiles of CUDA source are not run: they allocate nothing, "
+    "and what they write is not known",
+}
 
 _TUNED = (
     "Triton times the configurations of an autotuned kernel at its first launch beside a buffer of "
@@ -38,11 +42,39 @@ def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if rule is not None:
         return rule(*args, **kwargs)
     leaves = (getattr(leaf, "base", leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]  # or a descriptor's base
-    mode.launch(f"triton.{name}", tensors, tensors)
-    mode.kernels[name, "triton", "not run: writes to what is passed in, allocates nothing"] += 1
-    mode.assumptions.add("kernel", _SAID)
+    _not_run(mode, "triton", name, leaves)  # tensors, or a descriptor's base
     return None
+
+
+def _not_run(mode: CaptureMode, language: str, name: str, given: Iterable[Any]) -> None:
+    tensors = [item for item in given if isinstance(item, FakeTensor)]
+    mode.launch(f"{language}.{name}", tensors, tensors)
+    mode.kernels[name, language, "not run: writes to what is passed in, allocates nothing"] += 1
+    mode.assumptions.add("kernel", _SAID[language])
+
+
+class CudaKernel:
+    """A kernel that the script compiled of CUDA source, as `torch.cuda._compile_kernel` gives it:
+    it has nothing but the tensors that it is given."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int] = (1, 1, 1),
+        block: tuple[int, int, int] = (1, 1, 1),
+        args: Sequence[Any] | None = None,
+        shared_mem: int = 0,
+        stream: Any = None,
+    ) -> None:
+        del grid, block, shared_mem
+        if (mode := running()) is not None:
+            with torch.cuda.stream(stream):
+                _not_run(mode, "nvrtc", self._name, args or ())
+
+    def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
+        """It is of the chip, not of the device's memory."""
 
 
 def tune(tuner: Any, names: Sequence[str], args: Any, kwargs: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from memplan.capture.standins.kernels import bitsandbytes as bitsandbytes
-from memplan.capture.standins.kernels import flash_attention
+from memplan.capture.standins.kernels import flash_attention, flash_attention_3
 from memplan.capture.standins.rules import Rule
 
 
 def rules() -> dict[str, Rule]:
     """By operator."""
-    return {rule.name: rule for rule in (*flash_attention.RULES, *bitsandbytes.RULES)}
+    flash = (*flash_attention.RULES, *flash_attention_3.SCHEMAS)
+    return {rule.name: rule for rule in (*flash, *bitsandbytes.RULES)}

@@ -13,135 +13,40 @@ from memplan.capture.standins.extension_names import Extension
 from memplan.capture.standins.kernels import flash_attention as kernels
 from memplan.capture.standins.rules import Call
 
-_rule = Extension("flash_attn_2_cuda", kernels.forward.source)
+_TAIL = "causal window_size_left window_size_right softcap"
+_SAVED = "dout q k v out softmax_lse dq dk dv"
+_ARGUMENTS = {
+    "fwd": f"q k v out alibi_slopes dropout_p softmax_scale {_TAIL} return_softmax gen",
+    "varlen_fwd": "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table "
+    f"alibi_slopes max_seqlen_q max_seqlen_k dropout_p softmax_scale zero_tensors {_TAIL} "
+    "return_softmax gen",
+    "bwd": f"{_SAVED} alibi_slopes dropout_p softmax_scale {_TAIL} deterministic gen rng_state",
+    "varlen_bwd": f"{_SAVED} cu_seqlens_q cu_seqlens_k alibi_slopes max_seqlen_q max_seqlen_k "
+    f"dropout_p softmax_scale zero_tensors {_TAIL} deterministic gen rng_state",
+}
 
 
-def _gradients(like: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> list[torch.Tensor]:
-    pairs = zip(like, given, strict=True)
-    return [torch.empty_like(tensor) if out is None else out for tensor, out in pairs]
-
-
-@_rule
-def fwd(
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen: Any = None,
-) -> list[torch.Tensor]:
+def _forward(call: Call, **given: Any) -> list[torch.Tensor]:
     """Output, log-sum-exp, probabilities where asked for, random state."""
-    del out, gen
-    settings = (p_dropout, softmax_scale, is_causal, left, right, softcap, alibi_slopes)
-    return list(kernels.forward.function(call, q, k, v, *settings, return_softmax))
+    return list(kernels.forward_memory(call, **given))
 
 
-@_rule
-def varlen_fwd(
+def _backward(
     call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    seqused_k: Any,
-    leftpad_k: Any,
-    block_table: Any,
-    alibi_slopes: torch.Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    p_dropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen: Any = None,
-) -> list[torch.Tensor]:
-    """As `fwd`, for sequences of variable length."""
-    del out, gen, seqused_k, leftpad_k, block_table, zero_tensors
-    settings = (p_dropout, softmax_scale, is_causal, left, right, softcap, alibi_slopes)
-    lengths = (cu_q, cu_k, longest_q, longest_k)
-    return list(kernels.varlen_forward.function(call, q, k, v, *lengths, *settings, return_softmax))
-
-
-@_rule
-def bwd(
-    call: Call,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    *,
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    p_dropout: float,
-    softmax_scale: float,
-    is_causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: Any = None,
-    rng_state: torch.Tensor | None = None,
+    **given: Any,
 ) -> list[torch.Tensor]:
     """Gradients of queries, keys and values, and row sums."""
-    del gen
-    made = _gradients((q, k, v), (dq, dk, dv))
-    settings = (p_dropout, softmax_scale, is_causal, left, right, softcap, alibi_slopes)
-    tensors = (dout, q, k, v, out, lse, *made)
-    sums = kernels.backward.function(call, *tensors, *settings, deterministic, rng_state)
-    return [*made, sums]
+    pairs = zip("qkv", (dq, dk, dv), strict=True)
+    made = [torch.empty_like(given[name]) if out is None else out for name, out in pairs]
+    return [*made, kernels.backward_memory(call, **given)]
 
 
-@_rule
-def varlen_bwd(
-    call: Call,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor | None,
-    dv: torch.Tensor | None,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    longest_q: int,
-    longest_k: int,
-    p_dropout: float,
-    softmax_scale: float,
-    zero_tensors: bool,
-    is_causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: Any = None,
-    rng_state: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """As `bwd`, for sequences of variable length."""
-    del gen
-    made = _gradients((q, k, v), (dq, dk, dv))
-    settings = (p_dropout, softmax_scale, is_causal, left, right, softcap, alibi_slopes)
-    tensors = (dout, q, k, v, out, lse, *made, cu_q, cu_k, longest_q, longest_k)
-    sums = kernels.varlen_backward.function(
-        call, *tensors, *settings, deterministic, rng_state, zero_tensors
-    )
-    return [*made, sums]
+_rule = Extension("flash_attn_2_cuda", kernels.forward.source)
+fwd, varlen_fwd, bwd, varlen_bwd = (
+    _rule.named(name, kernels.by_name(names.split(), _backward if "bwd" in name else _forward))
+    for name, names in _ARGUMENTS.items()
+)

@@ -1,0 +1,55 @@
+"""PyTorch's attention by another package's kernels (`activate_flash_attention_impl("FA3")`).
+
+PyTorch registers Python functions for its own attention operators, which call the package's. Here
+they answer those operators for one capture: what they make and what they call is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention import _registry
+
+if TYPE_CHECKING:
+    from memplan.capture.mode import CaptureMode
+    from memplan.capture.patching import Patches
+
+
+class _Library:
+    """In place of `torch.library.Library`; as there, what it registered goes with it."""
+
+    def __init__(self, mode: CaptureMode) -> None:
+        self._mode = mode
+        self._names: list[str] = []
+
+    def impl(self, operator: str, function: Callable[..., Any], _key: str = "") -> None:
+        """Let a function answer an operator of `aten`."""
+
+        def handle(mode: CaptureMode, _func: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs, _ = mode._without_real(args, kwargs)
+            with mode, torch.no_grad():
+                return function(*args, **kwargs)
+
+        self._names.append(f"aten::{operator}")
+        self._mode.rules[self._names[-1]] = handle
+        _look_again(self._mode, operator)
+
+    def __del__(self) -> None:
+        for name in self._names:
+            self._mode.rules.pop(name, None)
+            _look_again(self._mode, name.partition("::")[2])
+
+
+def _look_again(mode: CaptureMode, operator: str) -> None:
+    name, _, overload = operator.partition(".")
+    mode.handlers.pop(getattr(getattr(torch.ops.aten, name), overload or "default", None), None)
+
+
+def adapt(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
+    """Of `torch.nn.attention._fa3`: nothing is registered with the dispatcher."""
+    patches.set(module, "Library", lambda *_names: _Library(mode))
+    patches.set(torch._C, "_set_sdp_use_fa3", lambda _on: None)  # for choosing kernels in C++
+    patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
