@@ -76,13 +76,36 @@ def test_where_most_is_allocated() -> None:
 
 def test_the_largest_tensors() -> None:
     largest = estimate(training_job(), CARD).largest
-    assert len(largest) == 10
-    assert [t.bytes for t in largest] == sorted((t.bytes for t in largest), reverse=True)
-    weight = largest[0]
-    assert (weight.name, weight.role, weight.shape) == ("w0", "parameter", "4096x4096")
+    held = [t.bytes * t.count for t in largest]
+    assert held == sorted(held, reverse=True)
+    weight = next(t for t in largest if t.role == "parameter")
+    assert (weight.name, weight.count, weight.shape) == ("w0", 1, "4096x4096")
     assert (weight.dtype, weight.source) == ("float32", "train.py:3")
     kept = next(t for t in largest if t.role == "activation")
     assert (kept.bytes, kept.op, kept.module) == (32 * MIB, "aten::mm", "model.fc1")
+
+
+def test_layers_that_are_alike_are_one_row() -> None:
+    """A number that is a level of the path; one inside a name, or another line, is another row."""
+    job = Job()
+    for layer in range(12):
+        job.at(Phase.FORWARD, "aten.mm.default", f"Net.blocks.{layer}.mlp.0", "train.py:3")
+        job.alloc(10 * MIB, Role.ACTIVATION, shape="5x512")
+    job.at(Phase.FORWARD, "aten.mm.default", "Net.blocks.3.mlp.0", "train.py:4")
+    job.alloc(10 * MIB, Role.ACTIVATION, shape="5x512")
+    for number in (1, 2):
+        job.at(Phase.FORWARD, "aten.mm.default", f"Net.conv{number}", "train.py:3")
+        job.alloc(20 * MIB, Role.ACTIVATION)
+    job.at(Phase.FORWARD, "aten.mm.default", "Net.head", "train.py:5")
+    job.alloc(100 * MIB, Role.ACTIVATION)
+    largest = estimate(job.build(), CARD).largest
+    assert [(t.count, t.module, t.source) for t in largest] == [
+        (12, "Net.blocks.*.mlp.0", "train.py:3"),
+        (1, "Net.head", "train.py:5"),
+        (1, "Net.conv1", "train.py:3"),
+        (1, "Net.conv2", "train.py:3"),
+        (1, "Net.blocks.3.mlp.0", "train.py:4"),
+    ]
 
 
 def test_an_observed_job_still_has_an_interval() -> None:
@@ -293,7 +316,7 @@ def test_sums_order_and_verdict_hold_for_any_job(trace: Trace, card_bytes: int |
         assert answer.fits is None
     else:
         assert answer.fits is (answer.high_bytes <= card.total_memory_bytes)
-    assert sum(t.bytes for t in answer.largest) <= answer.reserved_peak_bytes
+    assert sum(t.bytes * t.count for t in answer.largest) <= answer.reserved_peak_bytes
 
 
 def test_a_capture_on_cpu_kernels_has_a_wider_interval() -> None:

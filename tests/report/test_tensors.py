@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,13 @@ from memplan.types.estimate import TensorInfo
 GIB = 1 << 30
 
 
-def tensor(name: str = "", op: str = "", module: str = "", **rest: str) -> TensorInfo:
-    fields = {"shape": "8192x50257", "dtype": "float32", "role": "activation", "source": "a.py:1"}
+def tensor(name: str = "", op: str = "", module: str = "", **rest: Any) -> TensorInfo:
+    fields: dict[str, Any] = {
+        "shape": "8192x50257",
+        "dtype": "float32",
+        "role": "activation",
+        "source": "a.py:1",
+    }
     return TensorInfo(bytes=GIB, name=name, op=op, module=module, **{**fields, **rest})
 
 
@@ -96,3 +102,10 @@ def test_wrap_name() -> None:
     assert all(len(line) <= 20 for line in lines) and "".join(lines) == "a" * 50 + ".b"
     for one, other in pairwise(wrap_name("one two three four", 8)):
         assert len(one) <= 8 and len(one) + len(other) >= 8
+
+
+def test_a_group_shows_how_many_it_stands_for() -> None:
+    shown = text(tensor(op="aten.mm.default", module="Net.blocks.*.mlp", count=24))
+    assert shown.startswith(
+        "  24 x 1.0 GiB  8192x50257 float32  mm in Net.blocks.*.mlp, activation"
+    )

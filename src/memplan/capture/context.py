@@ -19,7 +19,30 @@ if TYPE_CHECKING:
 _TORCH = str(Path(torch.__file__).parent)
 _MEMPLAN = str(Path(__file__).parents[1])
 _HIDDEN = (_TORCH, _MEMPLAN, "<", str(Path(sys.modules["threading"].__file__ or "").parent) + "/")
+_COMPILED = "_orig_mod"
+"""Where `torch.compile` keeps the module: no level of the model's own."""
 _MAX_REMEMBERED = 400_000
+
+
+GENERATED = "<compiled graph>"
+"""The file name of code that a compiler generated."""
+ORIGINS = "_memplan_origins"
+"""Among its globals: `BufferOrigin` by line."""
+
+
+class BufferOrigin(NamedTuple):
+    """What a line of generated code makes."""
+
+    op: str
+    module: str
+    """Below the module that was compiled."""
+    source: str
+
+
+def generated_origin(frame: FrameType) -> BufferOrigin | None:
+    """Of the line that a frame of generated code is at."""
+    known: dict[int, BufferOrigin] = frame.f_globals.get(ORIGINS, {})
+    return known.get(frame.f_lineno)
 
 
 class Origin(NamedTuple):
@@ -58,6 +81,7 @@ class Context:
         self._names: dict[int, str] = {}
         self._origins: dict[int, Origin] = {}
         self._code_text: dict[CodeType, str] = {}
+        self._below: dict[tuple[int, str], int] = {}
 
     # Modules
 
@@ -78,10 +102,11 @@ class Context:
             self._call = -1
 
     def _name(self, module: torch.nn.Module) -> str:
-        prefix = type(module).__name__
+        prefix = type(getattr(module, _COMPILED, module)).__name__
         if not self._stack:
             for path, child in module.named_modules():
-                self._names[id(child)] = f"{prefix}.{path}" if path else prefix
+                parts = [prefix, *(part for part in path.split(".") if part not in ("", _COMPILED))]
+                self._names[id(child)] = ".".join(parts)
         return self._names.setdefault(id(module), prefix)
 
     @property
@@ -117,6 +142,7 @@ class Context:
             origin = self._origins.get(node._sequence_nr()) if node is not None else None
             if origin is not None and not self._recomputing(frame):
                 builder.module, builder.source = origin.module, origin.source
+                builder.source = self._source(frame, only_generated=True) or builder.source
                 if stream != self.outer_stream:  # a hook made it current (FSDP's collectives)
                     return stream
                 return origin.stream if self.held_stream is None else self.held_stream
@@ -154,15 +180,33 @@ class Context:
 
     # Source lines
 
-    def _source(self, frame: FrameType | None) -> int:
+    def _source(self, frame: FrameType | None, *, only_generated: bool = False) -> int:
+        """The number of `file:line`. Of generated code it is that of the model's line, and the
+        builder's module becomes that module."""
         while frame is not None:
-            text = self._code_text.get(frame.f_code)
+            code = frame.f_code
+            text = self._code_text.get(code)
             if text is None:
-                text = self._code_text[frame.f_code] = shown_path(frame.f_code.co_filename)
-            if text:
-                return self.builder.intern(f"{text}:{frame.f_lineno}")
+                path = code.co_filename
+                text = self._code_text[code] = GENERATED if path == GENERATED else shown_path(path)
+            if text is GENERATED:
+                if (made := generated_origin(frame)) is not None and made.source:
+                    self.builder.module = self._module_below(self.builder.module, made.module)
+                    return self.builder.intern(made.source)
+            elif text:
+                return 0 if only_generated else self.builder.intern(f"{text}:{frame.f_lineno}")
             frame = frame.f_back
         return 0
+
+    def _module_below(self, module: int, path: str) -> int:
+        if not path:
+            return module
+        number = self._below.get((module, path))
+        if number is None:
+            compiled = next((text for text, n in self.builder.strings() if n == module), "")
+            whole = f"{compiled}.{path}" if compiled else path
+            number = self._below[module, path] = self.builder.intern(whole)
+        return number
 
     def source_text(self, frame: FrameType | None) -> str:
         """`file:line` of the innermost frame that is not PyTorch's or ours, or the empty string."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+from msgspec.structs import replace
 
 from memplan.estimate.roles import derive_roles, requested_bytes
 from memplan.simulate import Timeline
@@ -10,6 +13,8 @@ from memplan.types.estimate import Breakdown, PeakPoint, TensorInfo
 from memplan.types.trace import Role, Trace
 
 LARGEST = 10
+_LOOKED_AT = 20_000
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 _KEYS = {
     Role.PARAMETER: "parameters",
     Role.GRADIENT: "gradients",
@@ -84,9 +89,16 @@ class Contents:
         return point_at(self._trace, self._event)
 
     def largest(self) -> list[TensorInfo]:
-        """The largest storages, largest first, oldest first among equals."""
-        order = np.argsort(-self._bytes[self._alive], kind="stable")[:LARGEST]
-        return [self._tensor(int(storage)) for storage in self._alive[order]]
+        """The largest groups of storages, each of those that were asked for alike in layers that
+        differ by their number alone; by the bytes of all of a group, oldest first among equals."""
+        order = np.argsort(-self._bytes[self._alive], kind="stable")[:_LOOKED_AT]
+        groups: dict[TensorInfo, list[TensorInfo]] = {}
+        for storage in self._alive[order]:
+            tensor = self._tensor(int(storage))
+            layer = replace(tensor, name=_numbered(tensor.name), module=_numbered(tensor.module))
+            groups.setdefault(layer, []).append(tensor)
+        alike = sorted(groups.values(), key=lambda group: -group[0].bytes * len(group))
+        return [_together(group) for group in alike[:LARGEST]]
 
     def _tensor(self, storage: int) -> TensorInfo:
         strings, storages = self._trace.strings, self._trace.storages
@@ -102,3 +114,23 @@ class Contents:
             module=origin.module if origin else "",
             source=origin.source if origin else "",
         )
+
+
+def _numbered(path: str) -> str:
+    """A path of modules with its numbers left open."""
+    return _NUMBER.sub("*", path)
+
+
+def _together(group: list[TensorInfo]) -> TensorInfo:
+    """One row for tensors whose paths differ by numbers alone."""
+    return replace(
+        group[0],
+        count=len(group),
+        name=_common([tensor.name for tensor in group]),
+        module=_common([tensor.module for tensor in group]),
+    )
+
+
+def _common(paths: list[str]) -> str:
+    parts = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(found[0] if len(set(found)) == 1 else "*" for found in parts)

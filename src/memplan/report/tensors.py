@@ -26,7 +26,9 @@ def largest_lines(tensors: list[TensorInfo], width: int, ascii_only: bool) -> It
     (`blocks.0.mlp` and `blocks.1.mlp`, `log_softmax` and `softmax`).
     """
     sources = _short_sources(tensors)
-    rows = Counter(_row(tensor, sources[tensor.source], ascii_only) for tensor in tensors)
+    rows: Counter[tuple[str, str, str, str]] = Counter()
+    for tensor in tensors:
+        rows[_row(tensor, sources[tensor.source], ascii_only)] += tensor.count
     what = min(max(len(description) for _, description, _, _ in rows), _LONGEST_DESCRIPTION)
     sizes = [f"{count} x {row[0]}" if count > 1 else row[0] for row, count in rows.items()]
     longest = max(map(len, sizes))

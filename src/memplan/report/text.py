@@ -59,8 +59,8 @@ def clean(text: str, *, ascii_only: bool = False) -> str:
 
 def short_op(name: str) -> str:
     """An operator's name as its caller knows it: `aten.mm.default` and `aten::mm` are `mm`,
-    `aten.sum.dim_IntList` is `sum`."""
-    short = name.removeprefix("aten.").removeprefix("aten::")
+    `aten.sum.dim_IntList` is `sum`, and a compiled graph's buffer for its result is so too."""
+    short = name.removeprefix("aten.").removeprefix("aten::").removeprefix("inductor.buffer.")
     return name.removesuffix(".default") if short == name else short.partition(".")[0]
 
 

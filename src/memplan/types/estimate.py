@@ -82,9 +82,12 @@ class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A storage alive at the peak, and who asked for it."""
+    """A storage alive at the peak, and who asked for it; or several that were asked for alike."""
 
     bytes: int
+    """Of one."""
+    count: int = 1
+    """Where there are several, numbers of `name` and `module` in which they differ are `*`."""
     shape: str
     dtype: str
     role: str
@@ -158,7 +161,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     allocated_peak: PeakPoint = PeakPoint(event=-1)
     """Where the job stands when most is allocated: seldom where the reserved memory peaks."""
     largest: list[TensorInfo]
-    """The ten largest storages alive at the peak, largest first."""
+    """The ten groups of like storages that hold most at the peak, the largest first."""
     assumptions: list[Assumption]
     kernels: list[KernelChoice]
     curve: MemoryCurve

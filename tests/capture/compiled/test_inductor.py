@@ -185,3 +185,27 @@ def test_timing_takes_memory_once_and_by_rule(monkeypatch: pytest.MonkeyPatch) -
     assert peak_of("default") == (0, l2, 2 * l2)
     timed = l2 + 3 * WIDTH * WIDTH * FLOAT
     assert peak_of("max-autotune-no-cudagraphs") == (0, timed, 2 * timed)
+
+
+def test_a_buffer_names_its_operator_its_module_and_its_line() -> None:
+    """In the forward and in the backward pass, and not the function that generated code calls."""
+    model_line = Mlp.forward.__code__.co_firstlineno + 1
+
+    def job() -> None:
+        model = nn.Sequential(Mlp(), Mlp()).cuda()
+        train(torch.compile(model), model)
+
+    trace = record(job)
+    place = f"test_inductor.py:{model_line}"
+    made = [
+        (event.phase, event.op.removeprefix("inductor.buffer."), event.module)
+        for event in allocations(trace)
+        if event.op.startswith("inductor.buffer.") and event.source.endswith(place)
+    ]
+    for layer in "01":
+        assert (Phase.FORWARD, "addmm", f"Sequential.{layer}.up") in made
+        assert any(
+            phase == Phase.BACKWARD and op == "mm" and module == f"Sequential.{layer}.up"
+            for phase, op, module in made
+        )
+    assert not allocations(trace, Phase.FORWARD, op="empty_strided")

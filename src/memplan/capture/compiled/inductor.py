@@ -21,7 +21,9 @@ from torch._inductor.fx_passes import pad_mm
 
 from memplan.capture.compiled import card, launches
 from memplan.capture.compiled.cudagraphs import Pool
+from memplan.capture.compiled.origins import origins
 from memplan.capture.compiled.tuning import Tuning
+from memplan.capture.context import GENERATED, ORIGINS
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
@@ -106,10 +108,11 @@ def _loader(mode: CaptureMode, tuning: Tuning) -> Any:
     def compile_to_module(lowering: Any) -> Any:
         code, _kernels = lowering.codegen()
         module: Any = types.ModuleType("memplan_compiled_graph")
-        module.__file__ = "<compiled graph>"
+        module.__file__ = GENERATED
         module.__dict__.update(lowering.constants)
         module.__dict__.update(lowering.torchbind_constants)
         source = _TRITON_IMPORT.sub("", code.value)
+        module.__dict__[ORIGINS] = origins(lowering, source)
         exec(compile(source, module.__file__, "exec"), module.__dict__)
         module.__dict__.update(launches.primitives(mode))
         module.call = tuning.before_first(module.call, lowering)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capture.context import generated_origin
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
@@ -80,7 +83,15 @@ def primitives(mode: CaptureMode) -> dict[str, Any]:
 
     def empty_on(device: str) -> Callable[..., torch.Tensor]:
         def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+            frame = sys._getframe(1)
+            origin = generated_origin(frame)
+            before = mode.acting, mode.acting_for
+            if origin is not None:
+                mode.acting, mode.acting_for = f"inductor.buffer.{origin.op}", frame
+            try:
+                return torch.empty_strided(size, stride, dtype=dtype, device=device)
+            finally:
+                mode.acting, mode.acting_for = before
 
         return empty_strided
 
