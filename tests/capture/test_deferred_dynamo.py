@@ -85,3 +85,21 @@ def test_dynamo_is_imported_when_something_is_asked_of_it(tmp_path: Path) -> Non
     assert seen["utils"]
     assert seen["result"] == [3.0, 3.0]
     assert seen["graphs"] == 2  # the optimizer's own function is left alone, and splits the step
+
+
+def test_a_submodule_that_brings_the_package_in_runs_once() -> None:
+    code = """
+import torch
+from memplan.capture.deferred_dynamo import dynamo
+
+dynamo.start()
+import torch._dynamo.utils
+import torch._dynamo.output_graph
+
+assert torch._dynamo.output_graph.counters is torch._dynamo.utils.counters
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+assert torch._dynamo.utils.__spec__.loader.get_source("torch._dynamo.utils")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

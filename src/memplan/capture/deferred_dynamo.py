@@ -158,21 +158,27 @@ class _Submodules(importlib.abc.MetaPathFinder):
             return None
         self._deferred.load()
         module = sys.modules.get(fullname)  # where the package has imported it
-        return None if module is None else importlib.machinery.ModuleSpec(fullname, _There(module))
+        spec = None if module is None else module.__spec__
+        if module is None or spec is None:
+            return None
+        # Python takes the module's own spec from here on, and would run the module a second time.
+        spec.loader = _There(module, spec.loader)
+        return spec
 
 
 class _There(importlib.abc.Loader):
-    """Gives a module that has been imported already."""
+    """Gives a module that has been imported already, once."""
 
-    def __init__(self, module: types.ModuleType) -> None:
+    def __init__(self, module: types.ModuleType, loader: Any) -> None:
         self._module = module
-        self._spec = module.__spec__
+        self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
 
 
 dynamo = DeferredDynamo()
