@@ -265,3 +265,61 @@ def test_a_wrapper_passes_its_own_types_on() -> None:
         assert half.numbers.shape == (4, 4)
 
     record(job, steps=0)
+
+
+AFTERWARDS = """
+import gc, sys, types
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+import torch._dynamo  # else what PyTorch adds for it counts as ours
+
+def attributes():
+    return {owner: dict(vars(owner)) for owner in (torch.Tensor, FakeTensor)}
+
+before, metaclass = attributes(), type(FakeTensor)
+import memplan
+
+def setup():
+    import first_imported_here
+    assert first_imported_here.is_available()
+    model = nn.Linear(64, 64).cuda()
+    return model, torch.optim.AdamW(model.parameters())
+
+def step(model, optimizer):
+    model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+peaks = {memplan.estimate(step, setup=setup, gpu="rtx4090").peak_bytes for _ in range(2)}
+assert len(peaks) == 1
+kept = []
+try:
+    memplan.estimate(lambda *_: kept.append(torch.ones(3, device="cuda")) or 1 / 0, setup=setup)
+except ZeroDivisionError:
+    pass
+gc.collect()
+assert isinstance(kept[0], FakeTensor) and kept[0].device.type == "cuda"
+kept.clear()
+gc.collect()
+assert attributes() == before
+assert type(FakeTensor) is metaclass
+with FakeTensorMode():
+    assert isinstance(torch.ones(2), FakeTensor)
+
+import first_imported_here as here
+assert here.is_available is torch.cuda.is_available
+assert here.made is torch.tensor
+assert not here.is_available()
+"""
+
+
+def test_everything_is_as_before_once_nothing_fake_is_left(tmp_path: Any) -> None:
+    """Also the names that a module took by `from … import` while a capture ran."""
+    module = "from torch import tensor as made\nfrom torch.cuda import is_available\n"
+    (tmp_path / "first_imported_here.py").write_text(module)
+    (tmp_path / "job.py").write_text(AFTERWARDS)
+    done = subprocess.run(
+        [sys.executable, "job.py"], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr

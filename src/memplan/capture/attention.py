@@ -23,6 +23,7 @@ from memplan.capture.kernels.attention import (
 )
 from memplan.capture.kernels.model import version_tuple
 from memplan.capture.mode import CaptureMode, Handler
+from memplan.capture.patching import weakly
 from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
@@ -43,7 +44,7 @@ class Attention:
     def install(self) -> torch.library.Library:
         """Register the choice below autograd's key for CUDA; returned library must stay alive."""
         library = torch.library.Library("aten", "IMPL")
-        library.impl("scaled_dot_product_attention", self.run, "AutogradCUDA")
+        library.impl("scaled_dot_product_attention", weakly(self.run), "AutogradCUDA")
         return library
 
     def handler(self) -> Handler:

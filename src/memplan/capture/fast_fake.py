@@ -102,8 +102,8 @@ class FastFakeMode(FakeTensorMode):
     """Of the tensors that it makes."""
 
     def __init__(self, **options: Any) -> None:
-        plain_class.install()
         super().__init__(**options)
+        plain_class.install(self)
         self.cache_enabled = False  # PyTorch's own
         self.hits = 0
         """Operators that were answered from a plan."""

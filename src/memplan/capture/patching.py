@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,10 +55,54 @@ class Patches:
         finally:
             taken_out.undo()
 
+    def reach_into(self, modules: Iterable[types.ModuleType]) -> None:
+        """Replace also what `from … import` took of the modules that were patched."""
+        for module, name, value in _taken(modules, self._of_modules()):
+            self.set(module, name, value, new=True)
+
+    def forget_in(self, modules: Iterable[types.ModuleType]) -> None:
+        """Put back what `from … import` took meanwhile, in modules that were not there before."""
+        ours = [(patched, real) for real, patched in self._of_modules()]
+        for module, name, value in _taken(modules, ours):
+            setattr(module, name, value)
+
+    def _of_modules(self) -> list[tuple[Any, Any]]:
+        """Functions and classes of modules: what stood there, and what stands there now."""
+        return [
+            (before, vars(owner)[name])
+            for owner, name, before in self.originals()
+            if isinstance(owner, types.ModuleType) and callable(before) and name in vars(owner)
+        ]
+
     def undo(self) -> None:
         """Put everything back."""
         while self._undo:
             _put(*self._undo.pop())
+
+
+def _taken(
+    modules: Iterable[types.ModuleType], pairs: list[tuple[Any, Any]]
+) -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """Where in `modules` the first of a pair stands, and the second."""
+    known = {id(one): (one, other) for one, other in pairs}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            one, other = known.get(id(value), (None, None))
+            if one is not None and one is value:
+                yield module, name, other
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method and does not keep its object alive: PyTorch never lets go of the kernels that
+    were registered with it, also when their library is gone."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = found()
+        assert alive is not None
+        return alive(*args, **kwargs)
+
+    return call
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -11,19 +11,22 @@ is then assigned. Three things that PyTorch finds by the class are put where the
   descriptor, and says as ever that there is none to a class and to a real tensor;
 - the properties of `FakeTensor` that `torch.Tensor` lacks.
 
-They stay for the life of the process, because the tensors of a capture may outlive it.
+They stay as long as a fake mode of ours lives, which each of its tensors keeps alive: the tensors
+of a capture may outlive it. Then PyTorch is as it was.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from memplan.capture.patching import Patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,6 +47,7 @@ _OF_FAKE_TENSORS = (
     "nested_int_memo",
     "get_nested_int",
 )
+_metaclass: Any = type(FakeTensor)
 _storage: Any = torch._C.TensorBase.untyped_storage
 _STATE = "_memplan_fake_state"
 _TYPE_OF_OBJECT = ctypes.sizeof(ctypes.c_void_p)
@@ -142,26 +146,51 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-@functools.cache
-def install() -> None:
-    """Teach PyTorch that a tensor of any class may be a fake one. Once for the process.
+_modes = 0
+_patches = Patches()
+
+
+def install(mode: FakeTensorMode) -> None:
+    """Teach PyTorch that a tensor of any class may be a fake one, as long as `mode` lives.
 
     Raises RuntimeError where CPython or PyTorch are not as expected.
     """
+    global _modes
+    if not _modes:
+        _change_classes()
+    _modes += 1
+    weakref.finalize(mode, _uninstall).atexit = False
+
+
+def _uninstall() -> None:
+    global _modes
+    _modes -= 1
+    if not _modes:
+        _set_metaclass(_FakeTensorType, _metaclass)
+        _patches.undo()
+
+
+def _change_classes() -> None:
+    put = _patches.set
+    _set_metaclass(_metaclass, _FakeTensorType)
     if "fake_device" not in vars(FakeTensor):  # a plain attribute in PyTorch 2.11, a property since
-        FakeTensor.fake_device = property(_get_device, _set_device)  # type: ignore[assignment]
+        put(FakeTensor, "fake_device", property(_get_device, _set_device), new=True)
     for name in _OF_FAKE_TENSORS:
         if name in vars(FakeTensor):
-            setattr(_Tensor, name, _OfFakes(name))
-    FakeTensor.__new__ = staticmethod(_new)  # type: ignore[method-assign]
-    _Tensor._fake_device = _FakeDevice()  # type: ignore[attr-defined]
-    _Tensor.__torch_dispatch__ = _Dispatch()  # type: ignore[assignment]
-    # `FakeTensor.__class__ = …` is refused because its metaclass is one of C's.
+            put(_Tensor, name, _OfFakes(name), new=True)
+    put(FakeTensor, "__new__", staticmethod(_new))
+    put(_Tensor, "_fake_device", _FakeDevice(), new=True)
+    put(_Tensor, "__torch_dispatch__", _Dispatch())
+
+
+def _set_metaclass(before: type, after: type) -> None:
+    """Of `FakeTensor`. `FakeTensor.__class__ = …` is refused because one of the two is of C's."""
     cell = ctypes.c_void_p.from_address(id(FakeTensor) + _TYPE_OF_OBJECT)
-    if cell.value != id(type(FakeTensor)):
+    if cell.value != id(before):
         raise RuntimeError("this Python keeps an object's type elsewhere")
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_FakeTensorType))
-    cell.value = id(_FakeTensorType)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(after))
+    cell.value = id(after)
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(before))
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
 
 

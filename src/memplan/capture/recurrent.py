@@ -19,11 +19,11 @@ from memplan.capture.kernels import rnn
 from memplan.capture.kernels.model import Scratch, exactly
 from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.parameters import set_data
+from memplan.capture.patching import Patches, weakly
 from memplan.types.trace import Provenance, Role
 
 if TYPE_CHECKING:
     from memplan.capture.kernel_memory import KernelMemory
-    from memplan.capture.patching import Patches
     from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
@@ -61,6 +61,8 @@ class Recurrent:
     # The modules' operators
 
     def _padded(self, number: int) -> Any:
+        stack = weakly(self._stack)
+
         def run(
             x: torch.Tensor,
             hx: Any,
@@ -73,11 +75,13 @@ class Recurrent:
             batch_first: bool,
         ) -> Any:
             switches = (batch_first, dropout, train, bidirectional)
-            return self._stack(number, x, hx, params, has_biases, layers, switches, [])
+            return stack(number, x, hx, params, has_biases, layers, switches, [])
 
         return run
 
     def _packed(self, number: int) -> Any:
+        stack = weakly(self._stack)
+
         def run(
             x: torch.Tensor,
             batch_sizes: torch.Tensor,
@@ -91,7 +95,7 @@ class Recurrent:
         ) -> Any:
             switches = (False, dropout, train, bidirectional)
             sizes = [int(size) for size in batch_sizes.tolist()]
-            return self._stack(number, x, hx, params, has_biases, layers, switches, sizes)
+            return stack(number, x, hx, params, has_biases, layers, switches, sizes)
 
         return run
 

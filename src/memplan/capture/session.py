@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
+import types
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses import fake_tensor
@@ -57,6 +60,9 @@ from memplan.capture.steps import StepWatcher
 from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 aten = torch.ops.aten
 
@@ -129,7 +135,11 @@ class CaptureSession:
             raise RuntimeError("a capture is already running in this process")
         with ExitStack() as stack:
             patches = self._patches
+            # A fake tensor that is asked for its device imports this: now, not under our patches.
+            if torch.distributed.is_available():
+                importlib.import_module("torch.distributed.tensor")
             stack.callback(patches.undo)
+            stack.callback(self._forget_imports, frozenset(sys.modules))
             packages.make_torchvision_importable()
             watcher = ImportWatcher(packages.adapters(patches, self.ending))
             stack.callback(watcher.stop)
@@ -166,6 +176,7 @@ class CaptureSession:
                 self.ending.install(patches)
             self.by_hand.install(patches)
             self.caught.install(patches)
+            patches.reach_into(_of_the_job(sys.modules))
             stack.enter_context(constructors.known_to_torchscript(patches))
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
@@ -186,6 +197,9 @@ class CaptureSession:
                 self.by_hand.look(at_end=True)
         self._alloc_conf = self._settings_in_force()
         self._stack.__exit__(*exc)
+
+    def _forget_imports(self, before: frozenset[str]) -> None:
+        self._patches.forget_in(_of_the_job(name for name in sys.modules if name not in before))
 
     def _patch_framework(self, patches: Patches) -> None:
         context = self.mode.context
@@ -371,6 +385,12 @@ class CaptureSession:
         if place is None or self._cuda is None:
             return trace
         return cards.with_card(trace, place, self.mode.devices, chosen=self._cuda.chosen)
+
+
+def _of_the_job(names: Iterable[str]) -> list[types.ModuleType]:
+    """Of these modules those that are neither PyTorch's nor ours."""
+    found = [sys.modules[n] for n in list(names) if n.partition(".")[0] not in ("torch", "memplan")]
+    return [module for module in found if type(module) is types.ModuleType]
 
 
 def _deactivate() -> None:

@@ -74,7 +74,7 @@ class FakeStream:
         return int(self.device.index or 0)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = FakeEvent() if event is None else event
+        event = self._api.Event() if event is None else event
         event.record(self)
         return event
 
@@ -176,7 +176,6 @@ class FakeCuda:
             "ExternalStream", (FakeExternalStream, self.Stream), {"__module__": "torch.cuda"}
         )
         self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
-        FakeEvent._api = self
         self.default = self.Stream()
         self.default.stream_id = self.default.cuda_stream = 0
         self._streams_made.clear()
