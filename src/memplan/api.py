@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -102,6 +103,18 @@ def estimate(
     options = CaptureOptions(
         profile=profile or find_profile(DEFAULT_PROFILE), steps=steps, routing=routing
     )
+    try:
+        return _estimate(step, setup, profile, options)
+    finally:
+        gc.collect()  # with the last fake tensor PyTorch's classes are as they were
+
+
+def _estimate(
+    step: Callable[..., object],
+    setup: Callable[[], Any] | None,
+    profile: DeviceProfile | None,
+    options: CaptureOptions,
+) -> Estimate:
     session = CaptureSession(options)
     try:
         with session:
@@ -111,7 +124,7 @@ def estimate(
                 step(*arguments)
     except EnoughSeen:
         pass
-    if session.steps.completed == 0 and steps != 0:
+    if session.steps.completed == 0 and options.steps != 0:
         raise CaptureError(
             f"{getattr(step, '__name__', 'step')}() never stepped an optimizer",
             "call optimizer.step() in it, or pass steps=0 for a step that only runs forward",
