@@ -38,9 +38,16 @@ class Maker:
     """One device. `stream` arguments are pointers, as in PyTorch; 0 is the default stream."""
 
     def __init__(
-        self, device: int = 0, *, expandable: bool = False, capacity: int | None = None
+        self,
+        device: int = 0,
+        *,
+        expandable: bool = False,
+        capacity: int | None = None,
+        private: int | None = None,
     ) -> None:
         self.device = device
+        self.private = private
+        """A stream that stands for the default one's part of a private pool."""
         self.capacity = capacity
         self.expandable = expandable
         self.segments: list[MadeSegment] = []
@@ -98,6 +105,8 @@ class Maker:
         for address in self.waiting():
             self.complete(address)
         for segment in list(self.segments):
+            if segment.stream == self.private:
+                continue
             if self.expandable:
                 self._unmap(segment)
             elif all(block.state == "inactive" for block in segment.blocks):
@@ -147,9 +156,9 @@ class Maker:
             "allocated_size": sum(b.size for b in used),
             "active_size": sum(b.size for b in active),
             "requested_size": sum(b.requested for b in used),
-            "stream": segment.stream,
+            "stream": self._shown(segment.stream)[0],
             "segment_type": "small" if segment.small else "large",
-            "segment_pool_id": (0, 0),
+            "segment_pool_id": self._shown(segment.stream)[1],
             "is_expandable": segment.expandable,
             "frames": [],
             "blocks": [
@@ -163,6 +172,9 @@ class Maker:
                 for b in segment.blocks
             ],
         }
+
+    def _shown(self, stream: int) -> tuple[int, tuple[int, int]]:
+        return (0, (0, 1)) if stream == self.private else (stream, (0, 0))
 
     def _sorted(self) -> list[MadeSegment]:
         return sorted(self.segments, key=lambda segment: segment.address)
@@ -181,9 +193,10 @@ class Maker:
     ) -> None:
         self.clock += 7
         place = "device_free" if action == "oom" else "addr"
-        entry = {"action": action, place: address, "size": size, "stream": stream}
+        shown, pool = self._shown(stream)
+        entry = {"action": action, place: address, "size": size, "stream": shown}
         entry |= {"time_us": self.clock, "compile_context": "N/A", "user_metadata": note}
-        self.entries.append(entry | {"pool_id": (0, 0), "frames": frames or []})
+        self.entries.append(entry | {"pool_id": pool, "frames": frames or []})
         self.states.append(self._state)
         self._state = self._copy()
         self.reserved.append(sum(segment.size for segment in self.segments))

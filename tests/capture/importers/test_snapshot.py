@@ -38,10 +38,12 @@ def imported(folder: Path, snapshot: Any, protocol: int = 4) -> Trace:
     return read_snapshot(path)
 
 
-def made(seed: int, *, expandable: bool, streams: int = 3, steps: int = 70) -> Maker:
+def made(
+    seed: int, *, expandable: bool, streams: int = 3, steps: int = 70, private: int | None = None
+) -> Maker:
     """A random run: requests of all pools, releases, releases that wait, emptied caches."""
     rng = random.Random(seed)
-    maker = Maker(expandable=expandable)
+    maker = Maker(expandable=expandable, private=private)
     for _ in range(steps):
         live = maker.live()
         choice = rng.random()
@@ -144,7 +146,38 @@ def test_replaying_an_import_reserves_what_was_reserved(
 ) -> None:
     maker = made(seed, expandable=False)
     kept = max(1, int(len(maker.entries) * cut))
-    trace = imported(folder, maker.snapshot(kept))
+    check_reserved(maker, kept, imported(folder, maker.snapshot(kept)))
+
+
+@several
+@given(seed=st.integers(0, 10**6), cut=st.floats(0.1, 1.0), told=st.booleans())
+def test_a_private_pool_keeps_its_memory_to_itself(
+    folder: Path, seed: int, cut: float, told: bool
+) -> None:
+    maker = made(seed, expandable=False, private=STREAMS[1])
+    kept = max(1, int(len(maker.entries) * cut))
+    snapshot = maker.snapshot(kept)
+    for entry in snapshot["device_traces"][0] if not told else ():
+        del entry["pool_id"]  # as older versions
+    check_reserved(maker, kept, imported(folder, snapshot))
+
+
+@several
+@given(seed=st.integers(0, 10**6), cut=st.floats(0.1, 1.0))
+def test_mapped_pages_of_a_private_pool_are_told_apart(folder: Path, seed: int, cut: float) -> None:
+    maker = made(seed, expandable=True, private=STREAMS[1])
+    snapshot = maker.snapshot(max(1, int(len(maker.entries) * cut)))
+    told = imported(folder, snapshot)
+    for entry in snapshot["device_traces"][0]:
+        del entry["pool_id"]
+    inferred = imported(folder, snapshot)
+    assert observed(inferred) == observed(told)
+    assert inferred.events.stream.tolist() == told.events.stream.tolist()
+    assert inferred.meta.initial_segments == told.meta.initial_segments
+
+
+def check_reserved(maker: Maker, kept: int, trace: Trace) -> None:
+    """The replay reserves what was reserved after each of the last `kept` entries."""
     reserved = reserved_after(trace)
     entries = list(zip(maker.entries, maker.reserved, strict=True))[-kept:]
     kinds = trace.events.kind.tolist()

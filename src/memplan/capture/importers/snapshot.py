@@ -10,12 +10,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memplan.capture.importers.frames import FrameReader, PhaseTracker
-from memplan.capture.importers.snapshot_schema import Entry, Snapshot, read_schema
+from memplan.capture.importers.snapshot_schema import (
+    DEFAULT_POOL,
+    Entry,
+    Pool,
+    Snapshot,
+    read_schema,
+)
 from memplan.capture.importers.snapshot_start import StartState, rewind
 from memplan.types.builder import TraceBuilder
 from memplan.types.collection import paused_collection
 from memplan.types.errors import FormatError
-from memplan.types.trace import Block, EventKind, Provenance, Segment, Trace, TraceMeta
+from memplan.types.trace import (
+    PRIVATE_POOLS,
+    Block,
+    EventKind,
+    Provenance,
+    Segment,
+    Trace,
+    TraceMeta,
+)
 from memplan.types.trace_check import check_trace
 
 _OBSERVED = {
@@ -26,7 +40,7 @@ _OBSERVED = {
     "oom": EventKind.OUT_OF_MEMORY,
 }
 _GIVES_BACK = frozenset({"segment_free", "segment_unmap"})
-_IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot"})
+_IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot", "annotate"})
 _SETTINGS_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -34,8 +48,9 @@ def read_snapshot(path: Path | str) -> Trace:
     """The trace that a snapshot's history tells, of all its devices.
 
     What was held before the history began is in `meta.initial_segments`. Streams, which are
-    pointers in the file, become numbers in order of appearance, 0 staying 0. Source lines,
-    operators, phases and steps come from the stack frames as far as these were recorded.
+    pointers in the file, become numbers in order of appearance, 0 staying 0; what a private pool
+    has of a stream becomes one from `PRIVATE_POOLS` on. Source lines, operators, phases and steps
+    come from the stack frames as far as these were recorded.
 
     Some events are put in by rule, and have that provenance: `EMPTY_CACHE` where memory
     goes back to the device, for the history does not say what made the process do so; `FREE` at
@@ -93,6 +108,7 @@ class _Importer:
         self._frames = FrameReader(path)
         self._phases = PhaseTracker()
         self._streams: dict[int, int] = {0: 0}
+        self._pools: dict[tuple[Pool, int], int] = {}
         self._held: dict[tuple[int, int], int] = {}
         self._released: dict[tuple[int, int], _Release] = {}
         self._segments: list[Segment] = []
@@ -112,7 +128,7 @@ class _Importer:
                     "take the snapshot again; this one contradicts itself",
                 )
             reached = segment.end
-            stream = self._stream(segment.stream)
+            stream = self._stream(segment.stream, segment.pool)
             blocks = []
             at = segment.address
             for block in segment.blocks:
@@ -135,7 +151,7 @@ class _Importer:
     def entry(self, device: int, entry: Entry) -> None:
         """Append what one entry tells."""
         action = entry.action
-        stream = self._stream(entry.stream)
+        stream = self._stream(entry.stream, entry.pool_id or DEFAULT_POOL)
         self._note_giving_back(device, action in _GIVES_BACK, stream)
         if action == "alloc":
             self._alloc(device, entry, stream)
@@ -237,7 +253,9 @@ class _Importer:
         storage = holders.pop((device, address), None)
         return self._builder.new_storage() if storage is None else storage
 
-    def _stream(self, value: int) -> int:
+    def _stream(self, value: int, pool: Pool) -> int:
+        if pool != DEFAULT_POOL:
+            return self._pools.setdefault((pool, value), PRIVATE_POOLS + len(self._pools))
         return self._streams.setdefault(value, len(self._streams))
 
     def trace(self, alloc_conf: str) -> Trace:

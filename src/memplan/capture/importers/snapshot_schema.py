@@ -20,6 +20,11 @@ Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Stream = Annotated[int, msgspec.Meta(ge=-(1 << 62), lt=1 << 62)]
 Device = Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
 
+Pool = tuple[int, int]
+"""Identifier of a pool of segments."""
+DEFAULT_POOL: Pool = (0, 0)
+"""Any other is private, of a CUDA graph or of `torch.cuda.MemPool`."""
+
 MAX_DEVICES = 1024
 
 
@@ -44,6 +49,7 @@ class SnapshotSegment(msgspec.Struct):
     stream: Stream = 0
     device: Device = 0
     is_expandable: bool = False
+    segment_pool_id: Pool = DEFAULT_POOL
 
 
 class Entry(msgspec.Struct):
@@ -57,6 +63,8 @@ class Entry(msgspec.Struct):
     user_metadata: str | None = None
     device_free: Size | None = None
     """Only of `oom`."""
+    pool_id: Pool | None = None
+    """None where it is not known: older versions do not tell."""
     frames: Any = ()
 
 

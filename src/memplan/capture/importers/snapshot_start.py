@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memplan.capture.importers.snapshot_schema import Entry, SnapshotSegment
+from memplan.capture.importers.snapshot_schema import DEFAULT_POOL, Entry, Pool, SnapshotSegment
 
 _ALIGNMENT = 512
 _SMALL_SEGMENT = 2 << 20
@@ -39,6 +39,7 @@ class StartSegment:
     end: int
     stream: int
     expandable: bool
+    pool: Pool = DEFAULT_POOL
     blocks: list[StartBlock] = field(default_factory=list)
 
 
@@ -52,9 +53,11 @@ class StartState:
 
 
 def rewind(segments: Iterable[SnapshotSegment], entries: list[Entry]) -> StartState:
-    """Undo `entries` (one device's, oldest first) from the state that `segments` shows."""
+    """Undo `entries` (one device's, oldest first) from the state that `segments` shows. Those that
+    do not tell their pool are told it, where their segment was still there at the end."""
     undo = _Rewind(segments)
     for entry in reversed(entries):
+        undo.find_pool(entry)
         undo.entry(entry)
     ranges = sorted(undo.ranges.values(), key=lambda r: r.address)
     lost = _place(undo.blocks, ranges)
@@ -74,9 +77,13 @@ class _Rewind:
         """The addresses of `ranges`, in order."""
         self._by_end: dict[int, int] = {}
         """Address of the range that ends at a place."""
+        self._private = False
+        """Whether there are private pools."""
         for segment in segments:
             end = segment.address + segment.total_size
-            self._put(StartSegment(segment.address, end, segment.stream, segment.is_expandable))
+            expandable, pool = segment.is_expandable, segment.segment_pool_id
+            self._private |= pool != DEFAULT_POOL
+            self._put(StartSegment(segment.address, end, segment.stream, expandable, pool))
             at = segment.address
             for block in segment.blocks:
                 at = at if block.address is None else block.address
@@ -85,6 +92,13 @@ class _Rewind:
                     pending = block.state != "active_allocated"
                     self.blocks[at] = StartBlock(at, requested, block.size, pending)
                 at += block.size
+
+    def find_pool(self, entry: Entry) -> None:
+        """Tell an entry its pool, by the segment that holds its address after it."""
+        if self._private and entry.pool_id is None:
+            holder = self._holder(entry.addr)
+            if holder is not None and entry.addr < holder.end:
+                entry.pool_id = holder.pool
 
     def entry(self, entry: Entry) -> None:
         """Undo one entry."""
@@ -104,11 +118,12 @@ class _Rewind:
                 self._drop(self._take(address))
             case "segment_free":
                 self._expect(address not in self.ranges)
-                self._put(StartSegment(address, address + size, entry.stream, False))
+                pool = entry.pool_id or DEFAULT_POOL
+                self._put(StartSegment(address, address + size, entry.stream, False, pool))
             case "segment_map":
                 self._unmap(address, address + size)
             case "segment_unmap":
-                self._map(address, address + size, entry.stream)
+                self._map(address, address + size, entry)
 
     def _expect(self, holds: bool) -> None:
         self.contradictions += not holds
@@ -132,25 +147,29 @@ class _Rewind:
 
     def _unmap(self, begin: int, end: int) -> None:
         """Take pages out of the run that holds them."""
-        at = bisect_right(self._starts, begin) - 1
-        holder = self.ranges[self._starts[at]] if at >= 0 else None
+        holder = self._holder(begin)
         if holder is None or end > holder.end:
             self.contradictions += 1
             return
         self._take(holder.address)
         for low, high in ((holder.address, begin), (end, holder.end)):
             if low < high:
-                self._put(StartSegment(low, high, holder.stream, True))
+                self._put(StartSegment(low, high, holder.stream, True, holder.pool))
 
-    def _map(self, begin: int, end: int, stream: int) -> None:
+    def _holder(self, address: int) -> StartSegment | None:
+        """The last segment that begins at an address or before."""
+        at = bisect_right(self._starts, address) - 1
+        return self.ranges[self._starts[at]] if at >= 0 else None
+
+    def _map(self, begin: int, end: int, entry: Entry) -> None:
         """Put pages back, joined with the runs they touch."""
-        before, after = self._by_end.get(begin, -1), end
-        for address in (before, after):
-            run = self.ranges.get(address)
-            if run is not None and run.expandable and run.stream == stream:
-                self._take(address)
+        runs = [self.ranges.get(address) for address in (self._by_end.get(begin, -1), end)]
+        pool = entry.pool_id or next((run.pool for run in runs if run), DEFAULT_POOL)
+        for run in runs:
+            if run and run.expandable and (run.stream, run.pool) == (entry.stream, pool):
+                self._take(run.address)
                 begin, end = min(begin, run.address), max(end, run.end)
-        self._put(StartSegment(begin, end, stream, True))
+        self._put(StartSegment(begin, end, entry.stream, True, pool))
 
 
 def _place(blocks: dict[int, StartBlock], ranges: list[StartSegment]) -> int:
