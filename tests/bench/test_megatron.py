@@ -10,7 +10,13 @@ import pytest
 from bench.megatron import cases, environment, runner, sentences, table
 
 GOLDENS = {golden.name: golden for golden in cases.goldens()}
-ESTIMATED = ("gpt/gpt3_mcore_te_tp1_pp4_vp1@h100",)
+ESTIMATED = (
+    "gpt/gpt3_mcore_te_tp1_pp1_resume_torch_dist_uniform_full_recompute@h100",
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr@h100",
+    "gpt/gpt3_mcore_te_tp2_pp1_frozen_resume_torch_dist_cp2_nondeterministic@h100",
+    "t5/t5_mcore_te_tp1_pp1_vp1_resume_torch@h100",
+)
+"""Recomputation, virtual pipeline stages, context parallelism, sentences in place of mock data."""
 pytestmark = pytest.mark.skipif(not GOLDENS, reason="the measured data are not here")
 
 
@@ -92,10 +98,10 @@ def test_cases_apart_do_not_count() -> None:
     assert (sums["answered_fraction"], sums["largest_error"]) == (0.5, 0.01)
 
 
-@pytest.mark.skipif(not (cases.BUILD / "engine.pins").exists(), reason="not prepared")
+@pytest.mark.skipif(not environment.complete(), reason="a package is not here")
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_a_case_is_near(name: str) -> None:
-    result = runner.run(GOLDENS[name], environment.prepare())
+    result = runner.run(GOLDENS[name], environment.prepare(fetch=False))
     assert result["answered"], result
     assert result["near"], result
     assert result["inside"], result
