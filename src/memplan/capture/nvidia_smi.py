@@ -24,7 +24,7 @@ _MIB = 1 << 20
 def install(folder: Path, profile: DeviceProfile, devices: int) -> None:
     """Write the program to `folder` and put that first on this process's `PATH`."""
     folder.mkdir()
-    cards = [_fields(profile, index, devices) for index in range(devices)]
+    cards = [fields(profile, index, devices) for index in range(devices)]
     program = folder / "nvidia-smi"
     program.with_suffix(".json").write_text(json.dumps(cards))
     source = Path(nvidia_smi_program.__file__).read_text()
@@ -33,7 +33,7 @@ def install(folder: Path, profile: DeviceProfile, devices: int) -> None:
     os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
 
 
-def _fields(profile: DeviceProfile, index: int, devices: int) -> dict[str, str]:
+def fields(profile: DeviceProfile, index: int, devices: int) -> dict[str, str]:
     """What can be asked of one card, with units."""
     total = profile.total_memory_bytes // _MIB
     bus = f"00000000:{index + 1:02X}:00.0"

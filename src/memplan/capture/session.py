@@ -27,6 +27,7 @@ from memplan.capture import (
     host_memory,
     host_methods,
     lazy_modules,
+    nvml,
     other_processes,
     packages,
     parameters,
@@ -153,6 +154,7 @@ class CaptureSession:
                     visible_devices(self.options.place, self.options.environment),
                     alone=self.options.place is None,
                 )
+                watcher.add("pynvml", nvml.adapter(patches, self._cuda))
                 self._install_kernels(stack, patches)
             elif self.method == "cuda":  # PyTorch itself chooses the kernels
                 self._watch_kernels()
