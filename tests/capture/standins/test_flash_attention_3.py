@@ -26,8 +26,8 @@ BATCH, ROWS, HEADS, HEAD = 2, 300, 8, 64
 QUERY = BATCH * ROWS * HEADS * HEAD * 2
 
 
-def capture(job: Callable[[], None]) -> Trace:
-    with CaptureSession(CaptureOptions(profile=find_profile("h100"))) as session:
+def capture(job: Callable[[], None], card: str = "h100") -> Trace:
+    with CaptureSession(CaptureOptions(profile=find_profile(card))) as session:
         job()
     return session.trace(["job"])
 
@@ -132,6 +132,19 @@ def test_pytorchs_own_attention_takes_it_where_the_script_asks() -> None:
     assert made(trace, FORWARD)[0] == BATCH * HEADS * ROWS * 4  # it passes the output
     assert len([size for size in made(trace, BACKWARD) if size == BATCH * HEADS * 384 * 4]) == 2
     assert made(trace, "aten._scaled_dot_product_flash_attention.default")[0] == QUERY
+
+
+def test_flash_attention_4_is_counted_as_pytorchs_own() -> None:
+    def job() -> None:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA4")
+        q, k, v = (query(BATCH, HEADS, ROWS, HEAD) for _ in range(3))
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+
+    trace = capture(job, "b200")
+    assert any("flash-attention 4 is counted as" in text for text in assumed(trace))
+    assert not [note for note in trace.meta.notes if "flash_attn" in note]
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

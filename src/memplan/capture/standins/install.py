@@ -103,7 +103,8 @@ class StandIns:
         stack.callback(loading.removeFilter, _not_expected)
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
-        watcher.add("torch.nn.attention._fa3", partial(registered_attention.adapt, patches, mode))
+        for name, adapt_to in registered_attention.MODULES.items():
+            watcher.add(name, partial(adapt_to, patches, mode))
 
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
         overflow = partial(compiled_kernels.adapt_overflow, patches)

@@ -1,7 +1,8 @@
 """PyTorch's attention by another package's kernels (`activate_flash_attention_impl("FA3")`).
 
 PyTorch registers Python functions for its own attention operators, which call the package's. Here
-they answer those operators for one capture: what they make and what they call is recorded.
+they answer those operators for one capture: what they make and what they call is recorded. For
+flash-attention 4 there are no rules: its kernels are counted as those that PyTorch brings.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from torch.nn.attention import _registry
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
     from memplan.capture.patching import Patches
+
+
+_FA4 = (
+    "flash-attention 4 is counted as the kernels that PyTorch brings: both accumulate the queries' "
+    "gradient in fp32; it keeps one more row of statistics in the backward pass, and no more where "
+    "heads share keys"
+)
 
 
 class _Library:
@@ -53,3 +61,19 @@ def adapt(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
     patches.set(module, "Library", lambda *_names: _Library(mode))
     patches.set(torch._C, "_set_sdp_use_fa3", lambda _on: None)  # for choosing kernels in C++
     patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
+
+
+class _Inert:
+    def impl(self, *_registered: Any) -> None:
+        """Nothing answers in place of PyTorch's own kernel."""
+
+
+def adapt_fa4(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
+    """Of `torch.nn.attention._fa4`: the package is not imported."""
+    patches.set(module, "_fa4_import_module", lambda _path: mode.assumptions.add("kernel", _FA4))
+    patches.set(module, "Library", lambda *_names: _Inert())
+    patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
+
+
+MODULES = {"torch.nn.attention._fa3": adapt, "torch.nn.attention._fa4": adapt_fa4}
+"""Where PyTorch registers them."""
