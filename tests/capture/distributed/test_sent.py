@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
+import torch
 
+from memplan.capture.distributed.peers import Peers
+from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capture.script import capture_script
 from memplan.types.device import find_profile
@@ -136,6 +141,19 @@ def test_sizes_of_every_step(found: dict[str, tuple[list[int], list[str]]]) -> N
     sizes, assumed = found["every step"]
     assert sizes.count(1000 * 4096 * 4) >= 3
     assert not assumed
+
+
+def test_what_is_told_outlives_who_told() -> None:
+    """A generator's state, among objects: PyTorch would send it in the sender's shared memory."""
+    ours, theirs = Pipe()
+    if (pid := os.fork()) == 0:
+        with suppress(EnoughSeen):
+            Peers(None, theirs, "state").tell("state", [{"state": torch.arange(5056)}])
+        os._exit(0)
+    os.waitpid(pid, 0)
+    told, known = ours.recv()
+    assert told
+    assert torch.equal(known["state"][0]["state"], torch.arange(5056))
 
 
 FAILS = """

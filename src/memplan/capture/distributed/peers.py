@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,7 +52,7 @@ class Peers:
             return self.known[key]
         if self.questions is None:
             return None
-        self.questions.send((rank, key, self.known))
+        _send(self.questions, (rank, key, self.known))
         failure, hint = f"it did not come to tell of {key}", ""
         with suppress(EOFError):
             if self.questions.poll(PATIENCE_SECONDS):
@@ -69,9 +70,14 @@ class Peers:
         """Answer, if that is what this run is for; raises EnoughSeen then."""
         self.known[key] = what
         if self.answers is not None and key == self.wanted:
-            self.answers.send((True, self.known))
+            _send(self.answers, (True, self.known))
             self.answers = None
             raise EnoughSeen
+
+
+def _send(connection: Connection, what: Any) -> None:
+    """Whole: `Connection.send` leaves tensors in memory of the sender, who ends."""
+    connection.send_bytes(pickle.dumps(what))
 
 
 _current = Peers()
@@ -140,7 +146,7 @@ def _answer(
         except MemplanError as error:
             failure = (error.message, error.hint)
         if own.answers is not None:
-            own.answers.send((False, failure))
+            _send(own.answers, (False, failure))
     finally:
         os._exit(0)
 
