@@ -85,6 +85,7 @@ def copy_to_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     known = worth_keeping(source) and mode.values.of(source) is not None
     if source.numel() > (MAX_READ_BACK if known else _MAX_MADE_UP):
         return NotImplemented
+    _read_by_host(mode, func, source)
     result = read_back(mode, source).to(kwargs.get("dtype") or source.dtype)
     if kwargs.get("non_blocking"):
         mode.host.pin(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memplan import __version__
+from memplan.estimate import choices
 from memplan.estimate.communication import (
     Bounds,
     communication_bytes,
@@ -106,6 +107,7 @@ def estimate(
             *_notes(interval, profile, card),
             *communication_notes(meta.communicators, card.capability),
             *why_wide(trace, interval),
+            *choices.note(trace),
             *_repetitions(steady),
             *meta.notes,
         ],

@@ -7,6 +7,8 @@ expected, and the largest is taken as the expected value, because a job of many 
 many of them and what is reserved once stays. The interval spans all of these and the high sizes
 with the latest reuse of memory that several streams used.
 
+Where a router's choices decide sizes, replays with other choices are spanned too (`choices`).
+
 Even a trace in which everything was observed leaves a margin, because a real run is not repeated
 to the byte: library handles take blocks in another order, threads interleave, kernels differ
 between releases. The margin is one large segment (20 MiB, the allocator's own granularity) plus
@@ -26,6 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplan.estimate.choices import uneven
 from memplan.simulate import AllocatorSettings, Timeline, simulate
 from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind, Trace
@@ -95,7 +98,9 @@ def find_interval(
     if _varies(trace) or limited:
         taken = profile.context_high_bytes + margin
         high = player.play(trace, "high", "latest", taken)
-    played = [*drawn, high]
+    context = profile.context_bytes
+    routed = [player.play(one, "expected", "earliest", context) for one in uneven(trace)]
+    played = [*drawn, high, *routed]
     reserved = _span([replay.reserved for replay in played], expected.reserved, margin)
     peak, top = reserved[1] + profile.context_bytes, reserved[2] + profile.context_high_bytes
     if limited and all(replay.fits for replay in played):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from memplan.capture.distributed.peers import Peers
-from memplan.capture.mode import EnoughSeen
 from memplan.capture.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capture.script import capture_script
 from memplan.types.device import find_profile
@@ -56,6 +54,15 @@ width = width.item()""",
 width = [4096 if rank == 2 else None]
 dist.broadcast_object_list(width, 2)
 width = width[0]""",
+    "an object with tensors": """
+width = [None]
+if rank == 2:
+    state = {"state": torch.arange(4096).to(torch.uint8), "flag": torch.tensor(True)}
+    width = [{**state, "none": torch.empty(0, 3), "half": torch.ones(2, dtype=torch.bfloat16)}]
+dist.broadcast_object_list(width, 2)
+assert width[0]["flag"] and width[0]["none"].shape == (0, 3) and width[0]["half"].sum() == 2
+assert width[0]["state"][257] == 1
+width = len(width[0]["state"])""",
     "a file": """
 path = os.path.join(os.environ["CACHE"], "deep", "width.txt")
 if rank == 0:
@@ -147,9 +154,11 @@ def test_what_is_told_outlives_who_told() -> None:
     """A generator's state, among objects: PyTorch would send it in the sender's shared memory."""
     ours, theirs = Pipe()
     if (pid := os.fork()) == 0:
-        with suppress(EnoughSeen):
+        try:
             Peers(None, theirs, "state").tell("state", [{"state": torch.arange(5056)}])
-        os._exit(0)
+        finally:
+            os._exit(0)
+    theirs.close()
     os.waitpid(pid, 0)
     told, known = ours.recv()
     assert told

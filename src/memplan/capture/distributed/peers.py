@@ -9,6 +9,7 @@ it in the same way. Nothing of this outlives the capture.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import pickle
 import signal
@@ -17,6 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
@@ -77,7 +81,32 @@ class Peers:
 
 def _send(connection: Connection, what: Any) -> None:
     """Whole: `Connection.send` leaves tensors in memory of the sender, who ends."""
-    connection.send_bytes(pickle.dumps(what))
+    content = io.BytesIO()
+    _Pickler(content).dump(what)
+    connection.send_bytes(content.getvalue())
+
+
+class _Pickler(pickle.Pickler):
+    """Real tensors as bytes; PyTorch would save them as it saves files, which is followed."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if (
+            not isinstance(item, torch.Tensor)
+            or isinstance(item, FakeTensor)
+            or item.device.type != "cpu"
+        ):
+            return NotImplemented
+        flat = item.detach().contiguous().flatten()
+        return _tensor, (flat.view(torch.uint8).numpy().tobytes(), item.dtype, tuple(item.shape))
+
+
+def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype, device="cpu")
+    if content:
+        made.flatten().view(torch.uint8).copy_(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        )
+    return made
 
 
 _current = Peers()
