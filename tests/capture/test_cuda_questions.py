@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.capture.options import CaptureOptions, RankPlace
+from memplan.capture.session import CaptureSession
 from memplan.estimate import estimate
 from memplan.types.device import find_profile
 from tests.capture.jobs import record
@@ -157,3 +159,26 @@ def test_the_environment_is_left_alone() -> None:
     before = dict(os.environ)
     record(lambda: torch.ones(1, device="cuda"))
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("ask", ["torch.cuda.device_count()", "torch.accelerator.device_count()"])
+@pytest.mark.parametrize("file", ["train.py", "site-packages/lib/devices.py"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_counts_the_gpus_is_told_so(
+    ask: str, file: str, ranks: int, tmp_path: Path
+) -> None:
+    """Where one process alone is captured, it divides by a number that is an assumption; libraries
+    ask for reasons of their own."""
+    code = compile(f"count = {ask}", str(tmp_path / file), "exec")
+    place = RankPlace(rank=0, world_size=ranks, local_world_size=ranks) if ranks > 1 else None
+    told: dict[str, int] = {}
+    options = CaptureOptions(profile=find_profile("h100"), place=place)
+    with CaptureSession(options) as session:
+        exec(code, {"torch": torch}, told)
+    assert told["count"] == ranks
+    assumed = [item for item in session.trace().meta.assumptions if item.kind == "devices"]
+    if file == "train.py" and ranks == 1:
+        assert [item.source for item in assumed] == [f"{tmp_path / file}:1"]
+        assert "--world-size N" in assumed[0].text
+    else:
+        assert not assumed
