@@ -104,6 +104,39 @@ def test_training_steps_are_run_in_full() -> None:
     assert names.count("aten.addmm.default") == 2 * 20
 
 
+def evaluated_between_steps(steps: int | None) -> Trace:
+    def job() -> None:
+        model = Block().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for number in range(100):
+            if number == 1:
+                with torch.no_grad():
+                    for _ in range(200):
+                        model(torch.randn(2 * ROWS, WIDTH, device="cuda"))
+            model(torch.randn(ROWS, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return record(job, steps=steps)
+
+
+def test_an_evaluation_between_steps_is_not_run_in_full() -> None:
+    """As nanoGPT's every so many iterations; what it computes is counted all the same."""
+    trace, whole = evaluated_between_steps(None), evaluated_between_steps(4)
+    assert runs(whole) == 200 and not answered(whole)
+    assert runs(trace) + answered(trace) == 200
+    assert runs(trace) < 50
+    for mine, theirs in zip(_evaluation(trace), _evaluation(whole), strict=True):
+        assert mine == pytest.approx(theirs, rel=0.02)
+    assert simulate(trace).reserved_peak_bytes == simulate(whole).reserved_peak_bytes
+
+
+def _evaluation(trace: Trace) -> tuple[int, int]:
+    """Operations, and bytes moved, without gradients."""
+    rows = trace.ops.phase == Phase.EVALUATION
+    return int(trace.ops.flops[rows].sum()), int(trace.ops.moved_bytes[rows].sum())
+
+
 class Outputs(NamedTuple):
     logits: torch.Tensor
     others: dict[str, torch.Tensor | None]

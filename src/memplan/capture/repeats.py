@@ -35,6 +35,9 @@ aten = torch.ops.aten
 
 _ALIKE = 4
 """Calls in a row that must be alike before one is not run."""
+_ALIKE_IN_STEPS = 32
+"""The same between steps that train: no teacher, nor what a step itself samples, is called so often
+in a row, and a step is compared, planned and timed by what it ran."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, deque)
 _OP = "memplan.repeated_forward"
@@ -78,6 +81,8 @@ class _Seen(NamedTuple):
     requests: bytes
     outputs: tuple[_Output | _Plain, ...]
     spec: pytree.TreeSpec
+    work: tuple[int, int]
+    """Operations, and bytes moved."""
 
 
 @dataclass
@@ -90,10 +95,10 @@ class _Row:
     """How many are answered before the next one is run."""
     answered: int = 0
 
-    def foresees(self, before: _Before, live_bytes: int) -> bool:
+    def foresees(self, before: _Before, live_bytes: int, enough: int) -> bool:
         """Whether a call that finds this need not be run. From fewer bytes on it reaches no
         higher."""
-        known = self.alike >= _ALIKE and self.answered < self.distance
+        known = self.alike >= enough and self.answered < self.distance
         return known and before == self.seen.before and live_bytes <= self.seen.live_bytes
 
 
@@ -113,8 +118,17 @@ class Repeats:
         anew."""
         self._rows.clear()
 
-    def call(self, module: torch.nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """What `run()` returns, which calls `module` with these arguments; or its like."""
+    def call(
+        self,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        run: Callable[[], Any],
+        *,
+        in_steps: bool,
+    ) -> Any:
+        """What `run()` returns, which calls `module` with these arguments; or its like. `in_steps`:
+        between steps that train."""
         recorder = self.mode.recorder
         state, key = _state_of(module), _key_of(module, args, kwargs)
         if state is None or key is None or recorder.finished:
@@ -124,7 +138,9 @@ class Repeats:
         before = _Before(state, self._surroundings(), recorder.stream)
         recorder.flush()
         row = self._rows.get(key)
-        if row is not None and row.foresees(before, recorder.live_bytes):
+        if row is not None and row.foresees(
+            before, recorder.live_bytes, _ALIKE_IN_STEPS if in_steps else _ALIKE
+        ):
             row.answered += 1
             self._answered[name] += 1
             return self._answer(row.seen)
@@ -184,7 +200,7 @@ class Repeats:
         if outputs is None:
             return result, None
         requests = builder.requests(start, len(builder))
-        return result, _Seen(before, live, requests, outputs, spec)
+        return result, _Seen(before, live, requests, outputs, spec, builder.work_since(op))
 
     def _disturb(self) -> None:
         if threading.get_ident() == self._thread:  # and not one that pins batches
@@ -223,7 +239,8 @@ class Repeats:
     def _answer(self, seen: _Seen) -> Any:
         mode = self.mode
         mode.begin_host_op(_OP, sys._getframe(2))
-        mode.recorder.builder.op_work(flops=0, moved_bytes=0)
+        flops, moved_bytes = seen.work
+        mode.recorder.builder.op_work(flops=flops, moved_bytes=moved_bytes)
         made: dict[int, FakeTensor] = {}
         leaves = [
             self._like(output, made) if isinstance(output, _Output) else output.value

@@ -238,7 +238,13 @@ class CaptureSession:
             try:
                 if model and self._may_repeat():
                     run = partial(module_call, module, *args, **kwargs)
-                    result = self.repeats.call(module, args, kwargs, run)
+                    result = self.repeats.call(
+                        module,
+                        args,
+                        kwargs,
+                        run,
+                        in_steps=self.steps.completed > 0 and not self.ending.draining,
+                    )
                 else:
                     result = module_call(module, *args, **kwargs)
             except Exception as error:
@@ -291,12 +297,11 @@ class CaptureSession:
         self.ending.model_runs(training=training)
 
     def _may_repeat(self) -> bool:
-        """Whether what runs may be an evaluation or a sampler that is not run in full: outside the
-        steps that are compared, planned and timed, and where nobody said what is to be run."""
+        """Whether what runs may be an evaluation or a sampler that is not run in full, where nobody
+        said what is to be run."""
         if torch.is_grad_enabled() or self.mode.context.in_optimizer:
             return False
-        outside = self.steps.completed == 0 or self.ending.draining
-        return outside and self.steps.ending is not None and self.options.steps is None
+        return self.steps.ending is not None and self.options.steps is None
 
     def _name_parameters(self, root: torch.nn.Module) -> bool:
         """Whether any is on the device."""

@@ -131,6 +131,10 @@ class TraceBuilder:
         self._ops["flops"][-1] = flops
         self._ops["moved_bytes"][-1] = moved_bytes
 
+    def work_since(self, op: int) -> tuple[int, int]:
+        """Operations, and bytes moved, of the operators from number `op` on."""
+        return sum(self._ops["flops"][op:]), sum(self._ops["moved_bytes"][op:])
+
     def new_storage(
         self,
         *,
