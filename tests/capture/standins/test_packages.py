@@ -14,7 +14,7 @@ from torch import nn
 import memplan
 from memplan.capture.standins import registry
 from memplan.capture.standins.kernels import bitsandbytes as bnb_kernels
-from memplan.types.errors import CaptureError
+from memplan.types.errors import CaptureError, UsageError
 from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace
 from tests.capture.jobs import allocations, assumed, bytes_of, operators, record
 
@@ -396,6 +396,32 @@ def test_a_weight_of_four_bits_with_statistics_of_eight() -> None:
     workspace = count * 2 + 2 * (count // 64) * 4
     assert workspace in made(trace, bnb_kernels.gemm_4bit.name, Phase.FORWARD)
     assert count * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+@absent("bitsandbytes")
+def test_an_earlier_version_keeps_the_input_of_a_layer_of_four_bits() -> None:
+    alive: list[int] = []
+    versions: list[str] = []
+
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        versions.append(bnb.__version__)
+        layer = bnb.nn.Linear4bit(1024, 1024, compute_dtype=torch.bfloat16).to(torch.bfloat16)
+        layer = layer.cuda()
+        x = torch.empty(2000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = layer(2 * x)
+        alive.append(torch.cuda.memory_allocated())
+        out.sum().backward()
+
+    traces = [record(job, f"bitsandbytes{version}") for version in ("", "==0.42", "")]
+    assert versions == ["0.50.2", "0.42.0", "0.50.2"]
+    assert alive[1] - alive[0] == 2000 * 1024 * 2
+    assert alive[2] == alive[0]
+    assert "stand-in for bitsandbytes 0.42.0" in str(traces[1].meta.notes)
+    for other in ("bitsandbytes==0.44", "apex==0.0", "deepspeed==0.1"):
+        with pytest.raises(UsageError, match="no stand-in for"):
+            record(job, other)
 
 
 @absent("bitsandbytes")

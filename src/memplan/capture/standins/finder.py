@@ -19,7 +19,7 @@ from torch.utils._triton import has_triton_package
 from memplan.capture.context import shown_path
 from memplan.capture.importing import WrappedLoader
 from memplan.capture.standins.guarded import importing_frame, is_guarded
-from memplan.types.errors import CaptureError
+from memplan.types.errors import CaptureError, UsageError
 
 PACKAGES = Path(__file__).parent / "packages"
 KERNELS = Path(__file__).parent / "kernels"
@@ -38,6 +38,10 @@ VERSIONS = {
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
+EARLIER = {"bitsandbytes": "0.42.0"}
+"""Versions that keep something else, and that `--with NAME==VERSION` takes."""
+_asked: dict[str, str] = {}
+"""Versions that the running capture was asked for."""
 DISTRIBUTIONS = {"flash_attn_interface": "flash_attn_3"}
 """Packages that are installed under another name."""
 INSTALL = {
@@ -68,6 +72,25 @@ EXTENSIONS = {
     "scaled_upper_triang_masked_softmax_cuda": "apex",
 }
 """Compiled modules, and the package that each belongs to: its Python runs, they do not."""
+
+
+def version_of(package: str) -> str:
+    """The version that a stand-in follows in the running capture."""
+    return _asked.get(package, VERSIONS[package])
+
+
+def known_version(package: str, version: str) -> str:
+    """The version of a stand-in that `version`, perhaps cut short, names. Raises UsageError for one
+    that is not followed."""
+    tables = (VERSIONS, EARLIER) if has_stand_in(package) else ()
+    known = [table[package] for table in tables if package in table]
+    for candidate in known:
+        if candidate == version or candidate.startswith(version + "."):
+            return candidate
+    raise UsageError(
+        f"memplan has no stand-in for {package} {version}",
+        f"it follows {' and '.join(known)}" if known else "leave the version out",
+    )
 
 
 def has_stand_in(package: str) -> bool:
@@ -187,8 +210,15 @@ class StandInFinder:
     the package is `wanted`, or has been served already.
     """
 
-    def __init__(self, wanted: Iterable[str], ruled: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        wanted: Iterable[str],
+        ruled: Callable[[], Iterable[str]],
+        versions: dict[str, str] | None = None,
+    ) -> None:
         self.wanted = {name.replace("-", "_") for name in wanted}
+        self.versions = versions or {}
+        """Of packages that are wanted in another than the newest."""
         self.served: set[str] = set()
         self.done_without: dict[str, str] = {}
         """Packages that the program's own code looked for in vain, and where."""
@@ -198,11 +228,13 @@ class StandInFinder:
 
     def start(self) -> None:
         """Serve from now on."""
+        _asked.update(self.versions)
         sys.meta_path.append(self)
         sys.meta_path.insert(0, self._extensions)
 
     def stop(self) -> None:
         """Serve no more, and take back what was served."""
+        _asked.clear()
         for finder in (self, self._extensions):
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
@@ -394,7 +426,7 @@ class _Distribution(importlib.metadata.Distribution):
     def read_text(self, filename: str) -> str | None:
         if filename in ("METADATA", "PKG-INFO"):
             name = DISTRIBUTIONS.get(self._package, self._package).replace("_", "-")
-            return f"Metadata-Version: 2.1\nName: {name}\nVersion: {VERSIONS[self._package]}\n"
+            return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version_of(self._package)}\n"
         return self._package + "\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: Any) -> Any:

@@ -32,6 +32,7 @@ from memplan.capture.standins.finder import (
     advice,
     has_stand_in,
     installed,
+    known_version,
 )
 from memplan.capture.standins.registry import (
     RuleActor,
@@ -68,8 +69,10 @@ class StandIns:
         packages = list(packages)
         self._files = [name for name in packages if name.endswith(".py")]
         modules = {name: module for module, name in DISTRIBUTIONS.items()}
-        names = [name.replace("-", "_") for name in packages if name not in self._files]
-        names = [modules.get(name, name) for name in names]
+        asked = [name.partition("==") for name in packages if name not in self._files]
+        asked = [(name.replace("-", "_"), equal, version) for name, equal, version in asked]
+        asked = [(modules.get(name, name), equal, version) for name, equal, version in asked]
+        names = [name for name, _, _ in asked]
         for name in names:
             if name not in VERSIONS and not installed(name):
                 raise UsageError(
@@ -80,7 +83,14 @@ class StandIns:
         for path in self._files:
             if not Path(path).is_file():
                 raise UsageError(f"{path}: no such file of rules", "check the path")
-        self.finder = StandInFinder(names, function_names)
+        for name, equal, _ in asked:
+            if equal and installed(name):
+                raise UsageError(
+                    f"{name} is installed here, and that is what runs",
+                    f"--with {name}, or pip uninstall {name} for a stand-in of another version",
+                )
+        versions = {name: known_version(name, version) for name, equal, version in asked if equal}
+        self.finder = StandInFinder(names, function_names, versions)
         self._kernels: Counter[tuple[str, str, str]] = Counter()
 
     def install(
@@ -160,8 +170,9 @@ class StandIns:
     def notes(self) -> list[str]:
         """What the user should know of packages that are not here, and of rules."""
         idle = unused(op for op, kernel, _ in self._kernels if kernel == "rule")
+        versions = {**VERSIONS, **self.finder.versions}
         notes = [
-            f"{package} is not installed here: a stand-in for {package} {VERSIONS[package]} took "
+            f"{package} is not installed here: a stand-in for {package} {versions[package]} took "
             "its place"
             for package in sorted(self.finder.served)
             if has_stand_in(package)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from memplan.capture.standins.finder import VERSIONS
+from memplan.capture.standins.finder import version_of
 
 from . import functional, nn, optim
 from .autograd import MatmulLtState, matmul, matmul_4bit
 
-__version__ = VERSIONS["bitsandbytes"]
+__version__ = version_of("bitsandbytes")
 features = {"multi_backend"}
 supported_torch_devices = {"cpu", "cuda"}
 __all__ = ["MatmulLtState", "functional", "matmul", "matmul_4bit", "nn", "optim"]

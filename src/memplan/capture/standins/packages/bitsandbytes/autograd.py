@@ -2,6 +2,7 @@
 
 Source: bitsandbytes 0.50.2, `autograd/_functions.py`: of the 4-bit product nothing is kept but the
 weight, which the backward pass dequantises; of the 8-bit product with a frozen weight likewise.
+Version 0.42.0 keeps the input of the 4-bit product as well, and dequantises the whole weight.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 
+from memplan.capture.standins.finder import EARLIER, version_of
 from memplan.capture.standins.kernels import bitsandbytes as kernels
 
 from . import functional as F  # noqa: N812
+
+_KEEPS_INPUT = version_of("bitsandbytes") == EARLIER["bitsandbytes"]
 
 
 class MatmulLtState:
@@ -34,9 +38,13 @@ class MatmulLtState:
 class MatMul4Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, out: Any, bias: Any, state: Any) -> Any:
+        if _KEEPS_INPUT:
+            ctx.input = a if any(ctx.needs_input_grad[:2]) else None
         b = b.view(-1, 1)
         ctx.state, ctx.weight = state, b if any(ctx.needs_input_grad[:2]) else None
         ctx.dtypes = a.dtype, None if bias is None else bias.dtype
+        if _KEEPS_INPUT:
+            return torch.nn.functional.linear(a, F.dequantize_4bit(b, state).to(a.dtype), bias)
         second = state.state2
         nested = (state.absmax, second.code, state.offset) if second is not None else ()
         largest = state.absmax if second is None else second.absmax
