@@ -14,7 +14,7 @@ checked := src bench examples tests
 gpu_site := build/gpu-site
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-check compat newest gpu clean
+.PHONY: help demo test lint format bench bench-check compat outputs newest gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -45,6 +45,9 @@ bench-check: $(VENV)/.dev ## name each goal that the committed results miss
 
 compat: $(VENV)/.built ## install other releases of torch (several GB), check each, write docs/support.md
 	$(py) -m bench.compat $(ARGS)
+
+outputs: $(VENV)/.built ## what commands print, pasted anew into README.md and docs/
+	$(py) -m bench.pasted
 
 newest: $(VENV)/.dev ## the examples and small jobs on the newest torch, kept in ~/.cache/memplan
 	$(py) -m bench.newest
