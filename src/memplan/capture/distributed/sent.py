@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memplan.capture.distributed.peers import Peers
     from memplan.capture.mode import CaptureMode
 
+UNTOLD = "could not be had"
 _SMALL = 256
 """Elements: what the host decides by is not larger."""
 
@@ -135,7 +136,7 @@ class Broadcasts:
             self._silent.add(sender)
             self.mode.assumptions.add(
                 "rank",
-                f"what rank {sender} broadcasts could not be had ({error.message}); this rank "
+                f"what rank {sender} broadcasts {UNTOLD} ({error.message}); this rank "
                 "is taken to have it already",
                 op="broadcast",
                 source=self.mode.source(),
