@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.capture import script_faults
-from memplan.capture.options import CaptureOptions
+from memplan.capture.options import CaptureOptions, RankPlace
 from memplan.capture.script_faults import hint_of
 from memplan.types.device import find_profile
 
@@ -27,6 +27,26 @@ def test_more_devices_than_one(message: str) -> None:
 def test_other_faults_are_not_taken_for_it() -> None:
     hint = hint_of(ValueError("only one of lr and schedule"), "train.py", OPTIONS)
     assert "--world-size" not in hint
+
+
+@pytest.mark.parametrize(
+    ("message", "of_the_world"),
+    [
+        ("world size (8) is not divisible by total_model_size (total_model_size=3)", True),
+        ("global batch 9 must be divisible by micro batch 1 * data_parallel_size (8)", True),
+        ("8 ranks cannot be divided into groups of 3", True),
+        ("device mesh (2, 3) does not fit", True),
+        ("Number of layers should be divisible by the pipeline-model-parallel size", False),
+        ("num_query_groups (2) must be a multiple of tensor parallel size (4)", False),
+        ("LoRA rank must be positive", False),
+        ("expert parallel size 4 does not divide 80 experts", False),
+    ],
+)
+def test_sizes_that_do_not_fit_the_world(message: str, of_the_world: bool) -> None:
+    profile = find_profile("h100")
+    options = CaptureOptions(profile=profile, place=RankPlace(0, 8, 8))
+    hint = hint_of(AssertionError(message), "train.py", options)
+    assert ("the world has 8 ranks" in hint) == of_the_world
 
 
 def test_a_typo_ends_a_real_run_too() -> None:

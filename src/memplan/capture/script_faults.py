@@ -15,9 +15,9 @@ from memplan.capture.context import shown_path
 from memplan.capture.options import CaptureOptions
 from memplan.capture.standins.finder import advice
 
-_OF_THE_WORLD = re.compile(
-    r"world[ _-]?size|\bmesh\b|\branks?\b|num_devices|n_?gpus|parallel", re.I
-)
+_OF_THE_WORLD = re.compile(r"world[ _-]?size|\bmesh\b|num_devices|n_?gpus", re.I)
+_OF_PARALLELISM = re.compile(r"\branks?\b|parallel", re.I)
+"""Layers, heads and batches do not divide either: the world's own number must be named, too."""
 _NO_SUCH_DEVICE = "invalid device ordinal"
 _TOO_FEW_DEVICES = re.compile(
     r"\b(only|at least|not enough|fewer|more than|requires?|needs?)\b.*\b(gpus?|cuda devices?)\b"
@@ -68,12 +68,18 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         return f"mend {name}: a real run would end there too"
     if not options.allow_network and _OFFLINE.search(text):
         return DOWNLOADS
-    if options.place is not None and _OF_THE_WORLD.search(text):
+    if options.place is not None and _is_of_the_world(text, options.place.world_size):
         return (
             f"the world has {_world(options)}: --world-size, or the launcher's own number "
-            "(torchrun --nnodes, --nproc-per-node), as the script expects it"
+            "(torchrun --nnodes, --nproc-per-node), or what the script is given that has to divide "
+            "it"
         )
     return _of_whose_fault(error, text, name)
+
+
+def _is_of_the_world(text: str, size: int) -> bool:
+    named = re.search(rf"(?<![\d.]){size}(?![\d.]\d|\d)", text) is not None
+    return bool(_OF_THE_WORLD.search(text) or (named and _OF_PARALLELISM.search(text)))
 
 
 def _of_whose_fault(error: BaseException, text: str, name: str) -> str:
