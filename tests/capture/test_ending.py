@@ -434,6 +434,25 @@ def test_bad_scripts(tmp_path: Path, body: str, error: type[MemplanError], messa
     assert raised.value.hint
 
 
+def test_arguments_that_a_script_refuses(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    with pytest.raises(UsageError) as raised:
+        capture_script(ScriptTarget("script", str(script), ("--nope",)), options)
+    assert raised.value.hint.startswith(f"python {script} --help")
+
+
+def test_a_misspelt_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    with pytest.raises(CaptureError, match=r"No module named jobs\.trian") as raised:
+        capture_script(ScriptTarget("module", "jobs.trian"), options)
+    assert raised.value.hint.startswith("the right name")
+
+
 def test_a_script_on_the_cpu(tmp_path: Path) -> None:
     body = """
 import torch

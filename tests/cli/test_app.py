@@ -54,6 +54,16 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["xyzzy"], "no command 'xyzzy'", "memplan --help"),
         (["estimate"], "no script given", "memplan estimate --gpu 24GiB train.py"),
         (["estimate", "--gup", "l4", "x"], "unrecognized arguments: --gup", "--gpu, or"),
+        (
+            ["estimate", "--lr", "1", "x"],
+            "unrecognized arguments: --lr",
+            "options of the script come after its name",
+        ),
+        (
+            ["simulate", "--lr=1", "x"],
+            "unrecognized arguments: --lr=1",
+            "try: `memplan simulate --help`\n",
+        ),
         (["estimate", "--gpu"], "argument --gpu: expected one argument", "--help"),
         (["estimate", "--steps", "-1", "x"], "'-1' is not a number of steps", "--help"),
         (["estimate", "--steps", "x", "y"], "'x' is not a number of steps", "--help"),

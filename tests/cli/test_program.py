@@ -125,7 +125,36 @@ def test_a_recording_is_no_script(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"import torch", "é = 1".encode(), b"\xef\xbb\xbfx = 1"])
+@pytest.mark.parametrize(
+    ("name", "content", "message", "hint"),
+    [
+        ("train.ipynb", b'{"cells": []}', "is a notebook", "nbconvert --to script"),
+        ("train.sh", b"torchrun train.py", "is a shell script", "the command in it"),
+        ("train", b"#!/bin/bash\npython train.py", "is a shell script", "the command in it"),
+        ("go", b"#!/usr/bin/env -S zsh -e\n", "is a shell script", "the command in it"),
+    ],
+)
+def test_notebooks_and_shell_scripts(
+    tmp_path: Path, name: str, content: bytes, message: str, hint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        check_program(script(str(tmp_path / name)), "usage")
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"import torch",
+        "é = 1".encode(),
+        b"\xef\xbb\xbfx = 1",
+        b"#!/usr/bin/env python3\n",
+        b"#!/home/bash/env/bin/python\n",
+        b"#!/usr/bin/env -S uv run --script\n",
+    ],
+)
 def test_a_script_is_a_script(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train").write_bytes(content)
     assert check_program(script(str(tmp_path / "train")), "usage").name == str(tmp_path / "train")

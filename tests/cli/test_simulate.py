@@ -58,7 +58,9 @@ def test_settings_win_key_by_key(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_text(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(job)]) == 0
     reserved = simulate(training_job()).reserved_peak_bytes
-    assert f"{reserved} B" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert f"{reserved} B" in out and "segments predicted" in out
+    assert "segments logged" not in out and "first difference" not in out
 
 
 @pytest.mark.parametrize(

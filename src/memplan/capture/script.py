@@ -154,11 +154,17 @@ def _stopped(
     print what the script raised, and exit."""
     if stop.code == 2:
         ours = next((w for w in target.argv if w.partition("=")[0] in OUR_OPTIONS), None)
+        if ours:
+            hint = (
+                f"options of memplan before the script: memplan estimate {ours} … {target.name} …"
+            )
+        elif target.argv:
+            start = "-m " if target.kind == "module" else ""
+            hint = f"python {start}{target.name} --help, which may list them"
+        else:
+            hint = f"its own arguments after its name: memplan estimate {target.name} …"
         return UsageError(
-            f"{target.name} refused its arguments (exit code 2; its own message is above)",
-            f"options of memplan before the script: memplan estimate {ours} … {target.name} …"
-            if ours
-            else f"its own arguments after its name: memplan estimate {target.name} …",
+            f"{target.name} refused its arguments (exit code 2; its own message is above)", hint
         )
     if reported is not None:
         return _script_failed(reported, target, options, refused)

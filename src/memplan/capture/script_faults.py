@@ -62,6 +62,8 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         return _of_devices(options)
     if isinstance(error, ModuleNotFoundError) and error.name:
         return advice(error.name)
+    if text.startswith(f"ImportError: No module named {name}"):  # of runpy, for `-m`
+        return "the right name, and the folder that holds its package"
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
     if isinstance(error, NameError):

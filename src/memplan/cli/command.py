@@ -38,7 +38,12 @@ class Parser(argparse.ArgumentParser):
         return [action for action in self._actions if action.default is not argparse.SUPPRESS]
 
     def error(self, message: str) -> NoReturn:
-        known = [option for action in self._actions for option in action.option_strings]
+        known = [
+            option
+            for action in self._actions
+            if action.dest != "help"
+            for option in action.option_strings
+        ]
         near = [
             match
             for word in re.findall(r"(?<!\S)--?[a-z-]+", message)
@@ -53,4 +58,6 @@ class Parser(argparse.ArgumentParser):
                 f"`{self.prog} --help`",
             )
         hint = f"{near[0]}, or `{self.prog} --help`" if near else f"`{self.prog} --help`"
+        if "unrecognized" in message and "SCRIPT" in self.format_usage():
+            hint += "; options of the script come after its name"
         raise UsageError(f"{self.prog}: {message}", hint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from memplan.capture.options import ScriptTarget
 from memplan.types.errors import UsageError
 
 _RECORDINGS = (".trace", ".pickle", ".pkl", ".csv")
+_SHELL = re.compile(rb"#!\s*\S*/(?:env (?:-S )?)?\w*sh\s")
 
 
 def split_program(
@@ -76,7 +78,7 @@ def check_program(program: ScriptTarget | None, usage: str) -> ScriptTarget:
 
 def _check_script(path: Path) -> None:
     if path.is_file():
-        _refuse_recording(path)
+        _refuse_other_kinds(path)
         return
     if path.is_dir():
         raise UsageError(f"{path} is a directory", f"-m {path.name}, or a script inside it")
@@ -97,15 +99,27 @@ def _check_script(path: Path) -> None:
     raise UsageError(f"no script {path}", hint)
 
 
-def _refuse_recording(path: Path) -> None:
-    """A trace or a snapshot in the script's place: its first byte begins no Python source."""
+def _refuse_other_kinds(path: Path) -> None:
+    """A trace or a snapshot in the script's place (its first byte begins no Python source), a
+    notebook or a shell script."""
     try:
         with path.open("rb") as file:
-            first = file.read(1)
+            first = file.readline(200)
     except OSError:
         return
-    if b"\x80" <= first < b"\xc0" or (path.suffix in _RECORDINGS):
+    if b"\x80" <= first[:1] < b"\xc0" or (path.suffix in _RECORDINGS):
         raise UsageError(f"{path} is a recording, not a script", f"memplan simulate {path}")
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{path} is a notebook, not a script",
+            f"jupyter nbconvert --to script {path}, and then the script that it writes",
+        )
+    if path.suffix == ".sh" or _SHELL.match(first):
+        raise UsageError(
+            f"{path} is a shell script, and what it would run cannot be followed",
+            "the command in it that starts the training: memplan estimate … train.py …, "
+            "or memplan estimate … torchrun … train.py …",
+        )
 
 
 def _check_module(name: str) -> None:

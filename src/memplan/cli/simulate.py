@@ -17,6 +17,7 @@ from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile, parse_size
 
 TAKES_PROGRAM = False
+_COMPARED = ("segments_logged", "segments_matched", "first_difference")
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +60,12 @@ def run(args: argparse.Namespace) -> int:
 def _text(report: Mapping[str, object]) -> str:
     from memplan.report.text import format_bytes
 
+    # A capture has no log of the device to compare with.
+    unsaid = () if report["segments_logged"] else _COMPARED
     lines = []
     for key, value in report.items():
+        if key in unsaid:
+            continue
         name = key.replace("_", " ")
         if key.endswith("_bytes") and isinstance(value, int):
             lines.append(f"{name.removesuffix(' bytes'):<20}{format_bytes(value):>12}  {value} B")
