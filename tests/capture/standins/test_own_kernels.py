@@ -80,8 +80,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "class LayerRepository:\n"
         "    def __init__(self, repo_id, *, layer_name):\n"
         "        self._repo_id, self.layer_name = repo_id, layer_name\n"
+        "    def _resolve_revision(self):\n"
+        "        raise ConnectionError(self._repo_id)\n"
         "    def load(self):\n"
-        "        return get_kernel(self._repo_id)\n"
+        "        return get_kernel(self._repo_id, version=self._resolve_revision())\n"
+        "    def __str__(self):\n"
+        "        return self._repo_id + self._resolve_revision()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -134,11 +138,13 @@ def test_another_kernel_of_the_hub_takes_what_rules_say() -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_layer_of_the_hub_is_refused_with_what_to_leave_out() -> None:
-    def use() -> None:
+@pytest.mark.parametrize("use", ["load", "__str__"])
+def test_a_layer_of_the_hub_is_refused_with_what_to_leave_out(use: str) -> None:
+    def take() -> None:
         repository = importlib.import_module("kernels").LayerRepository
-        repository("kernels-community/liger-kernels", layer_name="LigerRMSNorm").load()
+        layer = repository("kernels-community/liger-kernels", layer_name="LigerRMSNorm")
+        getattr(layer, use)()
 
     with pytest.raises(CaptureError, match="LigerRMSNorm of the kernel") as caught:
-        record(in_hub(use))
+        record(in_hub(take))
     assert "use_kernels" in caught.value.hint

@@ -54,8 +54,9 @@ def adapt(patches: Patches, finder: StandInFinder, module: ModuleType) -> None:
         patches.set(module, "has_kernel", has)
     for name, value in list(vars(module).items()):
         fetches = name.endswith("Repository") and not name.startswith("Local")
-        if fetches and isinstance(value, type) and "load" in vars(value):
-            patches.set(value, "load", load)
+        for method in ("load", "_resolve_revision") if fetches and isinstance(value, type) else ():
+            if method in vars(value):
+                patches.set(value, method, load)
 
 
 def _package(repo_id: str) -> str | None:
