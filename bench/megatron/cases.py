@@ -48,8 +48,9 @@ _OF_DATA = frozenset(
         "--mock-data",
     }
 )
-_LIST = re.compile(r"\[[^],]*\]")
-"""Several words of the command line: the runner of these tests takes the brackets off."""
+_LIST = re.compile(r"\[[^],]*\]|\d+( \d+)+")
+"""Several words of the command line: the runner of these tests takes the brackets off, where there
+are any. All else is one, spaces or not."""
 _MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size")
 
 
@@ -151,7 +152,7 @@ def command(case: str, source: Path, work: Path) -> list[str]:
             text = str(value)
             for variable, folder in folders.items():
                 text = text.replace("${" + variable + "}", str(folder))
-            words += text[1:-1].split() if _LIST.fullmatch(text) else text.split()
+            words += text.strip("[]").split() if _LIST.fullmatch(text) else [text]
     if "--async-save" in given and "--async-strategy" not in given:
         words += ["--async-strategy", "mcore"]  # the default's package is on no index in that age
     program = script(case)

@@ -49,6 +49,16 @@ def test_lists_are_several_words() -> None:
     assert words[at + 3].startswith("--")
 
 
+def test_a_value_with_spaces_is_one_word_unless_it_is_numbers() -> None:
+    words = cases.command("gpt/gpt3_15b_8t_release", Path("/source"), Path("/work"))
+    assert words[words.index("--step-batch-size-schedule") + 1] == "0:384 200B:768 400B:1152"
+    words = cases.command(
+        "gpt/gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p_nondeterministic", Path("/source"), Path("/work")
+    )
+    at = words.index("--hierarchical-context-parallel-sizes")
+    assert words[at + 1 : at + 3] == ["2", "2"]
+
+
 def test_a_case_runs_on_as_many_gpus_and_with_what_it_says() -> None:
     assert cases.world_size("gpt/gpt3_mcore_reruns_resume_check_grads") == 1
     assert cases.world_size("gpt/gpt3_mcore_te_tp1_pp4_vp1") == 8
