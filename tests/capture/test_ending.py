@@ -192,6 +192,19 @@ optimizer.step()
     assert run(tmp_path, checks).meta.optimizer_steps == 1
 
 
+def test_a_step_after_a_backward_of_the_engine_itself_counts(tmp_path: Path) -> None:
+    """As Megatron-LM's pipeline calls it."""
+    step = """
+loss = forward(torch.randn(4, 512))
+torch.autograd.Variable._execution_engine.run_backward(
+    tensors=(loss,), grad_tensors=(torch.ones_like(loss),), keep_graph=False, create_graph=False,
+    inputs=(), allow_unreachable=True, accumulate_grad=True,
+)
+optimizer.step()
+"""
+    assert run(tmp_path, step).meta.optimizer_steps == 1
+
+
 def test_as_many_steps_as_asked(tmp_path: Path) -> None:
     trace = run(tmp_path, EPOCHS, steps=5)
     assert trace.meta.optimizer_steps == 5

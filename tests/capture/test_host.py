@@ -11,6 +11,7 @@ import types
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -131,7 +132,8 @@ def test_page_locked_data_count_once() -> None:
     assert found.breakdown.data < 32 * MIB
 
 
-def test_buffers_of_zero_offload_are_no_data() -> None:
+@pytest.mark.parametrize("maker", ["deepspeed.runtime.zero", "megatron.core.optimizer"])
+def test_buffers_of_states_on_the_host_are_no_data(maker: str) -> None:
     """A package's host buffers for the model's states take no RAM here, and have their roles."""
     numbers = 64 * MIB
     source = "\n".join(
@@ -144,7 +146,7 @@ def test_buffers_of_zero_offload_are_no_data() -> None:
             "    torch.optim.Adam([master], foreach=False).step()",
         )
     )
-    module = types.ModuleType("deepspeed.runtime.zero.made_up")
+    module = types.ModuleType(f"{maker}.made_up")
     exec(source, vars(module))
     before = peak_resident_bytes()
     trace = record(lambda: module.offloaded(numbers))

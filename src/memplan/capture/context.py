@@ -136,6 +136,7 @@ class Context:
         """
         builder = self.builder
         if torch._C._current_graph_task_id() != -1:
+            self.backward_seen = True
             builder.phase = Phase.BACKWARD
             builder.call = -2 if torch.is_grad_enabled() else -1
             node = torch._C._current_autograd_node()

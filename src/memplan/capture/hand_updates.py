@@ -38,7 +38,6 @@ class HandUpdates:
             if torch._C._current_graph_task_id() == -1:  # not of a checkpoint within another
                 self.look(at_end=False)
                 self._since = self._mode.recorder.builder.ops
-            self._mode.context.backward_seen = True
             return real_backward(*args, **kwargs)
 
         patches.set(torch.autograd, "_engine_run_backward", run_backward)

@@ -1,8 +1,9 @@
 """Buffers on the host that a package makes by itself, for what is on the device and in the model.
 
 Tensors that a script makes on the host are real: they are its data. Buffers of DeepSpeed's ZeRO
-under offload are as large as the model and its optimizer's states, and only ever hold those, so
-they are fake as well: a real one would need the job's RAM here.
+under offload, and those in which Megatron-LM's distributed optimizer gathers its states for a
+checkpoint, are as large as the model and its optimizer's states, and only ever hold those, so they
+are fake as well: a real one would need the job's RAM here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 
 FACTORIES = frozenset({aten.empty.memory_format, aten.zeros.default, aten.full.default})
 """What they are made with; the first argument is the shape."""
-_MAKERS = ("deepspeed.runtime.zero.",)
+_MAKERS = ("deepspeed.runtime.zero.", "megatron.core.optimizer.")
 _SMALLEST = 64 << 10
 """Elements. Smaller ones stay real: their values may be looked at."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -41,7 +43,7 @@ from memplan.estimate.host import host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Trace
-from tests.capture.distributed.ranks import join, options
+from tests.capture.distributed.ranks import capture, join, options
 from tests.capture.distributed.test_host import only_tensors
 
 RANKS, LAYERS, SIDE = 4, 3, 1024
@@ -222,3 +224,37 @@ def test_an_asynchronous_save_keeps_a_copy_on_the_host(tmp_path: Path, way: str,
     # makes an empty distributed tensor to hang each copy into.
     copy, part = 3 * WHOLE // RANKS, SIDE * SIDE * 4 // RANKS
     assert copy <= host_tensors(trace) <= copy + part + SLACK
+
+
+def test_megatrons_process_that_stays_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get the device's tensors by CUDA's IPC, and the job would wait for it for ever."""
+    place = tmp_path.joinpath("megatron", "core", "dist_checkpointing", "strategies")
+    place.mkdir(parents=True)
+    place.joinpath("async_utils.py").write_text(
+        "class TemporalAsyncCaller:\n"
+        "    def schedule_async_call(self, request):\n"
+        "        return 'forked'\n"
+        "class PersistentAsyncCaller:\n"
+        "    @classmethod\n"
+        "    def _get_process(cls, rank, mp_mode='spawn'):\n"
+        "        raise AssertionError('started')\n"
+        "    def schedule_async_call(self, request):\n"
+        "        return self._get_process(0)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "megatron.core.dist_checkpointing.strategies.async_utils"
+
+    def job() -> None:
+        join()
+        utils = importlib.import_module(name)
+        utils.PersistentAsyncCaller._get_process(0, "forkserver")
+        assert utils.PersistentAsyncCaller().schedule_async_call(None) == "forked"
+        torch.empty(1, device="cuda")
+
+    trace = capture(job)
+    for made in [one for one in sys.modules if one.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, made)
+    assert [item.op for item in trace.meta.assumptions] == ["async_save"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
 
 _PACKAGE = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.async_utils"
 
 
 class Checkpoints:
@@ -54,6 +56,7 @@ class Checkpoints:
             patches.set(module, "pin_memory", lambda data_ptr, size: None)
             patches.set(module, "unpin_memory", lambda data_ptr: None)
 
+        watcher.add(_MEGATRON, partial(self._fork_writers, patches))
         watcher.add(f"{_PACKAGE}.utils", plan)
         watcher.add(f"{_PACKAGE}._state_dict_stager", stage)
         watcher.add(f"{_PACKAGE}.state_dict_saver", upload)
@@ -111,6 +114,27 @@ class Checkpoints:
             return staged
 
         return offload
+
+    def _fork_writers(self, patches: Patches, module: ModuleType) -> None:
+        """Megatron-LM's process that stays to write checkpoints gets the tensors by CUDA's IPC, and
+        so cannot be: each checkpoint is written by a fork instead, its other way to do it."""
+        persistent = getattr(module, "PersistentAsyncCaller", None)
+        if persistent is None:
+            return
+
+        class Writer(module.TemporalAsyncCaller):  # type: ignore[misc, name-defined]
+            @classmethod
+            def _get_process(cls, *_args: Any, **_options: Any) -> None:
+                assumptions.add(
+                    "rank",
+                    "the process that stays to write checkpoints is not counted: on the GPU it has "
+                    "a context of its own",
+                    op="async_save",
+                    source=source(),
+                )
+
+        assumptions, source = self.mode.assumptions, self.mode.source
+        patches.set(module, "PersistentAsyncCaller", Writer)
 
     def _process(self, module: ModuleType) -> Callable[[], _Uploads]:
         def executor() -> _Uploads:
