@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from memplan.capture import steps as steps_module
+from memplan.capture.ending import Ending
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.capture.script import capture_script
 from memplan.capture.session import CaptureSession
+from memplan.simulate import simulate
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Phase, Trace
@@ -708,3 +710,95 @@ while loss > 0.01:
     with CaptureSession(options, stop=False):
         steps = runpy.run_path(str(script))["steps"]
     assert steps == 3
+
+
+TRAINING = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def train(width):
+    model = nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for (batch,) in DataLoader(TensorDataset(torch.randn(256, 512)), batch_size=4):
+        model(batch.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if {evaluate}:
+        with torch.no_grad():
+            for (batch,) in DataLoader(TensorDataset(torch.randn(64, 512)), batch_size=8):
+                model(batch.cuda())
+"""
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_larger_model_that_is_trained_afterwards_is_seen(tmp_path: Path, evaluate: bool) -> None:
+    """As folds of a cross-validation, stages, a pretraining before the finetuning."""
+    head = TRAINING.format(evaluate=evaluate)
+    both = run(tmp_path, "for width in (512, 4096):\n    train(width)", head=head)
+    larger = run(tmp_path, "train(4096)", head=head)
+    assert simulate(both).requested_peak_bytes >= simulate(larger).requested_peak_bytes
+    again = run(tmp_path, "for width in (4096, 512, 4096):\n    train(width)", head=head)
+    assert again.meta.optimizer_steps <= 4
+
+
+def test_trainings_without_end_are_said(tmp_path: Path) -> None:
+    body = "for stage in range(1, 100):\n    train(2048 * stage)"
+    trace = run(tmp_path, body, head=TRAINING.format(evaluate=False))
+    (said,) = [item.text for item in trace.meta.assumptions if item.kind == "trainings"]
+    assert "the job trained 8 times over" in said
+
+
+COLLECTED = """
+for (batch,) in loader:
+    forward(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+outputs = []
+with torch.no_grad():
+    for (batch,) in DataLoader(TensorDataset(torch.randn(40 * 1024, 512)), batch_size=1024):
+        outputs.append(model(batch.cuda()))
+torch.cat(outputs)
+"""
+
+
+def test_predictions_that_are_collected_are_seen_to_the_end(tmp_path: Path) -> None:
+    assert run(tmp_path, COLLECTED).events.bytes.max() == 40 * 1024 * 512 * 4
+    freed = COLLECTED.replace("(model(batch.cuda()))", "(model(batch.cuda()).cpu())")
+    assert (run(tmp_path, freed).events.bytes == 1024 * 512 * 4).sum() < 20
+
+
+def test_predictions_that_are_not_all_seen_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memplan.capture.ending._SECONDS_AFTER", 0.0)
+    monkeypatch.setattr("memplan.capture.ending.Ending._watch_time", _after_five_batches)
+    trace = run(tmp_path, COLLECTED)
+    (said,) = [item.text for item in trace.meta.assumptions if item.kind == "growth"]
+    assert "leaves 2,097,152 bytes behind" in said
+
+
+def _after_five_batches(ending: Ending) -> None:
+    if max(ending._batches.values(), default=0) > 5:
+        ending.stop()
+
+
+def test_parameters_without_a_gradient_are_said(tmp_path: Path) -> None:
+    body = (
+        """
+other = nn.Linear(512, 1024).cuda()
+optimizer.add_param_group({"params": other.parameters()})
+"""
+        + EPOCHS
+    )
+    said = [item.text for item in run(tmp_path, body).meta.assumptions if item.kind == "optimizer"]
+    assert [
+        "2 parameters of the optimizer (2,101,248 bytes) had no gradient" in it for it in said
+    ] == [True]
+
+
+def test_a_loader_of_larger_batches_that_was_not_read_is_said(tmp_path: Path) -> None:
+    body = "other = DataLoader(TensorDataset(torch.randn(512, 512)), batch_size={size})\n" + EPOCHS
+    for size, times in ((4096, 1), (4, 0)):
+        notes = run(tmp_path, body.replace("{size}", str(size))).meta.notes
+        assert sum("batches of 4,096 was made and not read" in note for note in notes) == times

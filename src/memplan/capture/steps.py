@@ -31,6 +31,8 @@ _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that PyTorch puts around each `step`."""
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
+_WORTH_SAYING = 1 << 20
+"""Bytes of parameters."""
 _LONGEST_ROUND = 5
 """Steps of the first optimizer for one of another: five of a critic for one of a generator."""
 
@@ -59,6 +61,8 @@ class StepWatcher:
         self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each has stepped, also inside another that wraps it."""
+        self._updated: set[int] = set()
+        """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
         self._start = 0
         self._passes: tuple[int, int] | None = None
@@ -72,6 +76,31 @@ class StepWatcher:
         self._kept = 0
         self._grew_in = 0
         self._handles: list[Any] = []
+        self._most_trained = 0
+        """Bytes of the parameters of an optimizer that has stepped."""
+        self._before_this = 0
+        """Steps of the trainings before this one."""
+        if ending is not None:
+            ending.another_training = self._another_training
+            ending.optimizer_grows = self._optimizer_grows
+
+    def _another_training(self) -> None:
+        self.enough = self.steady = False
+        self.stop_reason, self._first = "", None
+        self._before_this = self.completed
+        self._history.clear()
+        self._patience = Patience(_PATIENCE_SECONDS)
+
+    def _optimizer_grows(self) -> int:
+        late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
+        return max(late, default=0) - self._most_trained
+
+    def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad and parameter.device.type == self.mode.device_type
+        )
 
     def __enter__(self) -> StepWatcher:
         self._handles = [
@@ -103,11 +132,14 @@ class StepWatcher:
         self.mode.context.in_optimizer += 1
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
+                self._updated.add(id(parameter))
                 self.mode.role_of(parameter.grad, Role.GRADIENT)
             self.mode.role_of(parameter, Role.PARAMETER)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
         self.mode.context.in_optimizer -= 1
+        if optimizer not in self._stepped:
+            self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         kept = 0
         for state in optimizer.state.values():
@@ -211,6 +243,20 @@ class StepWatcher:
             for parameter in _parameters(one)
         )
 
+    def _without_gradient(self) -> tuple[int, int]:
+        """Parameters on the device that an optimizer has stepped without a gradient of theirs each
+        time, and their bytes: there may be gradients and state of them later."""
+        found = {
+            id(parameter): parameter.numel() * parameter.element_size()
+            for one in self._stepped
+            for parameter in _parameters(one)
+            if parameter.requires_grad
+            and parameter.device.type == self.mode.device_type
+            and id(parameter) not in self._updated
+            and not one.state.get(parameter)
+        }
+        return len(found), sum(found.values())
+
     def _growth(self) -> int:
         """Bytes that the last round of steps kept, of each step."""
         alive = [nbytes for _, nbytes in self._history]
@@ -237,6 +283,14 @@ class StepWatcher:
                 "optimizer",
                 f"an optimizer of {waiting} parameters did not step twice in the first "
                 f"{self.completed} steps; a step that it takes later may need more: --steps N",
+            )
+        count, nbytes = self._without_gradient()
+        if nbytes >= _WORTH_SAYING:
+            self.mode.assumptions.add(
+                "optimizer",
+                f"{count} parameters of the optimizer ({nbytes:,} bytes) had no gradient in the "
+                f"first {self.completed} steps; once they have, it and their state need more: "
+                "--steps N",
             )
         if self.steady:
             count, growth = self._round, self._growth()
@@ -285,7 +339,8 @@ class StepWatcher:
             later = "layers unfrozen" if seen else "an evaluation in mid-epoch, layers unfrozen"
             return [
                 "the rest of the run is taken to be like these steps; what happens later "
-                f"({later}) was not seen: --steps N shows more"
+                f"({later}) was not seen: --steps N shows more",
+                *(self.ending.notes() if self.ending is not None else ()),
             ]
         if not self.enough and 0 < self.completed <= _STATE_STEPS:
             return [f"the job ended by itself after {self.completed} optimizer step(s)"]
@@ -293,8 +348,9 @@ class StepWatcher:
 
     def _out_of_patience(self) -> bool:
         # The state grows step by step where it is a history (L-BFGS).
-        enough = max(DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
-        return self.completed >= enough or (self._patience.over and self.completed > _STATE_STEPS)
+        enough = max(self._before_this + DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
+        steps = self.completed - self._before_this
+        return self.completed >= enough or (self._patience.over and steps > _STATE_STEPS)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
