@@ -131,11 +131,15 @@ class _CudaModule:
 def adapt_nvrtc(patches: Patches, module: ModuleType) -> None:
     """CUDA source that the script hands to NVRTC (`torch.cuda._compile_kernel`) is not compiled."""
 
-    def compiled(_source: str, name: str, *_args: Any, **_kwargs: Any) -> tuple[bytes, str]:
-        return b"", name
+    def compiled(
+        kernel_source: str, kernel_name: str, *_args: Any, **_kwargs: Any
+    ) -> tuple[bytes, str]:
+        return b"", kernel_name
 
-    def load(_ptx: Any, names: list[str] | None = None) -> Any:
-        return {name: CudaKernel(name) for name in names} if names else _CudaModule()
+    def load(ptx: Any, kernel_names: list[str] | None = None) -> Any:
+        if not kernel_names:
+            return _CudaModule()
+        return {name: CudaKernel(name) for name in kernel_names}
 
     patches.set(module, "_nvrtc_compile", compiled)
     patches.set(module, "_cuda_load_module", load)

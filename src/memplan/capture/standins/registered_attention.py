@@ -58,7 +58,7 @@ def _look_again(mode: CaptureMode, operator: str) -> None:
 
 def adapt(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
     """Of `torch.nn.attention._fa3`: nothing is registered with the dispatcher."""
-    patches.set(module, "Library", lambda *_names: _Library(mode))
+    patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Library(mode))
     patches.set(torch._C, "_set_sdp_use_fa3", lambda _on: None)  # for choosing kernels in C++
     patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
 
@@ -70,8 +70,12 @@ class _Inert:
 
 def adapt_fa4(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
     """Of `torch.nn.attention._fa4`: the package is not imported."""
-    patches.set(module, "_fa4_import_module", lambda _path: mode.assumptions.add("kernel", _FA4))
-    patches.set(module, "Library", lambda *_names: _Inert())
+
+    def imported(module_path: str) -> None:
+        mode.assumptions.add("kernel", _FA4)
+
+    patches.set(module, "_fa4_import_module", imported)
+    patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Inert())
     patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
 
 
