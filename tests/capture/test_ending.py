@@ -800,5 +800,6 @@ optimizer.add_param_group({"params": other.parameters()})
 def test_a_loader_of_larger_batches_that_was_not_read_is_said(tmp_path: Path) -> None:
     body = "other = DataLoader(TensorDataset(torch.randn(512, 512)), batch_size={size})\n" + EPOCHS
     for size, times in ((4096, 1), (4, 0)):
-        notes = run(tmp_path, body.replace("{size}", str(size))).meta.notes
+        once = body.replace("{size}", str(size)).replace("range(10)", "range(1)")
+        notes = run(tmp_path, once).meta.notes
         assert sum("batches of 4,096 was made and not read" in note for note in notes) == times

@@ -55,8 +55,9 @@ class Ending:
         self._forward_from: int | None = None
         """Bytes when they began."""
         self._trainings = 1
-        self._unread: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Data loaders that the script made and has not read yet."""
+        self._unread: dict[int, int] = {}
+        """Batches of the data loaders that the script made and has not read yet, by identity: they
+        may be gone when the script is."""
         self._largest = 0
         """Of the batches of those that it has read."""
         self.another_training: Callable[[], None] = lambda: None
@@ -96,11 +97,11 @@ class Ending:
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             real_init(loader, *args, **kwargs)
-            self._unread.add(loader)
+            self._unread[id(loader)] = loader.batch_size or 0
 
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
-            self._unread.discard(loader)
+            self._unread.pop(id(loader), None)
             self._largest = max(self._largest, loader.batch_size or 0)
             return real_iter(loader)
 
@@ -231,7 +232,7 @@ class Ending:
 
     def notes(self) -> list[str]:
         """Of a loader that was not read, and whose batches are larger than all that were seen."""
-        unread = max((loader.batch_size or 0 for loader in self._unread), default=0)
+        unread = max(self._unread.values(), default=0)
         if unread <= self._largest:
             return []
         return [
