@@ -458,6 +458,12 @@ def test_arguments_that_a_script_refuses(tmp_path: Path) -> None:
     assert raised.value.hint.startswith(f"python {script} --help")
 
 
+def test_a_package_that_a_script_misses(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError) as raised:
+        run(tmp_path, "raise ImportError('Make sure to install tensorboard for logging.')")
+    assert raised.value.hint.startswith("install what it asks for")
+
+
 def test_a_misspelt_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "__init__.py").touch()

@@ -43,6 +43,8 @@ _UNKNOWN = (
     "MEMPLAN_DEBUG=1 shows the traceback; a real run may end there too: if {name} runs with a GPU, "
     "it is a fault of memplan, please report it"
 )
+_TO_INSTALL = re.compile(r"\binstall|\bnot installed", re.I)
+"""Of packages that look for another: "Make sure to install tensorboard"."""
 _NO_ATTRIBUTE = re.compile(r"module '(\w+)[\w.]*' has no attribute")
 _NO_NAME = re.compile(r"cannot import name '\w+' from '(\w+)[\w.]*'")
 DOWNLOADS = (
@@ -64,6 +66,11 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         return advice(error.name)
     if text.startswith(f"ImportError: No module named {name}"):  # of runpy, for `-m`
         return "the right name, and the folder that holds its package"
+    if isinstance(error, ImportError) and _TO_INSTALL.search(text):
+        return (
+            "install what it asks for beside memplan; where only the machine with the GPU can have "
+            "it: --with PACKAGE (docs/packages.md)"
+        )
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
     if isinstance(error, NameError):
