@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memplan.capture.enough import EnoughSeen, ended_whatever_it_catches
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.script import capture_script
+from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from tests.capture.jobs import record
 
@@ -189,3 +194,46 @@ def test_a_script_that_passes_the_end_on_is_left_alone() -> None:
     with pytest.raises(EnoughSeen), ended_whatever_it_catches():
         script()
     assert done == [1, 2]
+
+
+def test_a_thread_of_the_script_ends_too() -> None:
+    calls = 0
+
+    def operator() -> None:
+        nonlocal calls
+        calls += 1
+        raise EnoughSeen
+
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            bare_except(operator)
+        except EnoughSeen as end:
+            ended.append(end)
+
+    with ended_whatever_it_catches():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert ended and calls < 20
+
+
+def test_a_script_that_ends_its_process_is_answered_all_the_same(tmp_path: Path) -> None:
+    """`os._exit` would end memplan, with the exit code that says that it fits."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch\n"
+        "model = torch.nn.Linear(32, 32).cuda()\n"
+        "optimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.ones(8, 32, device='cuda')).sum().backward()\n"
+        "optimizer.step()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "os._exit(0)\n"
+    )
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    trace = capture_script(ScriptTarget("script", str(script)), options)
+    assert trace.meta.optimizer_steps == 1

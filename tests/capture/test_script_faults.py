@@ -88,3 +88,8 @@ def test_each_fault_gets_the_hint_that_is_true_of_it() -> None:
     assert "may end there too" in hint("{}['missing']")
     for text in (removed, ours, hint("assert 1 == 2"), hint("{}['missing']")):
         assert "leave" not in text
+
+
+def test_a_script_that_reads_its_input_is_told_how() -> None:
+    hint = hint_of(EOFError("EOF when reading a line"), "train.py", OPTIONS)
+    assert hint == "what train.py reads from its input: echo ANSWER | memplan estimate … train.py …"

@@ -9,7 +9,6 @@ every `try` around the loop.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ _PATIENCE = 8
 class _Run:
     """Of the script."""
 
-    thread: int
     caller: FrameType
     """The frame below its own."""
     raised: int = 0
@@ -52,9 +50,9 @@ class EnoughSeen(BaseException):
 
 @contextmanager
 def ended_whatever_it_catches() -> Iterator[None]:
-    """Around the script's run, in the thread that runs it."""
+    """Around the script's run; its threads end too."""
     tracing = sys.gettrace()
-    _running.append(_Run(threading.get_ident(), sys._getframe(2)))
+    _running.append(_Run(sys._getframe(2)))
     try:
         yield
     finally:
@@ -64,7 +62,7 @@ def ended_whatever_it_catches() -> Iterator[None]:
 
 
 def _end_at_next_line() -> None:
-    if not _running or _running[-1].thread != threading.get_ident():
+    if not _running:
         return
     frame: FrameType | None = sys._getframe(2)
     sys.settrace(_not_in_calls)

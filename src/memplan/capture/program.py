@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
 import runpy
 import sys
 import zipfile
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Literal
+from typing import Literal, NoReturn
+
+_MEMPLAN = str(Path(__file__).parents[1])
 
 
 def run_program(kind: Literal["script", "module"], name: str, argv: tuple[str, ...]) -> None:
@@ -23,6 +27,19 @@ def run_program(kind: Literal["script", "module"], name: str, argv: tuple[str, .
     else:
         sys.path.insert(0, str(Path(name).resolve().parent))
         _run_script(Path(name).absolute())
+
+
+def exit_with(real: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    """In place of `os._exit` while a program runs: one that ends by it ends as by `sys.exit`, for
+    it is this process. Its forked children, and memplan, end as they say."""
+    own = os.getpid()
+
+    def exit_(status: int) -> NoReturn:
+        if os.getpid() != own or sys._getframe(1).f_code.co_filename.startswith(_MEMPLAN):
+            real(status)
+        raise SystemExit(status)
+
+    return exit_
 
 
 def _run_script(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.process import BaseProcess
@@ -22,7 +23,7 @@ from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.other_processes import device_error, end_children
 from memplan.capture.patching import Patches
-from memplan.capture.program import run_program
+from memplan.capture.program import exit_with, run_program
 from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.script_faults import (
     DOWNLOADS,
@@ -81,6 +82,7 @@ def _capture(
     try:
         with adopting(), box:
             unseen.watch(watched)
+            watched.set(os, "_exit", exit_with(os._exit))
             place = options.place
             nvidia_smi.install(
                 Path(f"{box.scratch}/tmp/bin"),

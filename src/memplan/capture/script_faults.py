@@ -73,6 +73,8 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
         )
     if isinstance(error, FileNotFoundError) and error.filename:
         return "the folder that the script is run from, or the right path in its arguments"
+    if isinstance(error, EOFError):
+        return f"what {name} reads from its input: echo ANSWER | memplan estimate … {name} …"
     if isinstance(error, NameError):
         return f"mend {name}: a real run would end there too"
     if not options.allow_network and _OFFLINE.search(text):
