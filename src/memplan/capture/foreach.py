@@ -19,8 +19,8 @@ def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     """An in-place operator on lists asks for no memory; only known values need a kernel."""
     lists = [item for item in args if isinstance(item, (list, tuple))]
     tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
-    known = mode.values.of
-    if not all(isinstance(item, FakeTensor) and known(item) is None for item in tensors):
+    known = mode.values.knows
+    if not all(isinstance(item, FakeTensor) and not known(item) for item in tensors):
         return NotImplemented
     factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
     written = [mode.number_of(tensor) for tensor in args[0]]

@@ -108,7 +108,7 @@ class JobTensors:
         )
         self.host.stand_in(fake)
         if keep_values and tensor.device.type == "cpu" and worth_keeping(tensor):
-            self.values.learn(fake, tensor.detach())
+            self.values.learn(fake, tensor.detach(), borrowed=True)
         return fake
 
     def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:

@@ -38,7 +38,6 @@ from memplan.capture.host_buffers import FACTORIES, holds_no_data
 from memplan.capture.host_rule import run_on_host
 from memplan.capture.job_tensors import JobTensors
 from memplan.capture.plain_class import undressed
-from memplan.capture.values import small_enough
 from memplan.capture.work import Work, moved_bytes
 
 aten = torch.ops.aten
@@ -337,7 +336,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
                         self.host.written(tensor)
             args, kwargs, made = self._without_real(args, kwargs)
             fakes = [*fakes, *made]
-        known = self.values.compute(func, args, kwargs, fakes) if not func.is_view else None
+        mutable = func._schema.is_mutable
+        known = self.values.compute(func, args, kwargs, fakes) if mutable else None
         recorder = self.recorder
         builder = recorder.builder
         name = self.acting or self.op_name(func)
@@ -346,6 +346,8 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             self.on_op(builder.op, func, args, kwargs)
         result = self._fake_kernel(func, args, kwargs)
         outputs = [result] if isinstance(result, FakeTensor) else flat(result)
+        if not mutable and not func.is_view:
+            known = self.values.compute(func, args, kwargs, fakes, outputs)
         recording = self.recordings.get(func)
         if recording is not None:
             writes = recording(self, func, args, result)
@@ -355,7 +357,7 @@ class CaptureMode(JobTensors, TorchDispatchMode):
             for tensor in outputs:
                 self.came_from_host(tensor)
         mutated: list[FakeTensor] = []
-        if func._schema.is_mutable:
+        if mutable:
             mutated = list(written_among(func, args, kwargs))
             writes.extend(self._numbers(mutated))
             if known is None:
@@ -373,7 +375,7 @@ class CaptureMode(JobTensors, TorchDispatchMode):
                 moved_bytes=moved_bytes(func, args, fakes, made, mutated),
             )
         if known is not None:
-            self._learn(outputs, known, fakes)
+            self.values.keep(known, outputs, fakes)
         elif len(outputs) == 1 and outputs[0].numel() == 1 and not func.is_view:
             self.values.note_origin(outputs[0], func._opname)
         observer = self.observers.get(func)
@@ -384,13 +386,6 @@ class CaptureMode(JobTensors, TorchDispatchMode):
     def _rule_for(self, func: Any) -> Handler | None:
         name = func._schema.name
         return self.rules.get(f"{name}.{func._overloadname}") or self.rules.get(name)
-
-    def _learn(self, outputs: list[FakeTensor], known: Any, inputs: list[FakeTensor]) -> None:
-        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
-        real = [known] if isinstance(known, torch.Tensor) else flat(known, torch.Tensor)
-        for tensor, value in zip(outputs, real, strict=False):
-            if tensor.untyped_storage()._cdata not in shared and small_enough(tensor):
-                self.values.learn(tensor, value)
 
     def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an operator writes to its arguments is not known."""

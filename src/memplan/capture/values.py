@@ -12,23 +12,29 @@ each such answer is an `Assumption`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from memplan.capture.known_value import ALIKE, Computation, KnownValue, laid_out
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memplan.capture.known_value import Place
+
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
-_ALIKE = "_memplan_alike"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
 """Of constants and of what is computed from them: a router's map of tokens and experts."""
 _MAX_FLOATS_OF_DATA = 1 << 14
 """Weights have more: a model whose weights are known is computed, not only followed."""
+_AT_ONCE = 1 << 12
+"""Elements that cost less to compute than to keep in mind."""
 
 aten = torch.ops.aten
 
@@ -45,30 +51,6 @@ def small_enough(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= limit and tensor.layout is torch.strided
 
 
-class _Later:
-    """In a real storage's place: its value has not been asked for yet.
-
-    It knows where in the storage the value lies, and no tensor, which would keep the storage alive.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, place: Any, find: Callable[[], torch.Tensor | None]
-    ) -> None:
-        self.dtype = dtype
-        self.place = place
-        self.find = find
-
-    def found(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """The real storage from now on."""
-        value = self.find()
-        real = None
-        if value is not None:
-            real = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
-            torch.empty(0, dtype=self.dtype, device="cpu").set_(real, *self.place).copy_(value)
-        setattr(storage, _VALUE, real)
-        return real
-
-
 class Values:
     """Real storages beside fake ones.
 
@@ -81,62 +63,67 @@ class Values:
         """How often somebody asked for the values of a tensor."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A real CPU tensor with the fake tensor's values (sharing its known storage), or None."""
+        """A real CPU tensor with the fake tensor's values (sharing its known storage), or None.
+
+        It is to be read: who writes to it changes what is known."""
         self.looked_at += 1
         return self._of(tensor)
 
     def _of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        real = getattr(tensor.untyped_storage(), _VALUE, None)
-        if type(real) is _Later:
-            real = real.found(tensor.untyped_storage())
-        if real is None:
-            return None
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            real, tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        value = _value_of(tensor)
+        return value.tensor(tensor.dtype, _place(tensor)) if value else None
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether there are values, without looking at them."""
-        return getattr(tensor.untyped_storage(), _VALUE, None) is not None
+        return bool(_value_of(tensor))
 
     def later(self, tensor: torch.Tensor, find: Callable[[], torch.Tensor | None]) -> None:
-        """The storage holds what `find` answers, which is called only when someone asks."""
-        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        setattr(tensor.untyped_storage(), _VALUE, _Later(tensor.dtype, place, find))
+        """The tensor, the whole of its storage, holds what `find` answers, which is called only
+        when someone asks."""
+        _put_off(tensor, find, 0)
 
-    def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """From now on the fake tensor's storage holds `value`, a real tensor of the same shape."""
-        if value.dtype != tensor.dtype or value.shape != tensor.shape:
-            return
-        if value.layout is not torch.strided:
-            return
+    def learn(self, tensor: torch.Tensor, value: torch.Tensor, *, borrowed: bool = False) -> None:
+        """From now on the fake tensor's storage holds `value`, a real tensor of the same shape.
+        `borrowed`: one of the script's, which may write to it."""
         storage = tensor.untyped_storage()
-        same_layout = (
-            value.stride() == tensor.stride()
-            and value.storage_offset() == tensor.storage_offset()
-            and value.untyped_storage().nbytes() >= storage.nbytes()
-        )
-        if same_layout:
-            setattr(storage, _VALUE, value.untyped_storage())
-            return
-        setattr(storage, _VALUE, torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage())
-        view = self._of(tensor)
-        assert view is not None
-        view.copy_(value)
-        if getattr(value.untyped_storage(), _ALIKE, False):
-            self.note_alike(tensor)
+        real = laid_out(value, tensor.dtype, _place(tensor), storage.nbytes())
+        if real is not None:
+            setattr(storage, _VALUE, KnownValue(real, borrowed=borrowed))
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """A fake tensor, perhaps a view, got the values of a real one of its shape and dtype."""
+        self._own(tensor)
         known = self._of(tensor)
         if known is not None:
             known.copy_(value)
-            if getattr(value.untyped_storage(), _ALIKE, False):
+            if getattr(value.untyped_storage(), ALIKE, False):
                 self.note_alike(tensor)
         elif small_enough(tensor) and tensor.untyped_storage().nbytes() == tensor.nbytes:
             self.learn(tensor, value.clone())
         else:
             self.forget(tensor)
+
+    def keep(
+        self, result: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """What `compute` gave is the value of its outputs, but of those that are its inputs'."""
+        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
+        values = _tensors(result) if not isinstance(result, Computation) else []
+        for number, tensor in enumerate(outputs):
+            if tensor.untyped_storage()._cdata in shared or not small_enough(tensor):
+                continue
+            if isinstance(result, Computation):
+                _put_off(tensor, partial(_item, result, number), result.chain)
+                if result.alike:
+                    self.note_alike(tensor)
+            elif number < len(values):
+                self.learn(tensor, values[number])
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        """What is about to be written in place is nobody else's."""
+        value = _value_of(tensor)
+        if value and value.lent:
+            setattr(tensor.untyped_storage(), _VALUE, value.own())
 
     def forget(self, tensor: torch.Tensor) -> None:
         """The storage was written with something unknown."""
@@ -150,14 +137,13 @@ class Values:
     def note_alike(self, tensor: torch.Tensor) -> None:
         """What is known was worked out as if every rank had put in what this one did; so is what
         will be computed from it."""
-        real = self._of(tensor)
-        if real is not None:
-            setattr(real.untyped_storage(), _ALIKE, True)
+        if value := _value_of(tensor):
+            value.alike = True
 
     def as_if_alike(self, tensor: torch.Tensor) -> bool:
         """Whether the known value rests on that."""
-        real = self._of(tensor)
-        return real is not None and getattr(real.untyped_storage(), _ALIKE, False)
+        value = _value_of(tensor)
+        return value is not None and value.alike
 
     def note_origin(self, tensor: torch.Tensor, name: str) -> None:
         """Remember which operator made a value that is not known."""
@@ -173,54 +159,181 @@ class Values:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Run an operator for real on known inputs; None when an input is unknown, or too large.
+        """Run an operator for real on known inputs, or put that off (a `Computation`); None when an
+        input is unknown, or too large.
 
-        `tensors` are the fake tensors among the arguments. In-place operators change the known
-        values of their arguments, which share storage with the known storage.
+        `tensors` are the fake tensors among the arguments, `outputs` those that it made. In-place
+        operators change the known values of their arguments, which share storage with the known
+        storage.
         """
         overwritten = args[0] if func in _OVERWRITES and args else None
         for tensor in tensors:  # hardly any are known, so this comes before anything else
-            known = getattr(tensor.untyped_storage(), _VALUE, None) is not None
-            if not known and tensor is not overwritten:
+            if tensor is not overwritten and not _value_of(tensor):
                 return None
-        values: dict[int, torch.Tensor] = {}
-        alike = False
-        for tensor in tensors:
-            if not small_enough(tensor):
-                return None
-            value = self._of(tensor)
-            if value is None and tensor is overwritten:
-                value = torch.empty_strided(
-                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            if value is None:
-                return None
-            values[id(tensor)] = value
-            alike = alike or getattr(value.untyped_storage(), _ALIKE, False)
+        if not all(map(small_enough, tensors)):
+            return None
         if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
             return None
+        different = list({id(tensor): tensor for tensor in tensors}.values())
+        call = _Call(func, args, kwargs, different, self._generator)
+        written = args[0] if func._schema.is_mutable else None
+        blank = overwritten is not None and (written is None or _is_whole_or_unknown(written))
+        read = [tensor for tensor in different if not (blank and tensor is overwritten)]
+        inputs = [(_known(tensor), tensor.dtype, _place(tensor)) for tensor in read]
+        call.blank = _geometry(overwritten) if blank and overwritten is not None else None
+        values = [value for value, _, _ in inputs]
+        much = sum(tensor.numel() for tensor in (*tensors, *outputs)) > _AT_ONCE
+        wait = much or any(value.put_off for value in values)
+        if wait and not call.random and Computation.possible(values):
+            if written is None:
+                return Computation(call, inputs)
+            if call.writes_first and self._written_later(call, written, inputs):
+                return _PUT_OFF
+        if written is not None:
+            if blank:
+                self.forget(written)
+            for tensor in read:
+                self._own(tensor)
+        real = [self._of(tensor) for tensor in read]
+        result = None if any(value is None for value in real) else call(real)
+        if any(value.alike for value in values):
+            for made in _tensors(result):
+                setattr(made.untyped_storage(), ALIKE, True)
+        return result
 
-        def real(item: Any) -> Any:
+    def _written_later(
+        self,
+        call: _Call,
+        written: torch.Tensor,
+        inputs: list[tuple[KnownValue, torch.dtype, Place]],
+    ) -> bool:
+        """Put off an operator in place; whether that can be done. What it leaves goes to a new
+        storage, so that what was put off before it reads the old one."""
+        storage = written.untyped_storage()
+        place, dtype, nbytes = _place(written), written.dtype, storage.nbytes()
+        if call.blank is not None and nbytes != written.nbytes:
+            return False
+
+        def left(real: list[torch.Tensor]) -> torch.UntypedStorage | None:
+            before = None if call.blank is not None else real[0].untyped_storage()
+            after = torch.UntypedStorage(nbytes) if before is None else before.clone()
+            first = torch.empty(0, dtype=dtype, device="cpu").set_(after, *place)
+            done = call([first, *real] if before is None else [first, *real[1:]], whole=True)
+            return None if done is None else after
+
+        computation = Computation(left, inputs)
+        value = KnownValue(find=computation.result, chain=computation.chain)
+        value.alike = computation.alike
+        setattr(storage, _VALUE, value)
+        return True
+
+
+class _Slot(int):
+    """Stands for a tensor among the arguments of a call."""
+
+
+class _Call:
+    """An operator and its arguments, but for the tensors, which would be kept alive."""
+
+    def __init__(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        generator: torch.Generator,
+    ) -> None:
+        self.func = func
+        self.blank: tuple[Any, ...] | None = None
+        """The geometry of the first tensor, where its values do not matter and are not given."""
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        slots = {id(tensor): _Slot(i) for i, tensor in enumerate(tensors)}
+
+        def symbol(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
-                return values.get(id(item), item)
+                return slots.get(id(item), item)
             if isinstance(item, torch.device):
                 return torch.device("cpu")
-            return self._generator if isinstance(item, torch.Generator) else item
+            return generator if isinstance(item, torch.Generator) else item
 
-        real_args, real_kwargs = pytree.tree_map(real, (list(args), dict(kwargs)))
-        if torch.Tag.nondeterministic_seeded in func.tags and _takes_generator(func):
-            real_kwargs["generator"] = self._generator
-        real_kwargs.pop("pin_memory", None)
+        self._args, self._kwargs = pytree.tree_map(symbol, (list(args), dict(kwargs)))
+        if self.random and _takes_generator(func):
+            self._kwargs["generator"] = generator
+        self._kwargs.pop("pin_memory", None)
+
+    @property
+    def writes_first(self) -> bool:
+        """Whether its first argument is the one thing that it writes, and stays where it is."""
+        arguments = self.func._schema.arguments
+        written = [item.alias_info is not None and item.alias_info.is_write for item in arguments]
+        kept = torch.Tag.inplace_view not in self.func.tags
+        return written[0] and sum(written) == 1 and kept and type(self._args[0]) is _Slot
+
+    def __call__(self, real: list[Any], *, whole: bool = False) -> Any:
+        """Run it on real tensors; None where it fails. `whole`: the blank one is among them."""
+        if self.blank is not None and not whole:
+            size, stride, dtype = self.blank
+            real = [torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *real]
+
+        def filled(item: Any) -> Any:
+            return real[item] if type(item) is _Slot else item
+
+        args, kwargs = pytree.tree_map(filled, (self._args, self._kwargs))
         try:
-            result = func(*real_args, **real_kwargs)
+            return self.func(*args, **kwargs)
         except Exception:
             return None
-        if alike:
-            for made in pytree.tree_leaves(result):
-                if isinstance(made, torch.Tensor):
-                    setattr(made.untyped_storage(), _ALIKE, True)
-        return result
+
+
+_PUT_OFF: Any = object()
+"""What an operator in place gave, where it has not been run."""
+
+
+def _value_of(tensor: torch.Tensor) -> KnownValue | None:
+    value: KnownValue | None = getattr(tensor.untyped_storage(), _VALUE, None)
+    return value
+
+
+def _known(tensor: torch.Tensor) -> KnownValue:
+    value = _value_of(tensor)
+    assert value is not None
+    return value
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
+def _is_whole_or_unknown(tensor: torch.Tensor) -> bool:
+    return not _value_of(tensor) or tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _put_off(tensor: torch.Tensor, find: Callable[[], torch.Tensor | None], chain: int) -> None:
+    storage = tensor.untyped_storage()
+    dtype, place, nbytes = tensor.dtype, _place(tensor), storage.nbytes()
+
+    def found() -> torch.UntypedStorage | None:
+        value = find()
+        return None if value is None else laid_out(value, dtype, place, nbytes)
+
+    setattr(storage, _VALUE, KnownValue(find=found, chain=chain))
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    items = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _item(computation: Computation, place: int) -> torch.Tensor | None:
+    """One of a computation's results."""
+    made = _tensors(computation.result())
+    return made[place] if place < len(made) else None
 
 
 def _takes_generator(func: Any) -> bool:

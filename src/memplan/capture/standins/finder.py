@@ -357,10 +357,11 @@ def without_triton() -> Iterator[None]:
     """While entered, a stand-in for Triton is not there. PyTorch's compilers do without it."""
     served = sys.modules.get("triton")
     loader = getattr(getattr(served, "__spec__", None), "loader", None)
+    if not isinstance(loader, _PackageLoader):  # hidden already, as in an import within another
+        yield
+        return
     hidden = {
-        name: found
-        for name, found in sys.modules.items()
-        if isinstance(loader, _PackageLoader) and name.partition(".")[0] == "triton"
+        name: found for name, found in sys.modules.items() if name.partition(".")[0] == "triton"
     }
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]

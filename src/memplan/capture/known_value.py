@@ -1,0 +1,136 @@
+"""The values of one fake storage: there, or worked out when somebody asks.
+
+Most of what is known is never asked for: masks, positions, constants of a million elements, made
+anew in every layer. What is computed from them is put off; a chain of such computations holds its
+inputs alive, so its length is bounded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LONGEST_CHAIN = 16
+ALIKE = "_memplan_alike"
+"""Marks a real storage that was worked out as if all ranks had put in the same."""
+
+Place = tuple[int, "torch.Size", tuple[int, ...]]
+"""Where in a storage a tensor lies: offset, shape, stride."""
+
+
+class KnownValue:
+    """Stands beside a fake storage; a write that is not made in place puts another there."""
+
+    __slots__ = ("_alike", "_find", "_storage", "borrowed", "chain", "lent")
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage | None = None,
+        find: Callable[[], torch.UntypedStorage | None] | None = None,
+        *,
+        chain: int = 0,
+        borrowed: bool = False,
+    ) -> None:
+        self._storage = storage
+        self._find = find
+        self._alike = False
+        self.chain = chain
+        """How many computations have been put off one after the other."""
+        self.borrowed = borrowed
+        """Whether the storage is the script's, which may write to it."""
+        self.lent = False
+        """Whether a computation that was put off reads this: it is not to be written in place."""
+
+    def __bool__(self) -> bool:
+        return self._find is not None or self._storage is not None
+
+    @property
+    def alike(self) -> bool:
+        """Whether it rests on all ranks having put in the same."""
+        return self._alike or getattr(self._storage, ALIKE, False)
+
+    @alike.setter
+    def alike(self, value: bool) -> None:
+        self._alike = value
+
+    @property
+    def put_off(self) -> bool:
+        """Whether nobody has asked yet."""
+        return self._find is not None
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The real storage; None where nobody knows after all."""
+        if self._find is not None:
+            find, self._find = self._find, None
+            self._storage, self.chain = find(), 0
+        return self._storage
+
+    def tensor(self, dtype: torch.dtype, place: Place) -> torch.Tensor | None:
+        """The part of it that a tensor sees, sharing the storage."""
+        storage = self.storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *place)
+
+    def own(self) -> KnownValue:
+        """One that may be written in place: this, or a copy."""
+        storage = self.storage() if self.lent else None
+        if storage is None:
+            return self
+        copy = KnownValue(storage.clone())
+        copy.alike = self.alike
+        return copy
+
+
+class Computation:
+    """An operator on known values that has not been run."""
+
+    def __init__(
+        self,
+        run: Callable[[Any], Any],
+        inputs: list[tuple[KnownValue, torch.dtype, Place]],
+    ) -> None:
+        """`run` is called with the inputs as real tensors, or not at all."""
+        self._run: Callable[[Any], Any] | None = run
+        self._inputs = inputs
+        self._result: Any = None
+        self.chain = 1 + max((value.chain for value, _, _ in inputs), default=0)
+        self.alike = any(value.alike for value, _, _ in inputs)
+        for value, _, _ in inputs:
+            value.lent = True
+
+    @staticmethod
+    def possible(inputs: list[KnownValue]) -> bool:
+        """Whether it may be put off: nobody writes to the inputs, and the chain stays short."""
+        return all(not value.borrowed and value.chain < _LONGEST_CHAIN for value in inputs)
+
+    def result(self) -> Any:
+        """What the operator gives; None where an input is not known after all, or it fails."""
+        if self._run is not None:
+            run, self._run = self._run, None
+            inputs = [value.tensor(dtype, place) for value, dtype, place in self._inputs]
+            self._inputs = []
+            if all(tensor is not None for tensor in inputs):
+                self._result = run(inputs)
+        return self._result
+
+
+def laid_out(
+    value: torch.Tensor, dtype: torch.dtype, place: Place, nbytes: int
+) -> torch.UntypedStorage | None:
+    """A storage of `nbytes` with `value` at a place: its own, where that is like it. None where it
+    is not of that type and shape."""
+    offset, shape, stride = place
+    if value.dtype != dtype or value.shape != shape or value.layout is not torch.strided:
+        return None
+    storage = value.untyped_storage()
+    same_layout = value.stride() == stride and value.storage_offset() == offset
+    if same_layout and storage.nbytes() >= nbytes:
+        return storage
+    made = torch.zeros(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+    torch.empty(0, dtype=dtype, device="cpu").set_(made, *place).copy_(value)
+    return made
