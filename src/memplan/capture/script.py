@@ -17,7 +17,6 @@ from memplan.capture.caught import memplan_cause
 from memplan.capture.context import shown_path
 from memplan.capture.descendants import Descendants, adopting
 from memplan.capture.distributed import files, peers
-from memplan.capture.distributed.sent import UNTOLD
 from memplan.capture.enough import EnoughSeen, ended_whatever_it_catches
 from memplan.capture.oom_handlers import oom_note
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
@@ -131,6 +130,8 @@ def _capture(
         watched.undo()
         sys.argv, sys.path[:] = argv_before, path_before
         sys.modules["__main__"] = main_before
+    if peers.current().over:
+        raise EnoughSeen
     unseen.used(elsewhere)
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
@@ -237,10 +238,7 @@ def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) 
             "--device option; if it stopped early, see what it printed",
         )
     if trace.meta.optimizer_steps == 0 and options.steps != 0:
-        # Whether there is something to train on may be what another rank would have said.
-        told = [item.text for item in trace.meta.assumptions if item.kind == "rank"]
         raise CaptureError(
             f"{target.name} ended without a single optimizer step",
-            next((text for text in told if UNTOLD in text), "")
-            or "a script that trains, or memplan estimate --steps 0 for one that only runs forward",
+            "a script that trains, or memplan estimate --steps 0 for one that only runs forward",
         )

@@ -122,6 +122,8 @@ class CaptureSession:
             )
         if test is not None and not test.ok:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
+        if peers.current().answering:
+            self.mode.host.enabled = False  # nobody asks for this rank's memory
         self._alloc_conf = ""
         self._cuda: torch_cuda.FakeCuda | None = None
         self._distributed: Distributed | None = None
@@ -207,17 +209,17 @@ class CaptureSession:
         context = self.mode.context
         module_call = torch.nn.Module.__call__
         thread_run = threading.Thread.run
-        asked = peers.current().wanted
-
+        others = peers.current()
         device_type = self.mode.device_type
 
         # PyTorch's profiler (`with_stack`) takes the local `self` of this function for the module.
         def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not context.in_module:
-                if asked == cards.KEY:
-                    cards.tell_of(self, device_type)
-                elif asked == files.KEY:
-                    files.tell_of(peers.current(), overlay())
+                if others.answering:
+                    if not others.has_told(cards.KEY):
+                        cards.tell_of(self, device_type)
+                    if others.wants(files.KEY):
+                        files.tell_of(others, overlay())
                 return root_call(self, args, kwargs)
             context.enter_module(self)
             try:
@@ -335,6 +337,7 @@ class CaptureSession:
             value = leaf * 1.0
             (value * 2.0 + value * 3.0).sum().backward()
 
+        peers.has_computed()
         mode.fan_in.calibrate(backward)
         mode.context.backward_seen = False
         mode.recorder.restart()

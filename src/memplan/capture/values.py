@@ -103,6 +103,22 @@ class Values:
         else:
             self.forget(tensor)
 
+    def follow(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Where the source is known, the tensor, of as many elements, gets its values."""
+        known = _value_of(source)
+        if not known:
+            return
+        if known.put_off and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            shape, dtype = tensor.shape, tensor.dtype
+
+            def copied(real: list[torch.Tensor]) -> torch.Tensor:
+                return real[0].reshape(shape).to(dtype, copy=True)
+
+            inputs = [(known, source.dtype, _place(source))]
+            self.keep(Computation(copied, inputs), [tensor], [])
+        elif (value := self._of(source)) is not None:
+            self.write(tensor, value.reshape(tensor.shape).to(tensor.dtype))
+
     def keep(
         self, result: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:

@@ -6,12 +6,14 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.capture.deferred_dynamo import dynamo
+from memplan.capture.distributed import peers
 from memplan.capture.internals import require
 from memplan.capture.patching import Patches
 
@@ -45,6 +47,8 @@ class Compiled:
         compile_for_real: Any = torch.compile
 
         def compiled(model: Any = None, **options: Any) -> Any:
+            if peers.current().answering:  # only values count there
+                return partial(compiled, **options) if model is None else _as_it_is(model)
             if not options.get("disable"):
                 backend = options.get("backend", "inductor")
                 self._prepare("dynamo" if backend in _WITHOUT_INDUCTOR else "inductor")
@@ -94,6 +98,11 @@ class Compiled:
             from memplan.capture.compiled import inductor
 
             inductor.install(self._stack, self._patches, self._mode, self._profile)
+
+
+def _as_it_is(model: Any) -> Any:
+    """Not compiled; a module in the wrapper that `torch.compile` puts around it."""
+    return torch._dynamo.disable(model) if isinstance(model, torch.nn.Module) else model
 
 
 def _is_module_call(owner: Any, name: str, _before: Any) -> bool:

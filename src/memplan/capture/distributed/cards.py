@@ -45,8 +45,7 @@ def with_card(trace: Trace, place: RankPlace, devices: int, *, chosen: bool) -> 
     own = own_index(place, devices)
     number = _largest(trace)
     index = own if number == 0 else 0 if number == own else number
-    if peers.current().wanted == KEY:
-        peers.current().tell(KEY, index)
+    peers.current().tell(KEY, index)
     processes, notes = 1, []
     if devices < place.local_world_size and place.gpus is not None:
         processes = -(-place.local_world_size // devices)

@@ -50,7 +50,7 @@ def supplier(peers: Peers, assumptions: Assumptions) -> Callable[[str], bool]:
         path = str(Path(path).absolute())
         if path in given or path.startswith(_SYSTEM) or os.getpid() != process:
             return False
-        if peers.questions is None or not distributed.is_initialized():
+        if peers.link is None or not distributed.is_initialized():
             return False
         if distributed.get_rank() == _WRITER:
             return False

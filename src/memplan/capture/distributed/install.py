@@ -134,7 +134,5 @@ def _is_pinned(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bo
 def _learn_copied(mode: CaptureMode, _func: Any, args: Any, _kwargs: Any, _result: Any) -> None:
     """A tensor that is filled whole from a known one is known: so DDP tells its buckets."""
     target, source = args[0], args[1]
-    if not mode.values.knows(target):
-        value = mode.values.of(source)
-        if value is not None and value.numel() == target.numel():
-            mode.values.write(target, value.reshape(target.shape).to(target.dtype))
+    if not mode.values.knows(target) and source.numel() == target.numel():
+        mode.values.follow(target, source)

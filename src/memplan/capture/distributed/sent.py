@@ -3,9 +3,9 @@
 Every rank is taken to have what this one has: weights, and counters that training made. Until the
 first optimizer step whole numbers are not taken so: flags, sizes and counts are sent because ranks
 differ (Megatron-LM: whether there is data to train on). Nor is a placeholder, ever: zeros, an
-`empty`, a `None`. When the script looks at such a value, the sender is asked, that is, the script
-is run as that rank (`peers`): first up to this broadcast, and where that is not enough up to the
-end of its first optimizer step. What is sent later is like what was sent in that step.
+`empty`, a `None`. When the script looks at such a value, or at what it computed from it, the sender
+is asked, that is, the script is run as that rank (`peers`). What is sent after the sender's first
+optimizer step is like what was sent last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim_module
 
+from memplan.capture.distributed.peers import ToldAllError
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from memplan.capture.distributed.peers import Peers
     from memplan.capture.mode import CaptureMode
 
-UNTOLD = "could not be had"
 _SMALL = 256
 """Elements: what the host decides by is not larger."""
+_ALIKE = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py")
+"""Of PyTorch: they see to it that all ranks have the same buckets, parameters and buffers."""
 
 _Stream = tuple[int, tuple[int, ...], str]
 """Who sends, to whom, and whether tensors or objects."""
@@ -42,8 +44,6 @@ class Broadcasts:
         self.peers = peers
         self._counts: Counter[_Stream] = Counter()
         self._steps = 0
-        self._silent: set[int] = set()
-        """Senders that could not be run so far."""
 
     def install(self, stack: ExitStack) -> None:
         """Counts steps, and answers what may be asked of this rank at the end of its first."""
@@ -54,24 +54,26 @@ class Broadcasts:
         if not self.mode.context.backward_seen:
             return
         self._steps += 1
-        if self.peers.answers is not None:
-            self.peers.tell(_after_step(distributed.get_rank()), self._steps)
+        if self.peers.answering and self._steps == 1:
+            self.peers.tell(_counts_of(distributed.get_rank()), dict(self._counts))
+            self.peers.stepped()
 
     # Tensors
 
     def tensor(self, tensor: torch.Tensor, group: Any, root: int) -> None:
         """`tensor` is broadcast by the rank `root` of `group`."""
+        caller = self.mode.caller
         if tensor.numel() > _SMALL:
+            return
+        if caller is not None and caller.f_code.co_filename.endswith(_ALIKE):
             return
         stream = _stream(group, root, "tensors")
         self._counts[stream] += 1
         number = self._counts[stream]
         if group.rank() == root:
-            if self.peers.answers is not None:
+            if self.peers.answering:
                 value = self._known(tensor)
                 self.peers.tell(_key(stream, number), None if value is None else _plain(value))
-            return
-        if self.peers.questions is None:
             return
         own = self._known(tensor)
         if own is not None and self._is_as_sent(own):
@@ -79,6 +81,9 @@ class Broadcasts:
         shape, dtype = tensor.shape, tensor.dtype
 
         def received() -> torch.Tensor | None:
+            if self.peers.link is None:
+                self._nobody(stream[0])
+                return own
             data = self._ask(stream, number)
             if data is None:
                 return own
@@ -87,7 +92,7 @@ class Broadcasts:
 
         if isinstance(tensor, FakeTensor):
             self.mode.values.later(tensor, received)
-        else:
+        elif self.peers.link is not None:
             value = received()
             if value is not None:
                 tensor.detach().copy_(value)
@@ -108,10 +113,9 @@ class Broadcasts:
         self._counts[stream] += 1
         number = self._counts[stream]
         if group.rank() == root:
-            if self.peers.answers is not None:
-                self.peers.tell(_key(stream, number), list(objects))
+            self.peers.tell(_key(stream, number), list(objects))
             return True
-        if self.peers.questions is None or all(item is not None for item in objects):
+        if self.peers.link is None or all(item is not None for item in objects):
             return False
         told = self._ask(stream, number)
         if not isinstance(told, list) or len(told) != len(objects):
@@ -121,33 +125,35 @@ class Broadcasts:
 
     # Asking
 
+    def _nobody(self, sender: int) -> None:
+        self.mode.assumptions.add(
+            "rank",
+            f"what rank {sender} broadcasts is what this rank has already: it can be asked for on "
+            "the command line only, once in a process",
+            op="broadcast",
+            source=self.mode.source(),
+        )
+
     def _ask(self, stream: _Stream, number: int) -> Any:
-        """What was sent; None where it cannot be had."""
-        known, sender = self.peers.known, stream[0]
-        key = _key(stream, number)
-        if key in known or sender in self._silent:
-            return _known_until(known, stream, number)
+        """What was sent; None where the sender does not know it either.
+
+        Raises CaptureError where the sender cannot be run: the script looks at it, and what it does
+        then would be another thing than it does on the GPUs."""
+        sender = stream[0]
         try:
-            if any(_sender(item) == sender for item in known):
-                self.peers.ask(sender, _after_step(sender))
-            if _known_until(known, stream, number) is None:  # the first, or after that step
-                self.peers.ask(sender, key)
+            try:
+                return self.peers.ask(sender, _key(stream, number))
+            except ToldAllError:
+                counts = self.peers.ask(sender, _counts_of(sender))
+                if not counts.get(stream):
+                    return self.peers.ask(sender, _key(stream, number), beyond=True)
+                return self.peers.ask(sender, _key(stream, min(number, counts[stream])))
         except CaptureError as error:
-            self._silent.add(sender)
-            self.mode.assumptions.add(
-                "rank",
-                f"what rank {sender} broadcasts {UNTOLD} ({error.message}); this rank "
-                "is taken to have it already",
-                op="broadcast",
-                source=self.mode.source(),
-            )
-        return _known_until(known, stream, number)
-
-
-def _known_until(known: dict[str, Any], stream: _Stream, number: int) -> Any:
-    """What was sent with that number, or last before it."""
-    sent = (known.get(_key(stream, earlier)) for earlier in range(number, 0, -1))
-    return next((item for item in sent if item is not None), None)
+            raise CaptureError(
+                f"{self.mode.source()}: rank {distributed.get_rank()} goes by what rank {sender} "
+                f"broadcasts, and that could not be had: {error.message}",
+                error.hint or f"memplan estimate --rank {sender} …, to see what that rank needs",
+            ) from error
 
 
 def _stream(group: Any, root: int, what: str) -> _Stream:
@@ -160,13 +166,8 @@ def _key(stream: _Stream, number: int) -> str:
     return f"{sender} broadcasts {what} to {','.join(map(str, ranks))}: {number}"
 
 
-def _after_step(rank: int) -> str:
-    return f"{rank} broadcasts until it has stepped"
-
-
-def _sender(key: str) -> int | None:
-    number, verb, _ = (*key.split(" ", 2), "", "")[:3]
-    return int(number) if verb == "broadcasts" and number.isdigit() else None
+def _counts_of(rank: int) -> str:
+    return f"{rank} broadcast in its first step"
 
 
 def _plain(value: torch.Tensor) -> list[Any]:
