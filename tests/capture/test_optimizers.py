@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 
+from memplan.capture.enough import EnoughSeen
+from memplan.capture.options import CaptureOptions
+from memplan.capture.session import CaptureSession
+from memplan.types.device import find_profile
 from memplan.types.trace import EventKind, Phase, Role
 from tests.capture.jobs import assumed, operators, record, sizes
 
@@ -220,3 +225,24 @@ def test_a_closure_is_the_model_and_not_the_optimizer() -> None:
     trace = record(lambda: minimise("cuda", 5, 4, None, 2) and None)
     assert operators(trace, Phase.FORWARD)["addmm"] == 8
     assert operators(trace, Phase.OPTIMIZER)["addmm"] == 0
+
+
+@pytest.mark.parametrize("state_first", [False, True])
+def test_a_step_before_any_backward_is_no_training_step(state_first: bool) -> None:
+    """Some make the state so, which a checkpoint is then loaded into."""
+    session = CaptureSession(CaptureOptions(profile=find_profile("rtx4090")))
+    passes = 0
+    with suppress(EnoughSeen), session:
+        model = nn.Linear(256, 256, device="cuda")
+        optimizer = optim.Adam(model.parameters())
+        if state_first:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(8):
+            model(torch.randn(8, 256, device="cuda")).sum().backward()
+            passes += 1
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.steps.completed == passes == 3
