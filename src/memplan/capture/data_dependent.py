@@ -274,11 +274,24 @@ def _assume_choice(
     if options > _MAX_ROUTING_OPTIONS:
         return
     mode.values.learn(indices, assumed_topk(indices.shape, options, dim, mode.routing))
+    _say_assumed(mode, str(func), options)
+
+
+def assume_routing_map(mode: CaptureMode, op: str, chosen: FakeTensor, top_k: int) -> None:
+    """A boolean map, rows x options, with `top_k` true elements a row that a router chooses."""
+    rows, options = chosen.shape[:-1], chosen.shape[-1]
+    indices = assumed_topk(torch.Size((*rows, top_k)), options, -1, mode.routing)
+    values = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(-1, indices, True)
+    mode.values.learn(chosen, values)
+    _say_assumed(mode, op, options)
+
+
+def _say_assumed(mode: CaptureMode, op: str, options: int) -> None:
     mode.assumptions.add(
         "routing",
         f"choices among {options} options are "
         + ("spread evenly" if mode.routing == "balanced" else "all the same"),
-        op=str(func),
+        op=op,
         source=mode.source(),
     )
 

@@ -85,7 +85,7 @@ ready.item()
 weight = torch.nn.Parameter(torch.zeros(8, device="cuda"))
 weight.grad = torch.zeros_like(weight)
 torch.optim.Adam([weight]).step()  # makes the state that a checkpoint is loaded into
-flags = torch.tensor([4096 if rank == 2 else 0], device="cuda")
+flags = torch.tensor([4096 if rank == 2 else 2048], device="cuda")
 dist.broadcast(flags, 2)
 width = flags.item()"""
 OWN = """

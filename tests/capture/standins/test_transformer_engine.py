@@ -308,11 +308,14 @@ def test_permutation_and_routing() -> None:
         chosen = torch.zeros(tokens, top_k, device="cuda", dtype=torch.int32)
         te.moe_permute(x, chosen, tokens * top_k, map_type="index")
         logits = torch.empty(tokens, experts, device="cuda")
-        tex.fused_topk_with_score_function_fwd(
+        _, routing_map, _ = tex.fused_topk_with_score_function_fwd(
             logits, top_k, False, None, None, None, "softmax", None
         )
+        tokens_per_expert.extend(routing_map.sum(0).tolist())
 
+    tokens_per_expert: list[int] = []
     trace = record(job)
+    assert tokens_per_expert == [tokens * top_k // experts] * experts
     rows = tokens * top_k
     permuted = made(trace, "moe_permute_fwd")
     assert permuted[:3] == [4 * rows] * 3

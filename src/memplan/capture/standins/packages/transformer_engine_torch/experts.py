@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.data_dependent import assume_routing_map
 from memplan.capture.standins.extension_names import Extension
 from memplan.capture.standins.launch import record
 from memplan.capture.standins.packages.transformer_engine_torch.enums import (
@@ -18,7 +20,7 @@ from memplan.capture.standins.packages.transformer_engine_torch.enums import (
     NVTERoutingMapFormat,
 )
 from memplan.capture.standins.packages.transformer_engine_torch.gemm import product_shape
-from memplan.capture.standins.rules import Call
+from memplan.capture.standins.rules import Call, running
 
 _SOURCES = "Transformer Engine 2.20.2, pytorch/csrc/extensions/"
 _gemm = Extension("transformer_engine_torch", _SOURCES + "gemm.cpp")
@@ -139,11 +141,15 @@ def moe_unpermute_bwd(
     return act, torch.empty(rows, top_k, dtype=torch.float32, device=grad.device)
 
 
-def _map(logits: torch.Tensor, form: Any) -> torch.Tensor:
+def _map(logits: torch.Tensor, form: Any, top_k: int) -> torch.Tensor:
     *leading, experts = logits.shape
     if int(form) == NVTERoutingMapFormat.BITMAP_U8:
         return torch.empty(*leading, -(-experts // _BITS), dtype=torch.uint8, device=logits.device)
-    return torch.empty(*leading, experts, dtype=torch.bool, device=logits.device)
+    chosen = torch.empty(*leading, experts, dtype=torch.bool, device=logits.device)
+    mode = running()
+    if mode is not None and isinstance(chosen, FakeTensor):
+        assume_routing_map(mode, mode.acting, chosen, top_k)
+    return chosen
 
 
 @_router
@@ -162,7 +168,7 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[torch.Tensor, ...]:
     """Probabilities, routing map, scores in fp32."""
     probs = torch.empty_like(logits)
-    routing = _map(logits, routing_map_format) if topk_indices is None else topk_indices
+    routing = _map(logits, routing_map_format, topk) if topk_indices is None else topk_indices
     return probs, routing, torch.empty_like(logits, dtype=torch.float32)
 
 
@@ -182,7 +188,7 @@ def fused_score_for_moe_aux_loss_fwd(
 ) -> tuple[torch.Tensor, ...]:
     """Scores, routing map, and what the backward pass needs."""
     scores = torch.empty_like(logits, dtype=torch.float32)
-    return scores, _map(logits, routing_map_format), torch.empty_like(scores)
+    return scores, _map(logits, routing_map_format, topk), torch.empty_like(scores)
 
 
 @_router
