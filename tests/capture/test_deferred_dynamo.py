@@ -103,3 +103,23 @@ assert torch._dynamo.utils.__spec__.loader.get_source("torch._dynamo.utils")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+WITH_TRITON = """
+import sys
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capture.script import capture_script
+from memplan.types.device import find_profile
+
+options = CaptureOptions(profile=find_profile("24GiB"), packages=("triton",))
+print(len(capture_script(ScriptTarget("script", sys.argv[1], []), options).events))
+"""
+
+
+def test_dynamo_is_imported_after_a_stand_in_for_triton(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import triton, torch\ntorch.use_deterministic_algorithms(True)\n" + TRAINING)
+    command = [sys.executable, "-c", WITH_TRITON, str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.splitlines()[-1]) > 0

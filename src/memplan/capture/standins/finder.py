@@ -338,7 +338,9 @@ class _Extensions:
     ) -> importlib.machinery.ModuleSpec | None:
         if "triton" not in self._modules:
             return None
-        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path) for finder in behind)
+        found = next((spec for spec in specs if spec is not None), None)
         if found is not None and found.loader is not None:
             found.loader = _WithoutTriton(found.loader)
         return found
