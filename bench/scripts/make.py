@@ -8,9 +8,11 @@ The weights file has its real size and no contents: a hole that takes no room on
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
+import string
 import struct
 import sys
 import textwrap
@@ -78,7 +80,7 @@ def hollow_safetensors(path: Path, weights: dict[str, Any]) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on our own pages."""
+    """A byte-level BPE tokenizer with a chat template, trained on the same words as the passages."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,13 +105,18 @@ def tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+@functools.cache
 def _pages() -> list[str]:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    return [page.read_text(encoding="utf-8") for page in sorted(docs.glob("*.md"))]
+    """The same text at all times: with other lengths a job would have another answer."""
+    chance = random.Random(0)
+    letters = string.ascii_lowercase
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000)]
+    commoner_first = [1 / (rank + 1) for rank in range(len(words))]
+    return [" ".join(chance.choices(words, commoner_first, k=1000)) for _ in range(40)]
 
 
 def _texts(words_each: int) -> Iterator[str]:
-    """Passages of our own pages, of half to twice `words_each` words."""
+    """Passages of half to twice `words_each` words."""
     words = " ".join(_pages()).split()
     chance = random.Random(0)
     while True:
