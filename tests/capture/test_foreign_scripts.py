@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -190,6 +191,42 @@ def test_an_error_in_a_package_says_where(tmp_path: Any, monkeypatch: pytest.Mon
         capture_script(target, CaptureOptions(profile=find_profile("h100")))
     assert str(caught.value).startswith("elsewhere/train.py:3: the script raised ValueError: no")
     assert len(str(caught.value)) < 500
+
+
+def test_torchaudio_does_without_operators_that_cannot_be_loaded(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a CPU build of PyTorch, where its wheel is built for CUDA."""
+    extension = tmp_path / "torchaudio" / "_extension"
+    extension.mkdir(parents=True)
+    (extension / "_torchaudio.so").write_bytes(b"no library")
+    (extension / "utils.py").write_text(
+        "import torch\nfrom pathlib import Path\n"
+        "def _load_lib(lib):\n"
+        "    torch.ops.load_library(Path(__file__).parent / f'{lib}.so')\n"
+        "    return True\n",
+        encoding="utf-8",
+    )
+    (extension / "__init__.py").write_text(
+        "from .utils import _load_lib\nthere = _load_lib('_torchaudio')\n", encoding="utf-8"
+    )
+    (tmp_path / "torchaudio" / "__init__.py").write_text(
+        "from . import _extension\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("torchaudio", "torchaudio._extension", "torchaudio._extension.utils"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found: list[bool] = []
+
+    def job() -> None:
+        import torchaudio
+
+        found.append(torchaudio._extension.there)
+
+    record(job, steps=0)
+    for name in ("torchaudio", "torchaudio._extension", "torchaudio._extension.utils"):
+        sys.modules.pop(name, None)
+    assert found == [False]
 
 
 def test_the_profiler_finds_the_modules() -> None:

@@ -75,7 +75,23 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
 
         patches.set(flow, "on_step_end", on_last_step_end)
 
+    def torchaudio(module: types.ModuleType) -> None:
+        # One built for CUDA cannot load its operators beside a CPU build of PyTorch and then fails
+        # on import. It does without them where their file is not found.
+        real_load: Any = getattr(module, "_load_lib", None)
+        if real_load is None:
+            return
+
+        def load_lib(*args: Any, **kwargs: Any) -> bool:
+            try:
+                return bool(real_load(*args, **kwargs))
+            except OSError:
+                return False
+
+        patches.set(module, "_load_lib", load_lib)
+
     return {
+        "torchaudio._extension.utils": torchaudio,
         "transformers.utils.import_utils": transformers,
         "transformers.trainer_callback": trainer,
     }
