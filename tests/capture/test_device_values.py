@@ -56,6 +56,43 @@ def test_a_write_of_something_unknown_is_not_forgotten() -> None:
     assert any(text.startswith("value") for text in assumed(record(job)))
 
 
+def test_what_one_operand_decides_is_known() -> None:
+    """As transformers' generation ends at its greatest length, whatever the tokens."""
+
+    def job() -> None:
+        unknown = scores().argmax(dim=1)[:3] == 7
+        none, all_ = (torch.full((3,), flag, device="cuda") for flag in (False, True))
+        assert (unknown | all_).tolist() == (all_ | unknown).tolist() == [True] * 3
+        assert (unknown & none).tolist() == torch.logical_and(none, unknown).tolist() == [False] * 3
+        unfinished = torch.ones(3, dtype=torch.long, device="cuda") & ~unknown
+        assert (unfinished & ~(unknown | all_)).max().item() == 0
+        unfinished &= none
+        assert unfinished.tolist() == [0, 0, 0]
+        rounds = 0
+        finished = False
+        while not finished:
+            rounds += 1
+            done = unknown | torch.full((3,), rounds >= 40, device="cuda")
+            finished = bool((unfinished | (1 - done.long())).max() == 0)
+        assert rounds == 40
+
+    record(job, steps=0)
+
+
+def test_what_one_operand_leaves_open_is_not_known() -> None:
+    def job() -> None:
+        unknown = scores().argmax(dim=1)[:3] == 7
+        some = torch.tensor([True, False, True], device="cuda")
+        known = torch.ones(3, dtype=torch.bool, device="cuda")
+        known &= unknown
+        for open_ in (unknown & some, unknown | some, known):
+            if open_.all():
+                pass
+
+    asked = [one for one in record(job, steps=0).meta.assumptions if "condition" in one.text]
+    assert sum(one.count for one in asked) == 3
+
+
 def test_conditions_on_a_healthy_loss() -> None:
     """Nothing is NaN or infinite, everything is finite."""
 
@@ -132,6 +169,22 @@ def test_routing_of_a_mixture_of_experts(routing: str, tokens: list[int]) -> Non
 
 
 # Loops and readings
+
+
+def test_rows_of_a_mask_are_assumed_one_by_one() -> None:
+    """As trl takes each completion up to its end, on the device and on the host."""
+    taken: list[list[int]] = []
+
+    def job() -> None:
+        ends = scores().argmax(dim=1)[:3]
+        mask = torch.arange(WIDTH, device="cuda").expand(3, -1) <= ends.unsqueeze(1)
+        rows = [row[held] for row, held in zip(scores()[:3], mask, strict=True)]
+        taken.append([len(row) for row in rows])
+        on_host = zip(torch.ones(3, WIDTH), mask.cpu(), strict=True)
+        taken.append([len(row[held]) for row, held in on_host])
+
+    record(job)
+    assert taken == [[WIDTH // 2] * 3] * 2
 
 
 def test_a_loop_without_an_optimizer_ends() -> None:

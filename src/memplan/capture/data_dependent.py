@@ -98,6 +98,14 @@ def read_back(mode: CaptureMode, source: FakeTensor) -> torch.Tensor:
     if value is not None:
         return value.clone()
     fill = 1 if source.dtype.is_floating_point else 0
+    if source.numel() > 1 and source.dtype is torch.bool:
+        mode.assumptions.add(
+            "value",
+            f"a mask read back to the host holds for {_share(mode)} element",
+            op=mode.values.origin(source),
+            source=mode.source(),
+        )
+        return assumed_mask(source.shape, mode.routing)
     if source.numel() > 1:
         mode.assumptions.add(
             "value",
@@ -164,8 +172,7 @@ def values_of(mode: CaptureMode, func: Any, tensor: FakeTensor) -> torch.Tensor:
         raise mode.cannot(func, "a shape depends on the values of a very large tensor")
     if tensor.dtype == torch.bool:
         value = assumed_mask(tensor.shape, mode.routing)
-        share = "every" if mode.routing == "worst" else "every second"
-        text = f"a mask that depends on data selects {share} element"
+        text = f"a mask that depends on data selects {_share(mode)} element"
     elif tensor.dtype.is_floating_point:
         value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + 1
         text = "floating-point values that decide a shape are all different and not zero"
@@ -173,8 +180,13 @@ def values_of(mode: CaptureMode, func: Any, tensor: FakeTensor) -> torch.Tensor:
         value = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
         text = "integers that decide a shape are all different"
     mode.assumptions.add("shape", text, op=str(func), source=mode.source())
-    mode.values.learn(tensor, value)
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a view the rest stays unknown
+        mode.values.learn(tensor, value)
     return value
+
+
+def _share(mode: CaptureMode) -> str:
+    return "every" if mode.routing == "worst" else "every second"
 
 
 def masked_index(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -187,7 +187,7 @@ class Values:
         overwritten = args[0] if func in _OVERWRITES and args else None
         for tensor in tensors:  # hardly any are known, so this comes before anything else
             if tensor is not overwritten and not _value_of(tensor):
-                return None
+                return self._absorbed(func, args, outputs)
         if not all(map(small_enough, tensors)):
             return None
         if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
@@ -218,6 +218,29 @@ class Values:
             for made in _tensors(result):
                 setattr(made.untyped_storage(), ALIKE, True)
         return result
+
+    def _absorbed(
+        self, func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What one operand decides, whatever is in the other: nothing is true and false. So a
+        generation ends at its greatest length, though nobody knows the tokens."""
+        absorbing = _ABSORBING.get(func)
+        target = outputs[0] if outputs else args[0]
+        if absorbing is None or target.numel() > _AT_ONCE:
+            return None
+        if absorbing and target.dtype is not torch.bool:
+            return None
+        for operand in args[:2]:
+            value = self._of(operand) if operand.numel() <= _AT_ONCE else None
+            if value is None or not bool((value.bool() == absorbing).all()):
+                continue
+            result = torch.full(target.shape, absorbing, dtype=target.dtype, device="cpu")
+            if self.as_if_alike(operand):
+                setattr(result.untyped_storage(), ALIKE, True)
+            if not outputs:
+                self.write(target, result)
+            return result
+        return None
 
     def _written_later(
         self,
@@ -367,6 +390,18 @@ _OVERWRITES = {
     aten.fill_.Tensor,
 }
 """Of the first argument they look at size and type only."""
+
+_ABSORBING = {
+    aten.bitwise_and.Tensor: False,
+    aten.bitwise_and_.Tensor: False,
+    aten.logical_and.default: False,
+    aten.logical_and_.default: False,
+    aten.bitwise_or.Tensor: True,
+    aten.bitwise_or_.Tensor: True,
+    aten.logical_or.default: True,
+    aten.logical_or_.default: True,
+}
+"""What every element of an operand has to be for the result to be the same, whatever the other."""
 
 _FACTORIES = {
     aten.arange.default,
