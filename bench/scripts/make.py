@@ -80,7 +80,7 @@ def hollow_safetensors(path: Path, weights: dict[str, Any]) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer with a chat template, trained on the same words as the passages."""
+    """A byte-level BPE tokenizer with a chat template, trained on the words of the passages."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

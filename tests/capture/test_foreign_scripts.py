@@ -193,6 +193,22 @@ def test_an_error_in_a_package_says_where(tmp_path: Any, monkeypatch: pytest.Mon
     assert len(str(caught.value)) < 500
 
 
+def test_boxes_that_torchvision_keeps() -> None:
+    """Without its operators, as beside a CPU build of PyTorch where its wheel is built for CUDA."""
+    boxes = pytest.importorskip("torchvision").ops
+    kept: list[int] = []
+
+    def job() -> None:
+        found = torch.rand(1000, 4, device="cuda")
+        kept.append(len(found[boxes.nms(found, found[:, 0], 0.5)]))
+        kept.append(len(boxes.batched_nms(found, found[:, 0], found[:, 1].long(), 0.5)))
+
+    trace = record(job, steps=0)
+    assert kept == [500, 500]
+    a_bit_for_each_pair = 1000 * 16 * 8
+    assert (trace.events.bytes == a_bit_for_each_pair).sum() == 2 * 2
+
+
 def test_torchaudio_does_without_operators_that_cannot_be_loaded(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,25 @@ def from_values(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
+def boxes_kept(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """torchvision's non-maximum suppression, with what its kernel takes for itself: boxes in the
+    order of their scores, a bit for each pair of them (`csrc/ops/cuda/nms_kernel.cu`)."""
+    boxes, scores = args[:2]
+    if not isinstance(boxes, FakeTensor) or boxes.fake_device.type != mode.device_type:
+        return NotImplemented
+    count = boxes.shape[0]
+    by_score = {"stable": True, "dim": 0, "descending": True}
+    order = mode.fake(aten.sort.stable, (scores,), by_score)[1]
+    scratch = [
+        mode.fake(aten.index_select.default, (boxes, 0, order), {}),
+        mode.fake(
+            aten.new_empty.default, (boxes, [count, -(-count // 64)]), {"dtype": torch.int64}
+        ),
+        mode.fake(aten.new_empty.default, (boxes, [count]), {"dtype": torch.bool}),
+    ]
+    return from_values(mode, aten.masked_select.default, (order, scratch[-1]), {})
+
+
 def _with_values(mode: CaptureMode, func: Any, item: Any) -> Any:
     return values_of(mode, func, item) if isinstance(item, FakeTensor) else item
 

@@ -25,8 +25,8 @@ def make_torchvision_importable() -> torch.library.Library | None:
     """Define the operators that torchvision looks up while it is imported.
 
     A torchvision built for CUDA cannot load its operators beside a CPU build of PyTorch, and then
-    fails on import, as do transformers' model classes. The definitions have no kernels: a script
-    that calls them gets an error that names them. Returns what must stay alive, or None when
+    fails on import, as do transformers' model classes. The definitions have no kernels: on tensors
+    of the host a script gets an error that names them. Returns what must stay alive, or None when
     torchvision is absent or complete.
     """
     spec = importlib.util.find_spec("torchvision")
@@ -75,6 +75,11 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
 
         patches.set(flow, "on_step_end", on_last_step_end)
 
+    def boxes(module: types.ModuleType) -> None:
+        # It looks for its operators before it calls the one that there is a rule for.
+        if make_torchvision_importable() is not None:
+            patches.set(module, "_assert_has_ops", lambda: None)
+
     def torchaudio(module: types.ModuleType) -> None:
         # One built for CUDA cannot load its operators beside a CPU build of PyTorch and then fails
         # on import. It does without them where their file is not found.
@@ -92,6 +97,7 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
 
     return {
         "torchaudio._extension.utils": torchaudio,
+        "torchvision.ops.boxes": boxes,
         "transformers.utils.import_utils": transformers,
         "transformers.trainer_callback": trainer,
     }

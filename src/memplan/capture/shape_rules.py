@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.data_dependent import boxes_kept
 from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.work import moved_bytes
 
@@ -89,6 +90,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
     """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
     tensor; for a tensor subclass it would divide by them on the host."""
     mode.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
+    mode.rules["torchvision::nms"] = boxes_kept
     real: Any = torch.ctc_loss
 
     def loss(
