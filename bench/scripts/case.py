@@ -76,3 +76,34 @@ class Case:
     """What broke when it was first captured."""
     mended: str = ""
     timeout_seconds: float = 900.0
+
+
+def of_program(
+    package: str,
+    program: str,
+    *arguments: str,
+    wheels: tuple[str, ...],
+    name: str = "",
+    setup: Setup | None = None,
+    prepare: tuple[tuple[str, ...], ...] = (),
+    checks: tuple[Check, ...] = (),
+    floor: Reference | None = None,
+    environment: Mapping[str, str] | None = None,
+    found: tuple[str, str] = ("nothing", ""),
+) -> Case:
+    """A case of a program of ours that uses a package: `-m bench.scripts.programs.PROGRAM`."""
+    short = name or package.partition("==")[0]
+    words = " ".join((program, *arguments))
+    return Case(
+        name=short,
+        setup=setup or Setup(package.partition("==")[0], wheels=wheels),
+        package=package,
+        argv=("-m", f"bench.scripts.programs.{program}", *arguments),
+        prepare=prepare,
+        environment=environment or {},
+        checks=checks,
+        floor=floor,
+        script=f"`-m bench.scripts.programs.{words}`",
+        broke=found[0],
+        mended=found[1],
+    )

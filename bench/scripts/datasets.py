@@ -2,7 +2,7 @@
 
 python -m bench.scripts.datasets mnist OUT | classes OUT | cora OUT | bsds OUT
                                  | tokens OUT VOCABULARY | weights OUT MODEL FILE
-                                 | copy OUT SOURCE
+                                 | copy OUT SOURCE | molecules OUT
 """
 
 from __future__ import annotations
@@ -97,6 +97,21 @@ def weights(folder: Path, model: str, name: str) -> None:
         torch.save(state, folder / name)
 
 
+def molecules(folder: Path) -> None:
+    """Small molecules with energies and forces, in the extended XYZ format: 60, atoms on a grid."""
+    chance = random.Random(0)
+    columns = "Properties=species:S:1:pos:R:3:REF_forces:R:3"
+    lines = []
+    for number in range(60):
+        atoms = 9 + number % 6
+        lines += [str(atoms), f'{columns} REF_energy={chance.random()} pbc="F F F"']
+        for atom in range(atoms):
+            place = [1.3 * (atom // step % 3) + chance.uniform(-0.1, 0.1) for step in (1, 3, 9)]
+            numbers = (*place, *(chance.random() for _ in range(3)))
+            lines.append(" ".join(("HCNO"[atom % 4], *(f"{value:.6f}" for value in numbers))))
+    (folder / "train.xyz").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def copy(folder: Path, source: Path) -> None:
     """Scripts that want to be run in their own folder, with data beside them."""
     shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
@@ -117,6 +132,8 @@ def main() -> None:
         tokens(folder, int(rest[0]))
     elif kind == "weights":
         weights(folder, *rest)
+    elif kind == "molecules":
+        molecules(folder)
     elif kind == "copy":
         copy(folder, Path(rest[0]))
     else:

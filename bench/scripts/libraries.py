@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bench.scripts.accelerate import SETUP as HUGGING_FACE
-from bench.scripts.case import Case, Check, Reference, Setup
+from bench.scripts.case import Reference, Setup, of_program
 from bench.scripts.checks import share
 
 _DATA = ("-m", "bench.scripts.datasets")
@@ -30,34 +30,6 @@ _SENTENCES = Setup(
         "threadpoolctl==3.8.0",
     ),
 )
-
-
-def _case(
-    package: str,
-    program: str,
-    *arguments: str,
-    wheels: tuple[str, ...],
-    name: str = "",
-    setup: Setup | None = None,
-    prepare: tuple[tuple[str, ...], ...] = (),
-    checks: tuple[Check, ...] = (),
-    floor: Reference | None = None,
-    found: tuple[str, str] = ("nothing", ""),
-) -> Case:
-    short = name or package.partition("==")[0]
-    words = " ".join((program, *arguments))
-    return Case(
-        name=short,
-        setup=setup or Setup(package.partition("==")[0], wheels=wheels),
-        package=package,
-        argv=("-m", f"bench.scripts.programs.{program}", *arguments),
-        prepare=prepare,
-        checks=checks,
-        floor=floor,
-        script=f"`-m bench.scripts.programs.{words}`",
-        broke=found[0],
-        mended=found[1],
-    )
 
 
 _VIT = 54_632_424
@@ -89,7 +61,7 @@ _JIT = (
 )
 
 CASES = (
-    _case(
+    of_program(
         "transformers==5.23.0", "sequence_classification", wheels=(), setup=HUGGING_FACE,
         prepare=(
             (*_MAKE, "model", "{work}/bert", "bert", 'class="BertForSequenceClassification"'),
@@ -102,7 +74,7 @@ CASES = (
         floor=Reference(16 * _BERT_CLASSIFIER, "109.5 M × 16 bytes"),
         name="transformers-trainer",
     ),
-    _case(
+    of_program(
         "wandb==0.31.0", "logged",
         wheels=(
             "certifi==2026.10.18",
@@ -136,7 +108,7 @@ CASES = (
             "the function in the place of `Module.__call__` names its module as PyTorch's does",
         ),
     ),
-    _case(
+    of_program(
         "vit-pytorch==1.26.11", "vit_pytorch_classifier",
         wheels=(
             "einops==0.8.2",
@@ -146,7 +118,7 @@ CASES = (
         checks=(share("parameters", 4 * _VIT), share("optimizer_state", 8 * _VIT)),
         floor=Reference(16 * _VIT, "54.6 M × 16 bytes"),
     ),
-    _case(
+    of_program(
         "x-transformers==2.31.10", "language_model",
         wheels=(
             "einops==0.8.2",
@@ -166,7 +138,7 @@ CASES = (
             "19.2 M × 16 bytes + the scores of six layers, 4 × 8 × 1,024 × 1,024",
         ),
     ),
-    _case(
+    of_program(
         "torch-geometric==2.8.1", "graphs",
         wheels=(
             "aiohttp==3.14.5",
@@ -184,7 +156,7 @@ CASES = (
         checks=(share("parameters", 4 * _GRAPHS), share("optimizer_state", 8 * _GRAPHS)),
         floor=Reference(16 * _GRAPHS, "59,274 × 16 bytes"),
     ),
-    _case(
+    of_program(
         "stable-baselines3==2.9.2", "agents", "DQN", wheels=_AGENTS,
         name="stable-baselines3-dqn",
         checks=(
@@ -192,7 +164,7 @@ CASES = (
         ),
         floor=Reference(20 * _Q_NETWORK, "4,610 × 20 bytes, the target network included"),
     ),
-    _case(
+    of_program(
         "stable-baselines3==2.9.2", "agents", "SAC", wheels=_AGENTS,
         name="stable-baselines3-sac",
         checks=(
@@ -204,7 +176,7 @@ CASES = (
             "0.20 M × 16 + 0.13 M × 4 bytes, the target networks included",
         ),
     ),
-    _case(
+    of_program(
         "pytorch-metric-learning==2.9.0", "metric_learning", "{work}/data", prepare=_MNIST,
         wheels=(
             "joblib==1.6.0",
@@ -214,7 +186,7 @@ CASES = (
             "threadpoolctl==3.8.0",
         ),
     ),
-    _case(
+    of_program(
         "lightly==1.6.0", "contrastive", "{work}/images/train", prepare=_CLASSES,
         wheels=(
             "certifi==2026.10.18",
@@ -226,26 +198,26 @@ CASES = (
             "urllib3==2.8.0",
         ),
     ),
-    _case(
+    of_program(
         "pytorch-ignite==0.5.5", "engine", "{work}/data", prepare=_MNIST,
         wheels=("pytorch-ignite==0.5.5",), found=_JIT,
     ),
-    _case(
+    of_program(
         "kornia==0.9.0", "augmented", wheels=("kornia-rs==0.2.0", "kornia==0.9.0"),
         checks=(share("optimizer_state", 8 * _RESNET18),),
         floor=Reference(16 * _RESNET18, "11.2 M × 16 bytes"),
     ),
-    _case(
+    of_program(
         "segmentation-models-pytorch==0.6.0", "segmentation",
         wheels=("segmentation-models-pytorch==0.6.0",),
     ),
-    _case(
+    of_program(
         "monai==1.6.1", "volumes", wheels=("monai==1.6.1",),
         found=(
             "`Tensor.as_subclass` refused a FakeTensor", "the job's tensors are of PyTorch's class"
         ),
     ),
-    _case(
+    of_program(
         "denoising-diffusion-pytorch==2.3.4", "diffusion", "{work}/images/train",
         prepare=_CLASSES,
         wheels=(
@@ -257,7 +229,7 @@ CASES = (
         checks=(share("parameters", 2 * 4 * _UNET), share("optimizer_state", 8 * _UNET)),
         floor=Reference(20 * _UNET, "35.7 M × 20 bytes, the averaged weights included"),
     ),
-    _case(
+    of_program(
         "sentence-transformers==6.2.0", "sentence_pairs", wheels=(), setup=_SENTENCES,
         prepare=(
             (*_MAKE, "model", "{work}/bert", "bert", 'class="BertModel"'),
@@ -266,7 +238,7 @@ CASES = (
         checks=(share("parameters", 4 * _BERT), share("optimizer_state", 8 * _BERT)),
         floor=Reference(16 * _BERT, "109.5 M × 16 bytes"),
     ),
-    _case(
+    of_program(
         "fastai==2.8.12", "learner", "{work}/images", prepare=_CLASSES,
         found=(
             "`Tensor.as_subclass` refused a FakeTensor", "the job's tensors are of PyTorch's class"
@@ -296,7 +268,7 @@ CASES = (
             "urllib3==2.8.0",
         ),
     ),
-    _case(
+    of_program(
         "effdet==0.4.1", "detector",
         wheels=(
             "antlr4-python3-runtime==4.9.3",

@@ -19,6 +19,7 @@ MODULES = (
     "timm",
     "diffusers",
     "libraries",
+    "loops",
 )
 
 
