@@ -41,8 +41,8 @@ CASES = (
         prepare=(("-m", "bench.scripts.local", "images", "{work}/images", "64"),),
         checks=(peak_between(2 << 30, 5 << 30),),
         script="`yolo detect train model=yolo11n.yaml batch=16 imgsz=640`",
-        broke="nothing in training; its final validation needs torchvision's `nms`, which a "
+        broke="nothing in training; its validation needs torchvision's `nms`, which a "
         "torchvision built for CUDA lacks beside a CPU build of PyTorch",
-        mended="an assumption says that it was not seen",
+        mended="a rule says what `nms` takes and keeps",
     ),
 )  # fmt: skip
