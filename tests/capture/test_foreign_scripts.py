@@ -196,13 +196,14 @@ def test_an_error_in_a_package_says_where(tmp_path: Any, monkeypatch: pytest.Mon
 
 def test_boxes_that_torchvision_keeps() -> None:
     """Without its operators, as beside a CPU build of PyTorch where its wheel is built for CUDA."""
-    boxes = pytest.importorskip("torchvision").ops
+    boxes = pytest.importorskip("torchvision.ops.boxes")
     kept: list[int] = []
 
     def job() -> None:
         found = torch.rand(1000, 4, device="cuda")
         kept.append(len(found[boxes.nms(found, found[:, 0], 0.5)]))
         kept.append(len(boxes.batched_nms(found, found[:, 0], found[:, 1].long(), 0.5)))
+        torch.jit.script(boxes.nms)  # effdet's labels call it from TorchScript
 
     trace = record(job, steps=0)
     assert kept == [500, 500]

@@ -41,6 +41,10 @@ def make_torchvision_importable() -> torch.library.Library | None:
     return library
 
 
+def _there() -> None:
+    """A function of a module, since TorchScript compiles it with what calls it."""
+
+
 def _loads(binary: Path) -> bool:
     try:
         ctypes.CDLL(str(binary))
@@ -78,7 +82,7 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
     def boxes(module: types.ModuleType) -> None:
         # It looks for its operators before it calls the one that there is a rule for.
         if make_torchvision_importable() is not None:
-            patches.set(module, "_assert_has_ops", lambda: None)
+            patches.set(module, "_assert_has_ops", _there)
 
     def torchaudio(module: types.ModuleType) -> None:
         # One built for CUDA cannot load its operators beside a CPU build of PyTorch and then fails
