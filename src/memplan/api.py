@@ -14,8 +14,8 @@ from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule
 from memplan.estimate import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
-from memplan.runtime.compiled.compile import CompiledStep, compile
-from memplan.runtime.compiled.report import CompileReport
+from memplan.runtime.graph.report import CompileReport
+from memplan.runtime.graph.step import CompiledStep, compile
 from memplan.runtime.planned.install import PlannedRun, install, planned
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import CaptureError

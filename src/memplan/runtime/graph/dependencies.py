@@ -1,0 +1,190 @@
+"""A captured step as a `Graph`: which operators must follow which, and which bytes live when.
+
+Views, elements of results and arithmetic of Python numbers are no operators: they hold no bytes and
+run right before whoever needs them (`schedule`). Dependencies are those of data, of storages that
+are written (what reads them stays between the writes it was between), and of random numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from memplan.runtime.graph.program import Facts, Program, facts_of
+from memplan.types.graph import Graph
+from memplan.types.trace import I64
+
+
+@dataclass(frozen=True, eq=False)
+class Operators:
+    """A program's graph, and the way back from its rows to nodes."""
+
+    graph: Graph
+    nodes: list[fx.Node]
+    """Of each operator."""
+    storages: list[int]
+    """Of each value: its index in `Program.storages`."""
+    program: Program
+
+    def schedule(self, order: Sequence[int] | I64) -> list[fx.Node]:
+        """All nodes of the program's graph but placeholders and output, for the operators in
+        `order`."""
+        return _Schedule(self.program.graph_module.graph).of([self.nodes[int(op)] for op in order])
+
+
+def operators(program: Program) -> Operators:
+    """Its graph has an operator for each node that is not `free`, in program order. Inputs that
+    last are in `base_bytes`."""
+    graph = program.graph_module.graph
+    nodes = [node for node in graph.nodes if _is_operator(node)]
+    row = {node: number for number, node in enumerate(nodes)}
+    before = _dependencies(nodes, row)
+    lasting = _lasting(program)
+    used: dict[int, list[int]] = {}
+    makers: dict[int, int] = {}
+    for number, node in enumerate(nodes):
+        facts = facts_of(node)
+        makers.update(dict.fromkeys(facts.makes, number))
+        for index in {*facts.reads, *facts.writes} - set(facts.makes):
+            used.setdefault(index, []).append(number)
+    inputs = set(program.inputs) - {-1}
+    base = program.base_bytes + sum(program.storages[index].bytes for index in inputs & lasting)
+    values = [*sorted(inputs - lasting), *makers]
+    before_start, before_rows = _rows([before[number] for number in range(len(nodes))])
+    users_start, users = _rows([used.get(index, []) for index in values])
+    made = Graph(
+        name=[_name(node) for node in nodes],
+        source=[facts_of(node).source for node in nodes],
+        scratch=np.array([facts_of(node).scratch_bytes for node in nodes], np.int64),
+        before_start=before_start,
+        before=before_rows,
+        bytes=np.array([program.storages[index].bytes for index in values], np.int64),
+        maker=np.array([makers.get(index, -1) for index in values], np.int64),
+        lasts=np.array([index in lasting for index in values], np.bool_),
+        users_start=users_start,
+        users=users,
+        base_bytes=base,
+        value_name=[program.storages[index].name for index in values],
+    )
+    made.check()
+    return Operators(made, nodes, values, program)
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return node.op not in ("placeholder", "output") and not facts_of(node).free
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target)
+
+
+def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int]]:
+    """Of each operator, those that must run before it. Implied ones are left out where that costs
+    nothing."""
+    roots = _Roots(row)
+    written: dict[int, int] = {}
+    read: dict[int, list[int]] = {}
+    chains: dict[str, int] = {}
+    before: list[set[int]] = []
+    for number, node in enumerate(nodes):
+        facts = facts_of(node)
+        needs = set(roots.of_arguments(node))
+        for index in facts.reads:
+            if index in written:
+                needs.add(written[index])
+        for index in facts.writes:
+            if index in written:
+                needs.add(written[index])
+            needs.update(read.get(index, ()))
+        for chain in facts.chains:
+            if chain in chains:
+                needs.add(chains[chain])
+            chains[chain] = number
+        _note(facts, number, written, read)
+        before.append(needs)
+    return before
+
+
+def _note(facts: Facts, number: int, written: dict[int, int], read: dict[int, list[int]]) -> None:
+    for index in facts.reads:
+        read.setdefault(index, []).append(number)
+    for index in (*facts.writes, *facts.makes):
+        written[index] = number
+        read[index] = []
+
+
+class _Roots:
+    """The operators that a node's arguments come from, through views and arithmetic."""
+
+    def __init__(self, row: dict[fx.Node, int]) -> None:
+        self._row = row
+        self._known: dict[fx.Node, frozenset[int]] = {}
+
+    def of_arguments(self, node: fx.Node) -> frozenset[int]:
+        return frozenset[int]().union(*map(self._of, node.all_input_nodes))
+
+    def _of(self, node: fx.Node) -> frozenset[int]:
+        if node in self._row:
+            return frozenset((self._row[node],))
+        if node.op == "placeholder":
+            return frozenset()
+        if node not in self._known:
+            self._known[node] = self.of_arguments(node)
+        return self._known[node]
+
+
+def _lasting(program: Program) -> set[int]:
+    """Storages alive at the end: inputs, which the caller holds, and outputs."""
+    shown = (facts_of(node).shows for node in program.output.all_input_nodes)
+    return (set(program.inputs) | {index for index in shown if index is not None}) - {-1}
+
+
+def _rows(sets: Sequence[Iterable[int]]) -> tuple[I64, I64]:
+    """As CSR."""
+    rows = [sorted(one) for one in sets]
+    start = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(one) for one in rows], out=start[1:])
+    return start, np.array([item for one in rows for item in one], np.int64)
+
+
+class _Schedule:
+    """Puts all nodes of a graph around its operators."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._all = list(graph.nodes)
+        self._placed: dict[fx.Node, None] = {}
+
+    def of(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        for node in self._all:
+            if node.op == "placeholder":
+                self._placed[node] = None
+        for node in nodes:
+            self._place(node)
+        output = self._all[-1]
+        self._place(output)
+        return [node for node in self._placed if node.op not in ("placeholder", "output")]
+
+    def _place(self, node: fx.Node) -> None:
+        """A node after the free ones it needs; elements of its result follow at once, so that the
+        tuple they come in holds nothing that is not needed."""
+        waiting = [node]
+        while waiting:
+            top = waiting[-1]
+            missing = [n for n in top.all_input_nodes if n not in self._placed]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            self._placed[top] = None
+            if _is_operator(top):
+                self._elements(top)
+
+    def _elements(self, node: fx.Node) -> None:
+        for user in node.users:
+            if user.target is operator.getitem and user not in self._placed:
+                self._placed[user] = None
+                self._elements(user)

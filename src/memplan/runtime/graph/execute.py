@@ -1,0 +1,210 @@
+"""Runs a step's graph in a given order, dropping each value after its last use."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.runtime.graph.program import facts_of
+
+_LITERALS = (type(None), bool, int, str)
+_numbers = count()
+
+
+class Executable:
+    """A graph as one Python function, an operator a line.
+
+    A value is dropped on the line that uses it last, so its storage is freed there unless somebody
+    outside holds it. Elements of an operator's result are taken on the operator's own line: the
+    result as a whole would hold them all.
+    """
+
+    def __init__(
+        self, order: Sequence[fx.Node], inputs: Sequence[fx.Node], output: fx.Node
+    ) -> None:
+        """`order`: every node that is neither a placeholder nor the output, after what it needs.
+        Raises ValueError where it is not."""
+        self._nodes = [node for node in order if not _is_element(node) and node.op != "get_attr"]
+        self._space: dict[str, Any] = {}
+        self._constants: dict[int, str] = {}
+        self._kept: list[Any] = []
+        names = {node: f"v{number}" for number, node in enumerate((*inputs, *order))}
+        self._names = names
+        for node in order:
+            if node.op == "get_attr":
+                names[node] = self._constant(getattr(node.graph.owning_module, str(node.target)))
+        lasting = {facts_of(node).shows for node in inputs} - {None}
+        self._detached = {
+            place
+            for place, node in enumerate(_items(output.args[0]))
+            if isinstance(node, fx.Node) and _is_view(node) and facts_of(node).shows in lasting
+        }
+        """Outputs that are views of inputs: below autograd a view of a parameter is a part of it
+        that requires a gradient."""
+        lines = self._write(inputs, output)
+        source = "\n".join(lines)
+        self._file = f"<memplan step {next(_numbers)}>"
+        linecache.cache[self._file] = (len(source), None, source.splitlines(True), self._file)
+        exec(compile(source, self._file, "exec"), self._space)
+        self._function: Callable[[list[Any]], tuple[Any, ...]] = self._space["step"]
+
+    def __call__(self, values: list[Any]) -> tuple[Any, ...]:
+        """The graph's outputs. `values`, one for each input, is emptied."""
+        before = torch.is_grad_enabled()
+        try:
+            with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+                outputs = self._function(values)
+        finally:
+            torch._C._set_grad_enabled(before)
+        if not self._detached:
+            return outputs
+        return tuple(
+            output.detach() if place in self._detached else output
+            for place, output in enumerate(outputs)
+        )
+
+    def failed_at(self, error: BaseException) -> int | None:
+        """Place in `nodes` of the node that was running when `error` was raised; None where it was
+        raised elsewhere."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self._file:
+                place = trace.tb_lineno - _FIRST_LINE
+                return place if 0 <= place < len(self._nodes) else None
+            trace = trace.tb_next
+        return None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """In the order they run, elements of results left out."""
+        return self._nodes
+
+    def _write(self, inputs: Sequence[fx.Node], output: fx.Node) -> list[str]:
+        names = self._names
+        elements: dict[fx.Node, list[fx.Node]] = {}
+        for node in names:
+            if _is_element(node):
+                elements.setdefault(_origin(node), []).append(node)
+        last = _last_lines(self._nodes, elements, output)
+        dropped: dict[int, list[str]] = {}
+        for node, line in last.items():
+            dropped.setdefault(line, []).append(names[node])
+        returned = set(output.all_input_nodes)
+        unused = [names[node] for node in inputs if node not in last and node not in returned]
+        unpack = f"{', '.join(names[node] for node in inputs)}, = values" if inputs else "pass"
+        lines = ["def step(values):", f"    {unpack}", "    values.clear()", f"    {_drop(unused)}"]
+        assert len(lines) == _FIRST_LINE - 1
+        there = {node for node in names if node.op in ("placeholder", "get_attr")}
+        grad_mode: bool | None = None
+        for line, node in enumerate(self._nodes):
+            for used in node.all_input_nodes:
+                if used not in there:
+                    raise ValueError(f"{node} runs before {used}, which it needs")
+            parts = [f"{names[node]} = {self._call(node)}"]
+            if not _is_view(node) and grad_mode is not (not facts_of(node).backward):
+                grad_mode = not facts_of(node).backward
+                parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
+            there.add(node)
+            for element in elements.get(node, ()):
+                parts.append(
+                    f"{names[element]} = {self._expression(element.args[0])}[{element.args[1]!r}]"
+                )
+                there.add(element)
+            if line in dropped:
+                parts.append(_drop(dropped[line]))
+            lines.append("    " + "; ".join(parts))
+        lines.append(f"    return {self._tuple(output.args[0])}")
+        return lines
+
+    def _call(self, node: fx.Node) -> str:
+        target: Any = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            target = target._op  # what calling it calls
+        arguments = [self._expression(value) for value in node.args]
+        arguments += [f"{key}={self._expression(value)}" for key, value in node.kwargs.items()]
+        return f"{self._constant(target)}({', '.join(arguments)})"
+
+    def _tuple(self, value: Any) -> str:
+        return f"({''.join(self._expression(item) + ', ' for item in _items(value))})"
+
+    def _expression(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._names[value]
+        if type(value) in _LITERALS:
+            return repr(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._expression, value))}]"
+        if type(value) is tuple:
+            return self._tuple(value)
+        if isinstance(value, dict):
+            items = (f"{key!r}: {self._expression(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        """A name for an object."""
+        name = self._constants.get(id(value))
+        if name is None:
+            name = f"c{len(self._constants)}"
+            self._constants[id(value)] = name
+            self._kept.append(value)
+            self._space[name] = value
+        return name
+
+
+_FIRST_LINE = 5
+"""Line number of the first node."""
+
+
+def _is_element(node: fx.Node) -> bool:
+    """Whether a node takes an element of an operator's result."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and (node.args[0].op == "call_function" or _is_element(node.args[0]))
+    )
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node has no kernel: a view, or arithmetic of Python numbers."""
+    return node.op == "call_function" and facts_of(node).free
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    while _is_element(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _last_lines(
+    nodes: Sequence[fx.Node], elements: dict[fx.Node, list[fx.Node]], output: fx.Node
+) -> dict[fx.Node, int]:
+    """The line on which each node's value is used last, or made where nobody uses it; those that
+    are returned are left out."""
+    last: dict[fx.Node, int] = {}
+    for line, node in enumerate(nodes):
+        last[node] = line
+        for element in elements.get(node, ()):
+            last[element] = line
+        for used in node.all_input_nodes:
+            last[used] = line
+    for returned in output.all_input_nodes:
+        last.pop(returned, None)
+    return {node: line for node, line in last.items() if node.op != "get_attr"}
+
+
+def _drop(names: Sequence[str]) -> str:
+    return "".join(f"{name} = " for name in names) + "None" if names else "pass"

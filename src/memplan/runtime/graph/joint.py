@@ -1,0 +1,198 @@
+"""A whole training step as one graph: forward, backward, and each parameter's update.
+
+AOTAutograd hands its partitioner the joint graph. PyTorch's own partitioner divides it, so that
+`torch.utils.checkpoint`, random numbers and batch norm are as PyTorch has them; both parts are then
+put into one graph again, in which a gradient is taken as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import default_partition
+
+from memplan.runtime.graph.program import BACKWARD, Added, facts_of, program_of
+from memplan.runtime.graph.recompute import tag
+from memplan.runtime.graph.updates import TakeGradient, Updates
+from memplan.types.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """What AOTAutograd traced. Inputs of the graph are the primals, then the tangents; its outputs
+    those of forward (`results` many), then a gradient for each primal, None where there is none."""
+
+    module: fx.GraphModule
+    inputs: Any
+    results: int
+    options: dict[str, Any]
+    """More that the partitioner is given."""
+
+    def parts(self, recomputed: frozenset[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward; nodes of these names run again in the latter."""
+        module = _copied(self.module)
+        tag(module.graph, recomputed)
+        parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
+            module, self.inputs, num_fwd_outputs=self.results, **self.options
+        )
+        return parts
+
+
+class LossGradient(Added):
+    """The gradient of the loss: 1, or a gradient scaler's scale."""
+
+    __name__ = "loss_gradient"
+
+    def __init__(self, like: torch.Tensor, scaler: torch.amp.GradScaler | None) -> None:
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._scaler = scaler
+
+    def __call__(self) -> torch.Tensor:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return torch.full(self._shape, scale, dtype=self._dtype, device=self._device)
+
+
+def whole_step(
+    joint: Joint,
+    recomputed: frozenset[str],
+    updates: Updates,
+    scaler: torch.amp.GradScaler | None,
+    primals: Sequence[Any],
+    *,
+    keep: bool,
+) -> fx.GraphModule:
+    """Forward and backward in one graph, whose inputs are the primals and whose outputs those of
+    forward; each gradient is taken by a `TakeGradient`. `keep`: gradients are outputs too, because
+    they stay.
+
+    Raises UsageError where the graph has another gradient to start with than that of one number.
+    """
+    forward, backward = joint.parts(recomputed)
+    graph = fx.Graph()
+    here: dict[str, fx.Node] = {}
+    outputs = _add(graph, forward, here, {}, backward=False)
+    like = _loss_gradient(joint)
+    start = graph.call_function(LossGradient(like, scaler), ())
+    start.meta = {"val": like, BACKWARD: True}
+    gradients = _add(graph, backward, here, {"tangents": start}, backward=True)
+    _take(graph, gradients, updates, primals)
+    kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
+    graph.output((*outputs[: joint.results], *kept))
+    module = fx.GraphModule(_attributes(forward, backward), graph)
+    graph.lint()
+    return module
+
+
+def forward_alone(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What AOTAutograd is told that the parts are: a forward that saves nothing, and a backward
+    that is never run."""
+    forward, backward = joint.parts(frozenset())
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    output.args = (tuple(output.args[0][: joint.results]),)
+    forward.graph.eliminate_dead_code()
+    forward.recompile()
+    graph = fx.Graph()
+    for node in backward.graph.nodes:
+        if node.op == "placeholder" and _is_tangent(node):
+            graph.node_copy(node)
+        elif node.op == "output":
+            graph.output(tuple(None for _ in node.args[0]))
+    return forward, fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of the same names; what nodes show is shared."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, copied)
+    graph.output(output)
+    for old, new in copied.items():
+        new.meta = copy.copy(old.meta)
+    return fx.GraphModule(module, graph)
+
+
+def _add(
+    graph: fx.Graph,
+    part: fx.GraphModule,
+    here: dict[str, fx.Node],
+    given: dict[str, fx.Node],
+    *,
+    backward: bool,
+) -> list[Any]:
+    """Puts a part behind what is there; its outputs. `here`: nodes by the names that the parts use,
+    among them what forward saves; `given`: what stands for placeholders whose names begin so."""
+    for node in part.graph.nodes:
+        if node.op == "output":
+            return [here[one.name] if isinstance(one, fx.Node) else one for one in node.args[0]]
+        if node.op == "placeholder" and backward:
+            if node.name not in here:
+                here[node.name] = given["tangents"]
+            continue
+        new = graph.node_copy(node, lambda needed: here[needed.name])
+        new.meta = {**node.meta, BACKWARD: backward}
+        here[node.name] = new
+    raise AssertionError("a graph without an output")
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return "tangents" in str(node.target)
+
+
+def _loss_gradient(joint: Joint) -> torch.Tensor:
+    """What the gradient of the loss is like."""
+    tangents = [
+        node for node in joint.module.graph.nodes if node.op == "placeholder" and _is_tangent(node)
+    ]
+    if len(tangents) != 1:
+        raise UsageError(
+            f"the function returns {len(tangents)} tensors that require a gradient",
+            "return the loss alone, or the others detached",
+        )
+    like: torch.Tensor = tangents[0].meta["val"]
+    if like.numel() != 1:
+        raise UsageError(
+            f"the function returns a tensor of shape {tuple(like.shape)}, which is no loss",
+            "return one number: loss.mean()",
+        )
+    return like
+
+
+def _take(
+    graph: fx.Graph, gradients: Sequence[Any], updates: Updates, primals: Sequence[Any]
+) -> None:
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    program_of(fx.GraphModule(torch.nn.Module(), graph))
+    shown = [facts_of(one).shows if isinstance(one, fx.Node) else None for one in gradients]
+    lasting = {facts_of(node).shows for node in places}
+    for place, gradient in enumerate(gradients):
+        if not isinstance(gradient, fx.Node):
+            continue
+        shared = shown.count(shown[place]) > 1 or shown[place] in lasting
+        take = TakeGradient(updates, shared or not _lies_as(gradient, primals[place]))
+        _, take.scratch_bytes = updates.state_bytes(primals[place])
+        node = graph.call_function(take, (places[place], gradient))
+        node.meta = {"val": None, BACKWARD: True}
+
+
+def _lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
+    """Whether a gradient is all of its storage and lies as AccumulateGrad wants it."""
+    val = gradient.meta["val"]
+    whole = val.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    return bool(whole and val.stride() == parameter.stride() and val.dtype == parameter.dtype)
+
+
+def _attributes(*modules: fx.GraphModule) -> torch.nn.Module:
+    """Constants of the graphs."""
+    root = torch.nn.Module()
+    for module in modules:
+        for name, value in {**vars(module)["_buffers"], **vars(module)["_modules"]}.items():
+            setattr(root, name, value)
+        for node in module.graph.nodes:
+            if node.op == "get_attr" and not hasattr(root, str(node.target)):
+                setattr(root, str(node.target), getattr(module, str(node.target)))
+    return root

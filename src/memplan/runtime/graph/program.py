@@ -1,0 +1,275 @@
+"""A graph of ATen operators, and what each does to storages.
+
+The graph is what AOTAutograd traced: functional, with fake tensors in `node.meta["val"]`. Those
+tell how a result lies, but not what it shares memory with: an operator's schema does. Nodes that
+memplan adds are `Added`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+FACTS = "memplan"
+"""Key in `node.meta` of a node's `Facts`."""
+BACKWARD = "memplan_backward"
+"""Key in `node.meta`: whether a node belongs to the backward pass."""
+_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+
+
+class Added:
+    """What a node of memplan's own calls. It keeps its place among those that name its chain."""
+
+    __name__: str = "added"
+    """Of nodes."""
+    writes: tuple[int, ...] = ()
+    """Positions of the arguments that it changes."""
+    chain: str = ""
+    update: bool = False
+    """Whether it is part of the optimizer's step."""
+    scratch_bytes: int = 0
+    """Memory that it asks for and frees while it runs."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class StorageFacts:
+    """A storage generation."""
+
+    bytes: int
+    name: str
+    """For people: the placeholder's name, or the operator's."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node of the graph does, in storages (indices in `Program.storages`)."""
+
+    reads: tuple[int, ...] = ()
+    """Storages that its arguments are views of."""
+    writes: tuple[int, ...] = ()
+    """Storages that it changes; those that it makes are not among them."""
+    makes: tuple[int, ...] = ()
+    shows: int | None = None
+    """The storage that its result lies in, be it several views of it."""
+    chains: tuple[str, ...] = ()
+    """It keeps its place among the nodes that name the same chain: a generator, a process group."""
+    free: bool = False
+    """A view or an element of an operator's result: no bytes, no kernel. It may run anywhere after
+    what it is made from: right before its first user."""
+    source: str = ""
+    """Module path or `file:line`; empty when unknown."""
+    backward: bool = False
+    update: bool = False
+    """Part of the optimizer's step."""
+    flops: int = 0
+    """Of multiplications of matrices, convolutions and attention, where PyTorch has a formula."""
+    scratch_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Program:
+    """A graph whose nodes carry `Facts` in `node.meta[FACTS]`, the output excepted."""
+
+    graph_module: fx.GraphModule
+    inputs: list[int]
+    """Of each placeholder: its storage, -1 for what is no tensor. They are alive all the time."""
+    storages: list[StorageFacts]
+    base_bytes: int = 0
+    """Held beside the graph's storages all the time."""
+
+    @property
+    def output(self) -> fx.Node:
+        last: fx.Node
+        *_, last = self.graph_module.graph.nodes
+        return last
+
+
+def facts_of(node: fx.Node) -> Facts:
+    """Of a node of a `Program`."""
+    facts = node.meta[FACTS]
+    assert isinstance(facts, Facts)
+    return facts
+
+
+def program_of(module: fx.GraphModule, base_bytes: int = 0) -> Program:
+    """Reads what each node does off its operator's schema and its fake result.
+
+    Raises ValueError for a node of which neither tells.
+    """
+    reader = _Reader()
+    inputs = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(reader.input(node))
+        elif node.op != "output":
+            node.meta[FACTS] = reader.facts(node)
+    return Program(module, inputs, reader.storages, base_bytes)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Those in a result."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.storages: list[StorageFacts] = []
+        self._lies_in: dict[fx.Node, Any] = {}
+        """The storage of each tensor of a node's result, in a structure like that of the result."""
+
+    def input(self, node: fx.Node) -> int:
+        val = node.meta.get("val")
+        shows = self._new(val, node.name) if isinstance(val, torch.Tensor) else None
+        self._lies_in[node] = shows
+        node.meta[FACTS] = Facts(shows=shows, free=True)
+        return -1 if shows is None else shows
+
+    def facts(self, node: fx.Node) -> Facts:
+        if node.op == "get_attr":
+            val = node.meta.get("val")
+            self._lies_in[node] = self._new(val, node.name) if val is not None else None
+            return Facts(shows=self._one(node), free=True)
+        if node.op != "call_function":
+            raise ValueError(f"a node of kind {node.op}: {node.format_node()}")
+        if node.target is operator.getitem:
+            source, place = node.args
+            assert isinstance(source, fx.Node) and isinstance(place, int)
+            within = self._lies_in[source]
+            self._lies_in[node] = within[place] if isinstance(within, (list, tuple)) else within
+            return Facts(shows=self._one(node), free=True, source=_source(node))
+        before = len(self.storages)
+        self._lies_in[node] = self._result(node)
+        shown = self._all(node)
+        makes = tuple(sorted(index for index in shown if index >= before))
+        writes = self._of(_written(node))
+        chains = tuple(_chains(node))
+        return Facts(
+            reads=self._of(node.all_input_nodes),
+            writes=writes,
+            makes=makes,
+            shows=self._one(node),
+            chains=chains,
+            free=bool(shown) and not (makes or writes or chains),
+            source=_source(node),
+            backward=bool(node.meta.get(BACKWARD)),
+            update=isinstance(node.target, Added) and node.target.update,
+            flops=_flops(node),
+            scratch_bytes=node.target.scratch_bytes if isinstance(node.target, Added) else 0,
+        )
+
+    def _result(self, node: fx.Node) -> Any:
+        """Where a node's result lies: in what its schema says, else in memory of its own."""
+        val = node.meta.get("val")
+        aliases = _aliases(node)
+        if isinstance(val, torch.Tensor):
+            return self._place(val, node, aliases.get(0, ()))
+        if not isinstance(val, (list, tuple)):
+            return None
+        target = node.target
+        lists = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
+        return [
+            self._place(one, node, aliases.get(0 if lists else place, ()))
+            if isinstance(one, torch.Tensor)
+            else None
+            for place, one in enumerate(val)
+        ]
+
+    def _place(self, val: torch.Tensor, node: fx.Node, aliases: Sequence[fx.Node]) -> int:
+        found = self._of(aliases)
+        if len(found) > 1:
+            raise ValueError(f"a result that is a view of several: {node.format_node()}")
+        return found[0] if found else self._new(val, _name(node))
+
+    def _of(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(index for node in nodes for index in self._all(node)))
+
+    def _all(self, node: fx.Node) -> set[int]:
+        leaves = pytree.tree_leaves(self._lies_in.get(node))
+        return {index for index in leaves if index is not None}
+
+    def _one(self, node: fx.Node) -> int | None:
+        found = self._all(node)
+        return found.pop() if len(found) == 1 else None
+
+    def _new(self, val: torch.Tensor, name: str) -> int:
+        self.storages.append(StorageFacts(int(val.untyped_storage().nbytes()), name))
+        return len(self.storages) - 1
+
+
+def _aliases(node: fx.Node) -> dict[int, list[fx.Node]]:
+    """By the place of a result: the arguments of which it is a view, or which it is."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {}
+    if target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return {0: node.all_input_nodes[:1]}
+    found: dict[int, list[fx.Node]] = {}
+    for place, result in enumerate(target._schema.returns):
+        if result.alias_info is None:
+            continue
+        names = set(result.alias_info.before_set)
+        for number, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+                given = node.args[number] if number < len(node.args) else None
+                leaves = pytree.tree_leaves([given, node.kwargs.get(argument.name)])
+                found.setdefault(place, []).extend(n for n in leaves if isinstance(n, fx.Node))
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    return type(node.target).__name__ if isinstance(node.target, Added) else str(node.target)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Arguments that a node changes."""
+    if isinstance(node.target, Added):
+        found = [node.args[place] for place in node.target.writes]
+    elif isinstance(node.target, torch._ops.OpOverload):
+        found = []
+        for place, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[place] if place < len(node.args) else None
+                found += pytree.tree_leaves([given, node.kwargs.get(argument.name)])
+    else:
+        raise ValueError(f"a node whose effects are not known: {node.format_node()}")
+    return [one for one in found if isinstance(one, fx.Node)]
+
+
+def _chains(node: fx.Node) -> Iterator[str]:
+    target = node.target
+    if isinstance(target, Added):
+        if target.chain:
+            yield target.chain
+    elif isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            yield "random numbers"
+        if target.namespace in _COLLECTIVES:
+            yield "collectives"
+        elif target.namespace not in ("aten", "prims", "torchvision"):
+            yield target.namespace  # may keep a state, unsaid
+
+
+def _source(node: fx.Node) -> str:
+    modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if modules:
+        path = str(next(reversed(modules.values()))[0])
+        return path.removeprefix("L['self'].").removeprefix("L['self']")
+    return ""
+
+
+def _flops(node: fx.Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda needed: needed.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))

@@ -1,0 +1,71 @@
+"""What a compiled step did, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memplan.report.text import format_bytes
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One captured step: one set of shapes and settings. Bytes are those of the storages that the
+    step's operators and its inputs hold, inputs and weights among them; scratch memory of kernels
+    is not."""
+
+    operators: int
+    plain_peak_bytes: int
+    """In the order in which the step was written, each storage freed at its last use."""
+    ordered_peak_bytes: int
+    """In the order in which it runs."""
+    lower_bound_bytes: int
+    """No order needs less, with the same recomputation; 0 where none was proved."""
+    order_seconds: float
+    budget_bytes: int | None = None
+    recomputed: int = 0
+    """Operators that run a second time."""
+    calls: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.peaks}, {self.operators} operators"]
+        if self.lower_bound_bytes:
+            parts.append(f"no order below {format_bytes(self.lower_bound_bytes)}")
+        if self.recomputed:
+            parts.append(f"{self.recomputed} of them run twice")
+        calls = f"{self.calls} calls"
+        found = f"order found in {self.order_seconds:.1f} s, " if self.order_seconds else ""
+        return f"{', '.join(parts)}; {found}{calls}"
+
+    @property
+    def peaks(self) -> str:
+        """In words; one of them where no order was looked for."""
+        plain, ordered = map(format_bytes, (self.plain_peak_bytes, self.ordered_peak_bytes))
+        if not self.order_seconds:
+            return f"peak {ordered} in the order of the step"
+        change = self.ordered_peak_bytes / max(1, self.plain_peak_bytes) - 1
+        return f"peak {plain} -> {ordered} ({change:+.1%})"
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What has become of a step so far."""
+
+    programs: list[ProgramReport] = field(default_factory=list)
+    plain_calls: int = 0
+    """Calls that ran the step as it is."""
+    fallback: str = ""
+    """Why the step runs plainly for good; empty while it does not."""
+
+    @property
+    def compiled_calls(self) -> int:
+        return sum(program.calls for program in self.programs)
+
+    def __str__(self) -> str:
+        if self.fallback:
+            first = f"runs plainly: {self.fallback}"
+        elif not self.programs:
+            first = "not captured yet"
+        else:
+            first = str(self.programs[0])
+        rest = [f"also {program}" for program in self.programs[1:]]
+        return "\n".join((first, *rest, f"{self.plain_calls} calls ran plainly"))

@@ -1,0 +1,372 @@
+"""`memplan.compile`: a training step, run as one graph in the order that needs the least memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.utils import _pytree as pytree
+
+from memplan.runtime.graph.dependencies import Operators, operators
+from memplan.runtime.graph.execute import Executable
+from memplan.runtime.graph.in_place import in_place
+from memplan.runtime.graph.joint import Joint, forward_alone, whole_step
+from memplan.runtime.graph.ordering import Ordering, choose_order
+from memplan.runtime.graph.program import program_of
+from memplan.runtime.graph.recompute import Attempt, within_budget
+from memplan.runtime.graph.report import CompileReport, ProgramReport
+from memplan.runtime.graph.updates import Updates
+from memplan.types.device import parse_size
+from memplan.types.errors import MemplanError, UsageError
+
+log = logging.getLogger("memplan")
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `compile` was asked for."""
+
+    budget_bytes: int | None
+    clip_grad_norm: float | None
+    accumulate: int
+    keep_gradients: bool
+    order: bool
+    deadline_seconds: float
+    seed: int
+
+
+def compile(
+    loss_fn: Callable[P, torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    budget: int | str | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_gradients: bool = False,
+    order: bool = True,
+    deadline_seconds: float = 20.0,
+    seed: int = 0,
+) -> CompiledStep[P]:
+    """A function that trains one step on what `loss_fn` returns, with less memory.
+
+    `step = memplan.compile(loss_fn, optimizer=optimizer)`, then `loss = step(*batch)` instead of
+
+        optimizer.zero_grad(); loss = loss_fn(*batch); loss.backward(); optimizer.step()
+
+    `loss_fn` returns the loss, a tensor of one number, or a tuple, list or dict in which it is the
+    only tensor that requires a gradient; the step returns the same, detached. PyTorch's compiler
+    captures it in one graph and sees to it that the graph fits each call; forward, backward and
+    each parameter's update by `torch.optim`'s own code then run in the order that needs the least
+    memory, each storage freed at its last use. Losses, weights and optimizer state are the same
+    bits as in the plain loop. What PyTorch cannot capture in one graph runs plainly, with its
+    reason, once.
+
+    `budget`: bytes, or a size such as "8GiB", that the step's storages (weights, optimizer state,
+    inputs, gradients, activations) must not exceed; activations are recomputed where that is
+    needed. `clip_grad_norm`, the largest norm of all gradients together, and `scaler`, of mixed
+    precision, want all gradients before the first update. `accumulate`: calls for one update; the
+    loss is not divided by it. `keep_gradients` leaves gradients in `.grad` until the next call
+    begins; else each is freed after its update. `order=False` leaves the operators in their order;
+    `deadline_seconds` is the longest that the search for an order takes, once for each set of
+    shapes, and `seed` that of its random choices.
+
+    Raises UsageError for arguments that are none of these; a call raises it where `loss_fn` returns
+    no loss, and InfeasibleError for a budget that cannot be met.
+    """
+    if not callable(loss_fn):
+        raise UsageError(f"{type(loss_fn).__name__} is no function", "one that returns the loss")
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise UsageError(f"optimizer={type(one).__name__}", "a torch.optim.Optimizer")
+    limit = parse_size(budget) if isinstance(budget, str) else budget
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
+    if type(accumulate) is not int or accumulate < 1:
+        raise UsageError(f"accumulate={accumulate!r}", "calls for one update, such as 4")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm!r}", "the largest norm, such as 1.0")
+    if not deadline_seconds >= 0:
+        raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
+    options = Options(
+        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed
+    )
+    return CompiledStep(loss_fn, optimizers, scaler, options)
+
+
+@dataclass(eq=False)
+class _Compiled:
+    """The graph of one set of shapes."""
+
+    executable: Executable
+    ordering: Ordering
+    recomputed: int
+    results: int
+    calls: int = 0
+
+    def run(self, primals: list[Any]) -> list[Any]:
+        """Forward's results. Empties the list, so that nothing but its owners holds an input."""
+        self.calls += 1
+        return list(self.executable(primals)[: self.results])
+
+
+class _LookedError(Exception):
+    def __init__(self, found: Operators) -> None:
+        super().__init__()
+        self.found = found
+
+
+class CompiledStep(Generic[P]):
+    """A step as `compile` makes it. Call it with a batch; `report()` says what it does."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[P, torch.Tensor],
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        scaler: torch.amp.GradScaler | None,
+        options: Options,
+    ) -> None:
+        functools.update_wrapper(self, loss_fn)
+        self.__name__: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        self._loss_fn = loss_fn
+        self._scaler = scaler
+        self._options = options
+        self._updates = Updates(optimizers)
+        self._updates.keep_gradients = options.keep_gradients
+        self._programs: list[_Compiled] = []
+        self._micro = 0
+        self._plain_calls = 0
+        self._fallback = ""
+        self._only_looks = False
+        self._graph = torch.compile(loss_fn, fullgraph=True, dynamic=False, backend=self._backend)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if self._micro == 0:
+            self._clear()
+        last = self._micro == self._options.accumulate - 1
+        result = self._plainly(args, kwargs) if self._fallback else self._run(last, args, kwargs)
+        self._micro = 0 if last else self._micro + 1
+        if last and not self._updates.done:
+            self._update_all()
+        self._updates.in_their_order()
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+    def report(self) -> CompileReport:
+        """What has become of the step so far."""
+        programs = [
+            ProgramReport(
+                operators=one.ordering.operators,
+                plain_peak_bytes=one.ordering.program_peak_bytes,
+                ordered_peak_bytes=one.ordering.ordered_peak_bytes,
+                lower_bound_bytes=one.ordering.lower_bound_bytes,
+                order_seconds=one.ordering.seconds,
+                budget_bytes=self._options.budget_bytes,
+                recomputed=one.recomputed,
+                calls=one.calls,
+            )
+            for one in self._programs
+        ]
+        return CompileReport(programs, self._plain_calls, self._fallback)
+
+    def operators(self, *args: P.args, **kwargs: P.kwargs) -> Operators:
+        """The whole step as a graph in program order, for these arguments; it is not run.
+
+        Raises UsageError where PyTorch cannot capture it in one graph.
+        """
+        self._updates.begin()
+        self._updates.in_graph = self._can_update_in_graph()
+        self._only_looks = True
+        try:
+            self._graph(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, _LookedError):
+                return error.inner_exception.found
+            raise UsageError(f"no graph: {error.inner_exception}", "another function") from error
+        except TorchDynamoException as error:
+            raise UsageError(f"no graph: {_first_line(error)}", "another function") from error
+        finally:
+            self._only_looks = False
+        raise UsageError("these arguments were compiled before", "another compiled step")
+
+    # One call
+
+    def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
+        self._updates.begin()
+        self._updates.in_graph = last and self._can_update_in_graph()
+        if refusal := self._listened_to():
+            return self._give_up(refusal, args, kwargs)
+        known = len(self._programs)
+        try:
+            result = self._graph(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, MemplanError):
+                raise error.inner_exception from None
+            return self._give_up(str(error.inner_exception), args, kwargs)
+        except TorchDynamoException as error:
+            return self._give_up(_first_line(error), args, kwargs)
+        if known and len(self._programs) > known:
+            log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
+        return result
+
+    def _give_up(self, why: str, args: Any, kwargs: Any) -> Any:
+        result = self._plainly(args, kwargs)
+        self._fallback = why
+        log.warning("memplan: %s runs plainly: %s", self.__name__, why)
+        return result
+
+    def _plainly(self, args: Any, kwargs: Any) -> Any:
+        self._plain_calls += 1
+        self._updates.done = 0
+        result = self._loss_fn(*args, **kwargs)
+        losses = [one for one in pytree.tree_leaves(result) if _requires_grad(one)]
+        if len(losses) != 1:
+            raise UsageError(
+                f"the function returns {len(losses)} tensors that require a gradient",
+                "return the loss alone, or the others detached",
+            )
+        loss = losses[0] if self._scaler is None else self._scaler.scale(losses[0])
+        loss.backward()
+        return result
+
+    def _clear(self) -> None:
+        for optimizer in self._updates.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _update_all(self) -> None:
+        """As the plain loop ends, where gradients must all be there before the first update."""
+        optimizers, scaler = self._updates.optimizers, self._scaler
+        if self._options.clip_grad_norm is not None:
+            for optimizer in optimizers:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+            parameters = list(self._updates.parameters())
+            torch.nn.utils.clip_grad_norm_(parameters, self._options.clip_grad_norm)
+        for optimizer in optimizers:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        if not self._options.keep_gradients:
+            self._clear()
+
+    def _can_update_in_graph(self) -> bool:
+        return (
+            self._scaler is None
+            and self._options.clip_grad_norm is None
+            and self._updates.each_by_itself()
+        )
+
+    def _listened_to(self) -> str:
+        for parameter in self._updates.parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return "a hook on a parameter's gradient"
+        return ""
+
+    # Compilation
+
+    def _backend(self, module: Any, primals: list[Any]) -> Callable[..., Any]:
+        joints: list[Joint] = []
+
+        def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+            joints.append(Joint(joint, inputs, num_fwd_outputs, more))
+            return forward_alone(joints[0])
+
+        def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
+            if not joints:
+                raise UsageError(
+                    "the loss depends on nothing that requires a gradient",
+                    "a model with parameters that train",
+                )
+            made = self._compile(joints[0], primals)
+            self._programs.append(made)
+            run = made.run
+
+            def boxed(args: list[Any]) -> list[Any]:
+                return run(args)
+
+            boxed._boxed_call = True  # type: ignore[attr-defined]
+            return boxed
+
+        compile_parts: Any = aot_module_simplified
+        compiled: Callable[..., Any] = compile_parts(
+            module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
+        )
+        return compiled
+
+    def _compile(self, joint: Joint, primals: list[Any]) -> _Compiled:
+        options = self._options
+        made: dict[frozenset[str], tuple[Operators, Ordering]] = {}
+
+        def step(recomputed: frozenset[str]) -> Any:
+            module = whole_step(
+                joint, recomputed, self._updates, self._scaler, primals, keep=self._keeps()
+            )
+            return program_of(module, self._held_bytes())
+
+        def attempt(recomputed: frozenset[str]) -> Attempt:
+            graph = operators(in_place(step(recomputed)))
+            ordering = choose_order(
+                graph,
+                search=options.order,
+                deadline_seconds=options.deadline_seconds,
+                seed=options.seed,
+            )
+            made[recomputed] = graph, ordering
+            return Attempt(ordering.ordered_peak_bytes, recomputed)
+
+        if self._only_looks:
+            raise _LookedError(operators(in_place(step(frozenset()))))
+        chosen = attempt(frozenset())
+        if options.budget_bytes is not None and chosen.peak_bytes > options.budget_bytes:
+            plain = operators(step(frozenset()))
+            chosen = within_budget(
+                plain,
+                chosen,
+                options.budget_bytes,
+                attempt,
+                deadline_seconds=options.deadline_seconds,
+            )
+        graph, ordering = made[chosen.recomputed]
+        nodes = graph.program.graph_module.graph.nodes
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        executable = Executable(ordering.nodes, inputs, graph.program.output)
+        again = len(graph.graph) - len(made[frozenset()][0].graph)
+        return _Compiled(executable, ordering, again, joint.results)
+
+    def _keeps(self) -> bool:
+        if self._options.accumulate > 1:
+            return False  # they are added to those that are there
+        return self._options.keep_gradients or not self._can_update_in_graph()
+
+    def _held_bytes(self) -> int:
+        """Optimizer state, and gradients of earlier calls."""
+        parameters = list(self._updates.parameters())
+        state = sum(self._updates.state_bytes(one)[0] for one in parameters)
+        gradients = sum(one.numel() * one.element_size() for one in parameters)
+        return state + (gradients if self._options.accumulate > 1 else 0)
+
+
+def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:
+    def backward(*_args: Any) -> Any:
+        raise RuntimeError("the step has run its backward pass already")
+
+    return backward
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

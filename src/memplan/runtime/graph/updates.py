@@ -1,0 +1,181 @@
+"""A parameter's gradient, taken as soon as it is there: accumulated, and used by the optimizer.
+
+PyTorch's own optimizers treat each parameter by itself, so a step of one that knows a single
+parameter gives the bits that a step of all gives; it is their own code that runs, with what their
+groups say at that moment.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdRef
+
+from memplan.runtime.graph.program import Added, tensors
+
+Optimizer = torch.optim.Optimizer
+_NOT_EACH_BY_ITSELF = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+class Updates:
+    """The optimizers of a step, and which of them trains a parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.in_graph = False
+        """Whether parameters are updated as soon as their gradients are there: of this call."""
+        self.keep_gradients = False
+        self.done = 0
+        """Parameters that were updated in this call."""
+        self._groups: dict[int, tuple[Optimizer, int]] = {}
+        self._listed: dict[int, int] = {}
+        self._sizes: dict[Any, tuple[int, int]] = {}
+
+    def begin(self) -> None:
+        """Find each parameter's group, as it is now."""
+        self.done = 0
+        self._groups = {
+            id(parameter): (optimizer, number)
+            for optimizer in self.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """That the optimizers train."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def each_by_itself(self) -> bool:
+        """Whether a step treats each parameter by itself, and nobody listens to it."""
+        return all(_each_by_itself(optimizer) for optimizer in self.optimizers)
+
+    def update(self, parameter: torch.Tensor) -> None:
+        """The optimizer's step for one parameter, which has a gradient."""
+        found = self._groups.get(id(parameter))
+        if found is None:
+            return
+        optimizer, number = found
+        self.done += 1
+        _step(optimizer, optimizer.param_groups[number], parameter)
+        if not self.keep_gradients:
+            parameter.grad = None
+
+    def in_their_order(self) -> None:
+        """Have an optimizer's state list parameters as a step of all at once would have listed
+        them: what is saved is then the same, too."""
+        for optimizer in self.optimizers:
+            if self._listed.get(id(optimizer)) != len(optimizer.state):
+                self._listed[id(optimizer)] = len(optimizer.state)
+                every = [one for group in optimizer.param_groups for one in group["params"]]
+                for parameter in every:
+                    if parameter in optimizer.state:
+                        optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+    def state_bytes(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """What a parameter's update leaves in the optimizer's state, and what it asks for and frees
+        beside that, in bytes. (0, 0) where nobody updates it."""
+        found = self._groups.get(id(parameter))
+        if found is None:
+            return 0, 0
+        key = (*found, parameter.shape, parameter.stride(), parameter.dtype)
+        if key not in self._sizes:
+            with _disable_current_modes():  # PyTorch's compiler may be at work
+                self._sizes[key] = self._measure(*found, parameter)
+        return self._sizes[key]
+
+    def _measure(
+        self, optimizer: Optimizer, number: int, parameter: torch.Tensor
+    ) -> tuple[int, int]:
+        model = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        model.grad = torch.empty_like(model)
+        group = optimizer.param_groups[number]
+        group = {**group, **{key: None for key in ("foreach", "fused") if key in group}}
+        shell = _alone(optimizer, group, model)  # such kernels are not there
+        shell.state = defaultdict(dict)
+        meter = _Meter()
+        with torch.no_grad(), meter:
+            type(optimizer).step(shell)
+        state = sum(_bytes(one) for one in tensors(list(shell.state.values())))
+        return state, max(0, meter.peak - state)
+
+
+class TakeGradient(Added):
+    """Called with a parameter and its gradient."""
+
+    __name__ = "take_gradient"
+    writes = (0,)
+    update = True
+
+    def __init__(self, updates: Updates, copies: bool) -> None:
+        self._updates = updates
+        self._copies = copies
+        """Whether the gradient's memory is somebody else's too, or lies in another way than the
+        parameter: AccumulateGrad copies it then."""
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        before = parameter.grad
+        if before is not None:
+            before.add_(gradient)
+        elif self._copies:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            parameter.grad = gradient
+        if self._updates.in_graph:
+            self._updates.update(parameter)
+
+
+def _each_by_itself(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return (
+        kind.__module__.startswith("torch.optim.")
+        and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+    )
+
+
+def _alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Any:
+    """The optimizer with a parameter for its only one; it has the same state."""
+    shell: Any = object.__new__(type(optimizer))
+    shell.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": [parameter]}]}
+    return shell
+
+
+def _step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    type(optimizer).step(_alone(optimizer, group, parameter))
+
+
+class _Meter(TorchDispatchMode):
+    """The most bytes of new storages that were alive at once, by size alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._alive: dict[WeakIdRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {one.untyped_storage()._cdata for one in tensors([args, kwargs])}
+        result = func(*args, **(kwargs or {}))
+        for one in tensors(result):
+            if one.untyped_storage()._cdata not in given:
+                self._alive[WeakIdRef(one)] = _bytes(one)
+        self._alive = {ref: size for ref, size in self._alive.items() if ref() is not None}
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
