@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench.order_jobs.measure import measured
 from bench.order_jobs.models import CASES, Case
 from bench.results import write_result
+from memplan.api import compile as compile_step
 from memplan.order.baselines import baseline_orders, best
 from memplan.order.check_bound import check_bound
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
-from memplan.runtime.compiled.capture import capture_step
-from memplan.runtime.compiled.dependencies import operators
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
 
@@ -51,8 +50,8 @@ def step_graph(case: Case) -> tuple[Graph, float]:
     start = time.perf_counter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         training = case.training()
-        program = capture_step(training.step, model=training.model, optimizer=training.optimizer)
-    return operators(program).graph, time.perf_counter() - start
+        step = compile_step(training.loss_of_batch, optimizer=training.optimizer)
+        return step.operators().graph, time.perf_counter() - start
 
 
 def row(case: Case) -> dict[str, Any]:

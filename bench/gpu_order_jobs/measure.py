@@ -31,7 +31,7 @@ from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build
 from bench.recompute.tracker import measure, storage_bytes
 
 WARM_UP = 4
-"""Calls of each before any is measured: the compiled step's first two run plainly."""
+"""Calls of each before any is measured."""
 STEPS = 21
 TRAINED = 4
 DEADLINE_SECONDS = 60.0
@@ -52,10 +52,13 @@ class Job:
         self.training = training
         self.optimizer = OPTIMIZERS[options.optimizer](self.training.module.parameters())
 
+    def loss(self) -> torch.Tensor:
+        training = self.training
+        return training.loss(training.module(*training.inputs))
+
     def step(self) -> torch.Tensor:
         """Gradients are freed at its end: each may go as soon as its update is done."""
-        training = self.training
-        loss = training.loss(training.module(*training.inputs))
+        loss = self.loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -110,8 +113,7 @@ def measured(job: Job) -> dict[str, Any]:
     """The plain step and the compiled one: peaks, times in turns, and whether the bits agree."""
     options = job.options
     compiled = memplan.compile(
-        job.step,
-        model=job.training.module,
+        job.loss,
         optimizer=job.optimizer,
         deadline_seconds=options.deadline,
         budget=options.budget_bytes,

@@ -23,8 +23,7 @@ def measured(case: Case, deadline_seconds: float) -> dict[str, int]:
         torch.manual_seed(0)
         training = case.training()
         compiled = compile_step(
-            training.step,
-            model=training.model,
+            training.loss_of_batch,
             optimizer=training.optimizer,
             order=order,
             deadline_seconds=deadline_seconds,

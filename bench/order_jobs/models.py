@@ -41,13 +41,9 @@ class Training:
     batch: tuple[torch.Tensor, ...]
     loss: Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.Tensor]
 
-    def step(self) -> torch.Tensor:
-        """As users write it; gradients are given up at its end."""
-        loss = self.loss(self.model, self.batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+    def loss_of_batch(self) -> torch.Tensor:
+        """What a step trains on."""
+        return self.loss(self.model, self.batch)
 
 
 @dataclass(frozen=True)

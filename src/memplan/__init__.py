@@ -3,8 +3,7 @@
 `memplan.estimate(step)` and `with memplan.capture() as c:` are the Python side of the command
 line; see `memplan.api`. Both are also packages, and importing memplan imports neither.
 `memplan.auto_checkpoint(module, *sample)` makes a module need less memory in training.
-`memplan.compile(train_step, model=…, optimizer=…)` runs a training step in the order that needs the
-least memory.
+`memplan.compile(loss_fn, optimizer=…)` runs training steps in the order of the least peak.
 `memplan.install(plan)` and `with memplan.planned(plan):` serve a process's CUDA memory by plan.
 `memplan.register_rule(name)` says what an operator that only a GPU runs takes of its memory.
 """

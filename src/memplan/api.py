@@ -1,5 +1,5 @@
 """memplan from Python: `estimate(step)`, `with capture():`, `auto_checkpoint(module)`,
-`compile(train_step)` and `install(plan)`."""
+`compile(loss_fn)` and `install(plan)`."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 
 from memplan.runtime.graph.dependencies import Operators, operators
+from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, forward_alone, whole_step
@@ -299,9 +300,10 @@ class CompiledStep(Generic[P]):
             return boxed
 
         compile_parts: Any = aot_module_simplified
-        compiled: Callable[..., Any] = compile_parts(
-            module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
-        )
+        with eager_kernels():
+            compiled: Callable[..., Any] = compile_parts(
+                module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
+            )
         return compiled
 
     def _compile(self, joint: Joint, primals: list[Any]) -> _Compiled:

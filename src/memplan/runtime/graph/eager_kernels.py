@@ -1,0 +1,48 @@
+"""While PyTorch traces: operators are made of others as they are when nothing is traced.
+
+For some operators PyTorch has a second implementation in Python that only tracing uses (dropout,
+recurrent cells, interpolation, …); on the CPU the last bits of their results may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch._decomp  # which registers them
+from torch._C import DispatchKey
+
+_OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Entered around a trace with sizes that are known: symbolic ones need those in Python."""
+    taken = []
+    for operator in _with_python():
+        kernels = operator.py_kernels
+        taken.append((kernels, {key: kernels.pop(key) for key in _OF_TRACING if key in kernels}))
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for kernels, before in taken:
+            kernels.update(before)
+        for operator in _with_python():
+            operator._dispatch_cache.clear()
+
+
+@cache
+def _with_python() -> list[Any]:
+    """Operators that have such an implementation."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    overloads = (
+        getattr(packet, name)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    )
+    return [one for one in overloads if any(key in one.py_kernels for key in _OF_TRACING)]
