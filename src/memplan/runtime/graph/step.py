@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
 
 import torch
+from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.execute import Executable
+from memplan.runtime.graph.guarded import Guarded, refusal, strict
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, forward_alone, whole_step
 from memplan.runtime.graph.ordering import Ordering, choose_order
@@ -120,6 +122,10 @@ class _Compiled:
         return list(self.executable(primals)[: self.results])
 
 
+class UncapturedError(Exception):
+    """PyTorch's capture of a step is not the step."""
+
+
 class _LookedError(Exception):
     def __init__(self, found: Operators) -> None:
         super().__init__()
@@ -148,7 +154,12 @@ class CompiledStep(Generic[P]):
         self._plain_calls = 0
         self._fallback = ""
         self._only_looks = False
-        self._graph = torch.compile(loss_fn, fullgraph=True, dynamic=False, backend=self._backend)
+        self._ran = False
+        """Whether the graph began to run, in this call."""
+        self._captures = 0
+        """Of all, anew, because of what no guard compares."""
+        self._guarded = Guarded()
+        self._graph: Callable[..., Any] = self._captured()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         if self._micro == 0:
@@ -203,17 +214,26 @@ class CompiledStep(Generic[P]):
     def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
         self._updates.begin()
         self._updates.in_graph = last and self._can_update_in_graph()
-        if refusal := self._listened_to():
-            return self._give_up(refusal, args, kwargs)
+        if why := self._listened_to():
+            return self._give_up(why, args, kwargs)
         known = len(self._programs)
+        if self._guarded.changed():
+            self._captures += 1
+            if self._captures > torch._dynamo.config.recompile_limit:
+                return self._give_up("what its functions and classes do changes", args, kwargs)
+            remove_from_cache(self._loss_fn)
+            self._graph = self._captured()
+        self._ran = False
         try:
-            result = self._graph(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, MemplanError):
-                raise error.inner_exception from None
-            return self._give_up(str(error.inner_exception), args, kwargs)
-        except TorchDynamoException as error:
-            return self._give_up(_first_line(error), args, kwargs)
+            with strict():
+                result = self._graph(*args, **kwargs)
+        except Exception as error:
+            if self._ran:
+                raise
+            inner = getattr(error, "inner_exception", error)
+            if isinstance(inner, MemplanError):
+                raise inner from None
+            return self._give_up(_first_line(inner), args, kwargs)
         if known and len(self._programs) > known:
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
@@ -276,7 +296,17 @@ class CompiledStep(Generic[P]):
 
     # Compilation
 
-    def _backend(self, module: Any, primals: list[Any]) -> Callable[..., Any]:
+    def _captured(self) -> Callable[..., Any]:
+        self._guarded = Guarded()
+        seen: Any = {"guard_filter_fn": self._guarded.see}
+        graph: Callable[..., Any] = torch.compile(
+            self._loss_fn, fullgraph=True, dynamic=False, backend=self._backend, options=seen
+        )
+        return graph
+
+    def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
+        if why := refusal(module):
+            raise UncapturedError(why)
         joints: list[Joint] = []
 
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
@@ -291,10 +321,13 @@ class CompiledStep(Generic[P]):
                 )
             made = self._compile(joints[0], primals)
             self._programs.append(made)
-            run = made.run
+            guarded = self._guarded
 
             def boxed(args: list[Any]) -> list[Any]:
-                return run(args)
+                if guarded.refusal:
+                    raise UncapturedError(guarded.refusal)
+                self._ran = True
+                return made.run(args)
 
             boxed._boxed_call = True  # type: ignore[attr-defined]
             return boxed

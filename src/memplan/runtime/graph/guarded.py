@@ -1,0 +1,148 @@
+"""What PyTorch's guards leave out.
+
+Dynamo guards what it read while it traced a function. It leaves out what it expects nobody to
+change, for speed, and what its authors did not think of. Here its guards are made as strict as they
+can be (`strict`), captures that they cannot hold are refused (`refusal`, `Guarded.see`), and what
+they never look at is compared before each call (`Guarded.changed`).
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import contextlib
+import functools
+import operator
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import symbolic_convert
+from torch._dynamo.types import GuardFilterEntry
+
+_STRICT = {
+    "assume_dunder_attributes_remain_unchanged": False,
+    "guard_nn_modules": True,
+    "guard_nn_modules_using_dict_tags": False,
+    "skip_fsdp_guards": False,
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    # NumPy's functions as PyTorch's, whose results are not the same bits.
+    "trace_numpy": False,
+}
+_OWN_LAYOUT = (dict, OrderedDict, defaultdict)
+_Values = list[tuple[Any, list[Any]]]
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Have Dynamo guard also what it expects nobody to change: hooks, defaults of functions,
+    aliases among parameters, what the standard library keeps in its modules."""
+    everything = mock.patch.object(symbolic_convert, "is_stdlib", lambda _module: False)
+    with torch._dynamo.config.patch(_STRICT), everything:
+        yield
+
+
+def refusal(module: torch.fx.GraphModule) -> str:
+    """Why a captured graph does not compute what Python would; empty where it does."""
+    for node in module.graph.nodes:
+        given = node.meta.get("grapharg")
+        if node.op == "placeholder" and given is not None and given.pass_arg_as_tensor:
+            return f"a number of Python or NumPy that PyTorch captures as a tensor: {node.name}"
+    return ""
+
+
+class Guarded:
+    """What captures depend on and no guard compares: methods of classes, metaclasses, what is
+    registered with abstract classes, names among the builtins, limits of the interpreter."""
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        """Why a capture cannot be guarded."""
+        self._classes: dict[type, list[Any]] = {}
+        self._names = _builtins()
+        self._limits = _limits()
+
+    def see(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        """All guards of a capture; PyTorch calls it and drops those that it answers False for."""
+        for entry in entries:
+            if entry.has_value:
+                for value in _within(entry.value):
+                    self._see(value)
+                if _is_mapping_of_its_own(entry.value) and _looked_into(entry.name, entries):
+                    kind = type(entry.value).__name__
+                    self.refusal = f"attributes of a {kind}, a kind of dict, which are not guarded"
+        return [True] * len(entries)
+
+    def changed(self) -> bool:
+        """Whether any of it is not as it was when it was seen."""
+        if _limits() != self._limits or not _same(_builtins(), self._names):
+            return True
+        for kind, seen in self._classes.items():
+            now = list(vars(kind).values())
+            if not _same(now, seen):
+                if not _same(_behaviour(kind, now), _behaviour(kind, seen)):
+                    return True
+                self._classes[kind] = now  # only data, which is guarded where it is read
+        return False
+
+    def _see(self, value: Any) -> None:
+        of_class = type.mro(value) if isinstance(value, type) and value is not type else []
+        for kind in (*of_class, *type(value).__mro__):
+            if kind not in self._classes and kind.__flags__ & _HEAP_TYPE:
+                self._classes[kind] = list(vars(kind).values())
+
+
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: other classes cannot be changed."""
+
+
+def _builtins() -> list[Any]:
+    return [*vars(builtins), *vars(builtins).values()]
+
+
+def _limits() -> tuple[object, ...]:
+    return abc.get_cache_token(), sys.getrecursionlimit()
+
+
+def _same(these: list[Any], those: list[Any]) -> bool:
+    return len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _behaviour(kind: type, values: list[Any]) -> list[Any]:
+    """What is not data: functions and other descriptors; all of a metaclass."""
+    if issubclass(kind, type):
+        return values
+    return [value for value in values if hasattr(type(value), "__get__")]
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """A value; for a function also what it closes over and the globals that it names."""
+    yield value
+    function = value.__func__ if isinstance(value, types.MethodType) else value
+    if isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.FunctionType):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                yield cell.cell_contents
+        for name in function.__code__.co_names:
+            if name in function.__globals__:
+                yield function.__globals__[name]
+
+
+def _is_mapping_of_its_own(value: Any) -> bool:
+    return isinstance(value, dict) and type(value) not in _OWN_LAYOUT
+
+
+def _looked_into(name: str, entries: Sequence[GuardFilterEntry]) -> bool:
+    """Whether guards are on what an object has beside its items."""
+    return any(
+        other.name.startswith((f"{name}.", f"type({name})")) or f"(type({name})" in other.name
+        for other in entries
+    )

@@ -1,0 +1,122 @@
+"""A number that changes between two calls of a step is never the old one, however it is held."""
+
+from __future__ import annotations
+
+import decimal
+import locale
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memplan
+from memplan.runtime.graph.step import CompiledStep
+from tests.runtime.graph.holders import HOLDERS, Holder
+
+VALUES = (1.0, 2.0, 2.0, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """Holders change the process."""
+    limit, interval, folder = sys.getrecursionlimit(), sys.getswitchinterval(), Path.cwd()
+    place, context = locale.setlocale(locale.LC_CTYPE), decimal.getcontext().copy()
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's, of what it cannot trace
+        yield
+    sys.setrecursionlimit(limit)
+    sys.setswitchinterval(interval)
+    os.chdir(folder)
+    locale.setlocale(locale.LC_CTYPE, place)
+    decimal.setcontext(context)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+def train(
+    make: Callable[[], Holder], compiled: bool
+) -> tuple[list[bytes], list[bytes], CompiledStep[...] | None]:
+    """Losses and weights of a few steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    read, put = make()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean() * (read() * 0.3)
+        return loss
+
+    step = memplan.compile(loss_fn, optimizer=optimizer, order=False) if compiled else None
+    losses = []
+    generator = torch.Generator().manual_seed(5)
+    for value in VALUES:
+        put(value)
+        x = torch.randn(5, 4, generator=generator, dtype=torch.float32)
+        if step is None:
+            optimizer.zero_grad()
+            loss = loss_fn(x)
+            loss.backward()
+            optimizer.step()
+        else:
+            loss = step(x)
+        losses.append(bytes(loss.detach().numpy().tobytes()))
+    weights = [bytes(one.detach().numpy().tobytes()) for one in model.parameters()]
+    return losses, weights, step
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_number_that_changes_between_calls_is_never_stale(name: str) -> None:
+    losses, weights, _ = train(HOLDERS[name], False)
+    as_compiled = train(HOLDERS[name], True)
+    assert as_compiled[0] == losses
+    assert as_compiled[1] == weights
+
+
+@pytest.mark.parametrize(
+    "name", ["list", "class attribute", "closure", "environment", "module global", "slots"]
+)
+def test_ordinary_holders_are_captured_again(name: str) -> None:
+    *_, step = train(HOLDERS[name], True)
+    assert step is not None
+    report = step.report()
+    assert not report.fallback
+    assert len(report.programs) == 3
+    assert report.compiled_calls == len(VALUES)
+
+
+def test_a_number_that_changes_in_each_call_runs_plainly_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(4, 3)
+    plain = nn.Linear(4, 3)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.05)
+    held = [0.0]
+
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = net(x).square().mean() * held[0]
+        return loss
+
+    step = memplan.compile(lambda x: loss_of(model, x), optimizer=optimizer, order=False)
+    x = torch.randn(5, 4)
+    for number in range(12):
+        held[0] = 0.1 * number
+        of_plain.zero_grad()
+        wanted = loss_of(plain, x)
+        wanted.backward()
+        of_plain.step()
+        assert torch.equal(step(x), wanted.detach())
+    report = step.report()
+    assert report.fallback
+    assert report.plain_calls == 4
+    assert report.compiled_calls == 8
+    assert sum("runs plainly" in record.message for record in caplog.records) == 1
