@@ -14,8 +14,8 @@ from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule
 from memplan.estimate import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
+from memplan.runtime.graph.compile import compile
 from memplan.runtime.graph.report import CompileReport
-from memplan.runtime.graph.step import CompiledStep, compile
 from memplan.runtime.planned.install import PlannedRun, install, planned
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import CaptureError
@@ -26,7 +26,6 @@ __all__ = [
     "AutoCheckpoint",
     "Capture",
     "CompileReport",
-    "CompiledStep",
     "PlannedRun",
     "auto_checkpoint",
     "capture",

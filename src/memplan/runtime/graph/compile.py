@@ -1,0 +1,97 @@
+"""`memplan.compile`: a training step, run as one graph in the order that needs the least memory.
+
+PyTorch's compiler takes seconds to import, and is when the first step is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ParamSpec
+
+import torch
+
+from memplan.capture.internals import require
+from memplan.types.device import parse_size
+from memplan.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from memplan.runtime.graph.step import CompiledStep
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `compile` was asked for."""
+
+    budget_bytes: int | None
+    clip_grad_norm: float | None
+    accumulate: int
+    keep_gradients: bool
+    order: bool
+    deadline_seconds: float
+    seed: int
+
+
+def compile(
+    loss_fn: Callable[P, torch.Tensor],
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    budget: int | str | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_gradients: bool = False,
+    order: bool = True,
+    deadline_seconds: float = 20.0,
+    seed: int = 0,
+) -> CompiledStep[P]:
+    """A function that trains one step on what `loss_fn` returns, with less memory.
+
+    `step = memplan.compile(loss_fn, optimizer=optimizer)`, then `loss = step(*batch)` instead of
+
+        optimizer.zero_grad(); loss = loss_fn(*batch); loss.backward(); optimizer.step()
+
+    `loss_fn` returns the loss, a tensor of one number, or a tuple, list or dict in which it is the
+    only tensor that requires a gradient; the step returns the same, detached. PyTorch's compiler
+    captures it in one graph and sees to it that the graph fits each call; forward, backward and
+    each parameter's update by `torch.optim`'s own code then run in the order that needs the least
+    memory, each storage freed at its last use. Losses, weights and optimizer state are the same
+    bits as in the plain loop. What PyTorch cannot capture in one graph runs plainly, with its
+    reason, once.
+
+    `budget`: bytes, or a size such as "8GiB", that the step's storages (weights, optimizer state,
+    inputs, gradients, activations) must not exceed; activations are recomputed where that is
+    needed. `clip_grad_norm`, the largest norm of all gradients together, and `scaler`, of mixed
+    precision, want all gradients before the first update. `accumulate`: calls for one update; the
+    loss is not divided by it. `keep_gradients` leaves gradients in `.grad` until the next call
+    begins; else each is freed after its update. `order=False` leaves the operators in their order;
+    `deadline_seconds` is the longest that the search for an order takes, once for each set of
+    shapes, and `seed` that of its random choices.
+
+    Raises UsageError for arguments that are none of these; a call raises it where `loss_fn` returns
+    no loss, and InfeasibleError for a budget that cannot be met.
+    """
+    if not callable(loss_fn):
+        raise UsageError(f"{type(loss_fn).__name__} is no function", "one that returns the loss")
+    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for one in optimizers:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise UsageError(f"optimizer={type(one).__name__}", "a torch.optim.Optimizer")
+    limit = parse_size(budget) if isinstance(budget, str) else budget
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
+    if type(accumulate) is not int or accumulate < 1:
+        raise UsageError(f"accumulate={accumulate!r}", "calls for one update, such as 4")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm!r}", "the largest norm, such as 1.0")
+    if not deadline_seconds >= 0:
+        raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
+    require("runtime/graph")
+    from memplan.runtime.graph.step import CompiledStep
+
+    options = Options(
+        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed
+    )
+    return CompiledStep(loss_fn, optimizers, scaler, options)
