@@ -5,6 +5,7 @@ PyTorch's compiler takes seconds to import, and is when the first step is made.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec
@@ -79,6 +80,11 @@ def compile(
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(f"optimizer={type(one).__name__}", "a torch.optim.Optimizer")
+        if _wants_closure(one):
+            raise UsageError(
+                f"{type(one).__name__} calls the loss several times a step",
+                "another optimizer, or the plain loop",
+            )
     limit = parse_size(budget) if isinstance(budget, str) else budget
     if limit is not None and (type(limit) is not int or limit <= 0):
         raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
@@ -95,3 +101,9 @@ def compile(
         limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed
     )
     return CompiledStep(loss_fn, optimizers, scaler, options)
+
+
+def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step calls the loss itself, as LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -25,6 +25,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.types import GuardFilterEntry
 
 _STRICT = {
+    "allow_rnn": True,
     "assume_dunder_attributes_remain_unchanged": False,
     "guard_nn_modules": True,
     "guard_nn_modules_using_dict_tags": False,
@@ -54,6 +55,10 @@ def refusal(module: torch.fx.GraphModule) -> str:
         given = node.meta.get("grapharg")
         if node.op == "placeholder" and given is not None and given.pass_arg_as_tensor:
             return f"a number of Python or NumPy that PyTorch captures as a tensor: {node.name}"
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if node.target in (torch.bernoulli, "bernoulli"):
+                return "torch.bernoulli, which PyTorch captures as Tensor.bernoulli_"
     return ""
 
 

@@ -53,8 +53,27 @@ class LossGradient(Added):
         self._scaler = scaler
 
     def __call__(self) -> torch.Tensor:
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        return torch.full(self._shape, scale, dtype=self._dtype, device=self._device)
+        one = torch.ones(self._shape, dtype=self._dtype, device=self._device)
+        return one if self._scaler is None else self._scaler.scale(one).to(self._dtype)
+
+
+class Bernoulli(Added):
+    """`Tensor.bernoulli_` of a tensor that does not lie in rows, as in a dropout of a transposed
+    one. Functionalization makes an operator of it that draws for a result in rows: the same
+    numbers, in other places."""
+
+    __name__ = "bernoulli"
+    chain = "random numbers"
+
+    def __call__(self, like: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.empty_like(like).bernoulli_(*args).contiguous()
+
+    @staticmethod
+    def needed(node: fx.Node) -> bool:
+        if node.target is not torch.ops.aten.bernoulli.p or node.kwargs:
+            return False
+        like = node.args[0]
+        return isinstance(like, fx.Node) and not like.meta["val"].is_contiguous()
 
 
 def whole_step(
@@ -134,6 +153,8 @@ def _add(
                 here[node.name] = given["tangents"]
             continue
         new = graph.node_copy(node, lambda needed: here[needed.name])
+        if Bernoulli.needed(node):
+            new.target = Bernoulli()
         new.meta = {**node.meta, BACKWARD: backward}
         here[node.name] = new
     raise AssertionError("a graph without an output")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
 
 import torch
-from torch._dynamo.eval_frame import remove_from_cache
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
@@ -94,7 +93,9 @@ class CompiledStep(Generic[P]):
         last = self._micro == self._options.accumulate - 1
         result = self._plainly(args, kwargs) if self._fallback else self._run(last, args, kwargs)
         self._micro = 0 if last else self._micro + 1
-        if last and not self._updates.done:
+        if last and self._updates.done:
+            self._updates.update_rest()
+        elif last:
             self._update_all()
         self._updates.in_their_order()
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -148,7 +149,6 @@ class CompiledStep(Generic[P]):
             self._captures += 1
             if self._captures > torch._dynamo.config.recompile_limit:
                 return self._give_up("what its functions and classes do changes", args, kwargs)
-            remove_from_cache(self._loss_fn)
             self._graph = self._captured()
         self._ran = False
         try:
@@ -173,7 +173,7 @@ class CompiledStep(Generic[P]):
 
     def _plainly(self, args: Any, kwargs: Any) -> Any:
         self._plain_calls += 1
-        self._updates.done = 0
+        self._updates.done = set()
         result = self._loss_fn(*args, **kwargs)
         losses = [one for one in pytree.tree_leaves(result) if _requires_grad(one)]
         if len(losses) != 1:
@@ -224,10 +224,15 @@ class CompiledStep(Generic[P]):
     # Compilation
 
     def _captured(self) -> Callable[..., Any]:
+        """A function that PyTorch captures anew."""
         self._guarded = Guarded()
         seen: Any = {"guard_filter_fn": self._guarded.see}
         graph: Callable[..., Any] = torch.compile(
-            self._loss_fn, fullgraph=True, dynamic=False, backend=self._backend, options=seen
+            _own_code(self._loss_fn),
+            fullgraph=True,
+            dynamic=False,
+            backend=self._backend,
+            options=seen,
         )
         return graph
 
@@ -317,6 +322,19 @@ class CompiledStep(Generic[P]):
         state = sum(self._updates.state_bytes(one)[0] for one in parameters)
         gradients = sum(one.numel() * one.element_size() for one in parameters)
         return state + (gradients if self._options.accumulate > 1 else 0)
+
+
+def _own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with code of its own: PyTorch counts captures for each code object. It runs
+    nothing where PyTorch leaves it alone, since the step would then run it a second time."""
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise UncapturedError("PyTorch does not capture it here")
+        return loss_fn(*args, **kwargs)
+
+    captured.__code__ = captured.__code__.replace()
+    return captured
 
 
 def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ groups say at that moment.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,15 +32,14 @@ class Updates:
         self.in_graph = False
         """Whether parameters are updated as soon as their gradients are there: of this call."""
         self.keep_gradients = False
-        self.done = 0
-        """Parameters that were updated in this call."""
+        self.done: set[int] = set()
+        """Parameters that were updated in this call, by their ids."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
-        self._listed: dict[int, int] = {}
         self._sizes: dict[Any, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Find each parameter's group, as it is now."""
-        self.done = 0
+        self.done = set()
         self._groups = {
             id(parameter): (optimizer, number)
             for optimizer in self.optimizers
@@ -63,21 +63,26 @@ class Updates:
         if found is None:
             return
         optimizer, number = found
-        self.done += 1
+        self.done.add(id(parameter))
         _step(optimizer, optimizer.param_groups[number], parameter)
         if not self.keep_gradients:
             parameter.grad = None
+
+    def update_rest(self) -> None:
+        """The optimizers' step for those that the graph does not reach, but an earlier call did."""
+        for parameter in self.parameters():
+            if parameter.grad is not None and id(parameter) not in self.done:
+                self.update(parameter)
 
     def in_their_order(self) -> None:
         """Have an optimizer's state list parameters as a step of all at once would have listed
         them: what is saved is then the same, too."""
         for optimizer in self.optimizers:
-            if self._listed.get(id(optimizer)) != len(optimizer.state):
-                self._listed[id(optimizer)] = len(optimizer.state)
-                every = [one for group in optimizer.param_groups for one in group["params"]]
-                for parameter in every:
-                    if parameter in optimizer.state:
-                        optimizer.state[parameter] = optimizer.state.pop(parameter)
+            every = (one for group in optimizer.param_groups for one in group["params"])
+            order = [one for one in every if one in optimizer.state]
+            if not all(map(operator.is_, optimizer.state, order)):
+                for parameter in order:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def state_bytes(self, parameter: torch.Tensor) -> tuple[int, int]:
         """What a parameter's update leaves in the optimizer's state, and what it asks for and frees
@@ -101,8 +106,10 @@ class Updates:
         shell = _alone(optimizer, group, model)  # such kernels are not there
         shell.state = defaultdict(dict)
         meter = _Meter()
+        kind = _of_torch(type(optimizer))
+        step: Any = kind.step
         with torch.no_grad(), meter:
-            type(optimizer).step(shell)
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(shell)  # no hooks
         state = sum(_bytes(one) for one in tensors(list(shell.state.values())))
         return state, max(0, meter.peak - state)
 
@@ -132,10 +139,17 @@ class TakeGradient(Added):
             self._updates.update(parameter)
 
 
+def _of_torch(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class of PyTorch's that an optimizer is, or the first of its own."""
+    found = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
+    of_torch = (one for one in found if f"{one.__module__}.".startswith("torch.optim."))
+    return next(of_torch, Optimizer if not found else found[0])
+
+
 def _each_by_itself(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
-        kind.__module__.startswith("torch.optim.")
+        _of_torch(kind) is kind
         and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
@@ -167,6 +181,8 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item):
+            return 1.0  # meta tensors have no values, sizes do not depend on them
         given = {one.untyped_storage()._cdata for one in tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
         for one in tensors(result):

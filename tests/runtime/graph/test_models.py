@@ -1,0 +1,494 @@
+"""What models do in a step: each leaves the bits of the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.graph.training import (
+    Job,
+    batches,
+    captured,
+    classifier,
+    perceptron,
+    run_both,
+)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), 0.01)
+
+
+class Norm(nn.Module):
+    """Convolution, batch norm and dropout: buffers and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(F.relu(self.norm(self.first(x)), inplace=True))
+        return self.last(x.mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.cells: Any = kind(6, 6, num_layers=2, dropout=0.2, batch_first=True)
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.cells(x.unflatten(0, (1, -1)).expand(3, -1, -1))[0].mean(0))
+
+
+class Attention(nn.Module):
+    """A transformer whose output is its embedding: a weight that is used twice."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 12, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(12, 16, bias=False)
+        if tied:
+            self.out.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layers(self.tokens(x)))
+
+
+class Written(nn.Module):
+    """Views that are written, random operators in place, buffers in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.noise = nn.RReLU(inplace=True)
+        self.register_buffer("table", torch.zeros(10))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).clone()
+        table, count = self.get_buffer("table"), self.get_buffer("count")
+        with torch.no_grad():
+            table[2:6].lerp_(h.mean(0), 0.1)
+            count += 1
+        h.t()[0].fill_(0.5)
+        h[:, 1:3].mul_(table[2:4] + table.sum())
+        return self.noise(h) + torch.rand_like(h) + torch.randn(4) / count
+
+
+class Shared(nn.Module):
+    """Two parameters whose gradients are one tensor, and one whose gradient is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(5, 4))
+        self.two = nn.Parameter(torch.randn(5, 4))
+        self.three = nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4] * (self.one + self.two) + self.three.sum() + x[:, :1]
+
+
+class Experts(nn.Module):
+    """Indices that depend on data, of sizes that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.Parameter(torch.randn(4, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        return (torch.einsum("bd,bkdo->bko", x, self.experts[chosen]) * weights[..., None]).sum(1)
+
+
+class Convolutions(nn.Module):
+    """A U-Net of two levels, in channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 8, 3, padding=1)
+        self.below = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.last = nn.Conv2d(16, 4, 1)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        y = self.up(self.below(F.max_pool2d(x, 2)))
+        y = F.interpolate(y, size=x.shape[-2:], mode="bilinear")
+        return self.last(torch.cat([x, y], 1)).amax((2, 3))
+
+
+def frozen() -> nn.Module:
+    model = perceptron()
+    next(model.parameters()).requires_grad_(False)
+    return model
+
+
+IMAGES = (4, 3, 6, 6)
+MODELS: dict[str, Callable[[], Job]] = {
+    "norm": lambda: classifier(Norm, adam, IMAGES),
+    "lstm": lambda: classifier(lambda: Recurrent(nn.LSTM), adam),
+    "gru": lambda: classifier(lambda: Recurrent(nn.GRU), adam),
+    "views": lambda: classifier(Written, adam),
+    "shared gradients": lambda: classifier(Shared, adam),
+    "experts": lambda: classifier(Experts, adam),
+    "u-net": lambda: classifier(Convolutions, adam, IMAGES),
+    "frozen": lambda: classifier(frozen, adam),
+    "instance norm": lambda: classifier(
+        lambda: nn.Sequential(nn.InstanceNorm1d(5, affine=True), nn.Linear(6, 4)), adam
+    ),
+    "spectral norm": lambda: classifier(
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), adam
+    ),
+    "double": lambda: doubled(),
+}
+
+
+def doubled() -> Job:
+    job = classifier(make=adam)
+    job.model.double()
+    job.batches = [(x.double(), y) for x, y in job.batches]
+    return job
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, keep: bool) -> None:
+    step, _ = run_both(MODELS[name], keep_gradients=keep)
+    captured(step, 4)
+
+
+def language_model(tied: bool = True) -> Job:
+    model = Attention(tied)
+    generator = torch.Generator().manual_seed(5)
+    tokens = [(torch.randint(16, (2, 7), generator=generator),) for _ in range(4)]
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out = model(x)
+        return F.cross_entropy(out[:, :-1].reshape(-1, 16), x[:, 1:].reshape(-1))
+
+    return Job(model, [torch.optim.AdamW(model.parameters(), 0.01)], loss_fn, tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers(tied: bool) -> None:
+    step, _ = run_both(lambda: language_model(tied), keep_gradients=tied)
+    captured(step, 4)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list"])
+def test_a_loss_among_other_results(kind: str) -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Any:
+            out = job.model(x)
+            loss, best = F.cross_entropy(out, y), out.detach().argmax(-1)
+            if kind == "dict":
+                return {"loss": loss, "best": best, "part": {"x": x.sum(), "n": 3, "none": None}}
+            return [best, loss] if kind == "list" else (loss, best, "text")
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)
+
+
+def test_a_result_that_is_an_input_a_parameter_or_a_view_of_one() -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+        first = next(job.model.parameters())
+
+        def loss_fn(x: Tensor, y: Tensor) -> Any:
+            return F.cross_entropy(job.model(x), y), x, x[0], first.detach(), first.detach()[1:]
+
+        job.loss_fn = loss_fn
+        return job
+
+    run_both(make)
+
+
+@pytest.mark.parametrize("clip", [0.01, 100.0])
+@pytest.mark.parametrize("keep", [False, True])
+def test_clipping(clip: float, keep: bool) -> None:
+    step, _ = run_both(
+        lambda: classifier(Norm, adam, IMAGES), clip_grad_norm=clip, keep_gradients=keep
+    )
+    captured(step, 4)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_accumulation(keep: bool) -> None:
+    step, _ = run_both(
+        lambda: classifier(Norm, adam, IMAGES, count=7), accumulate=3, keep_gradients=keep
+    )
+    assert not step.report().fallback, step.report()
+    assert step.report().plain_calls == 0
+
+
+def test_accumulation_with_clipping() -> None:
+    step, _ = run_both(lambda: classifier(Shared, adam, count=6), accumulate=2, clip_grad_norm=0.1)
+    assert not step.report().fallback, step.report()
+
+
+def test_accumulation_with_parameters_that_only_some_calls_use() -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=6)
+        extra = nn.Linear(4, 4)
+        job.optimizers[0].add_param_group({"params": list(extra.parameters())})
+        job.model.add_module("extra", extra)
+        plain = job.model[:5]  # type: ignore[index]
+
+        def loss_fn(x: Tensor, y: Tensor, also: bool) -> Tensor:
+            out = plain(x)
+            return F.cross_entropy(extra(out) if also else out, y)
+
+        job.loss_fn = loss_fn
+        job.batches = [(*batch, number % 3 == 1) for number, batch in enumerate(job.batches)]
+        return job
+
+    run_both(make, accumulate=2, keep_gradients=True)
+
+
+def test_autocast() -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = job.model(x)
+            return F.cross_entropy(out.float(), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = run_both(make, keep_gradients=True)
+    captured(step, 4)
+
+
+def test_autocast_around_the_calls() -> None:
+    """In some calls only: those that are captured without it do not fit the others."""
+
+    def make() -> Job:
+        job = classifier(make=adam, count=6)
+        around = torch.autocast("cpu", torch.bfloat16)
+
+        def between(number: int) -> None:
+            if number in (2, 4):
+                around.__enter__()
+            if number in (3, 5):
+                around.__exit__(None, None, None)
+
+        job.between = between
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 6, programs=2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_scaler_skips_what_overflows(clip: float | None) -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=5)
+        job.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        job.batches = [
+            (x * 1e38 * 1e3 if number == 2 else x, y) for number, (x, y) in enumerate(job.batches)
+        ]
+        return job
+
+    step, job = run_both(make, clip_grad_norm=clip)
+    captured(step, 5)
+    assert job.scaler is not None
+    assert job.scaler.get_scale() != 2.0**10
+    assert all(one.isfinite().all() for one in job.model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant: bool) -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES)
+        model: Any = job.model
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            h = model.first(x)
+            h = checkpoint(lambda t: model.drop(model.norm(t).relu()), h, use_reentrant=reentrant)
+            return F.cross_entropy(model.last(h.mean((2, 3))), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    run_both(make)
+
+
+def test_evaluation_mode_in_some_calls() -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES, count=6)
+        job.between = lambda number: job.model.train(number not in (2, 3))
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 6, programs=2)
+
+
+def test_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES)
+        job.batches = [*job.batches, *batches((2, 3, 8, 8), count=2), *job.batches[:2]]
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 8, programs=2)
+    assert sum("captured again" in record.message for record in caplog.records) == 1
+
+
+def test_another_dtype_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=lambda m: torch.optim.SGD(m.parameters(), 0.1), count=4)
+
+        def between(number: int) -> None:
+            if number == 2:
+                job.model.double()
+
+        job.between = between
+        job.batches = [
+            (x.double() if number >= 2 else x, y) for number, (x, y) in enumerate(job.batches)
+        ]
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4, programs=2)
+
+
+def test_parameters_that_are_frozen_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=5)
+        first = next(job.model.parameters())
+        job.between = lambda number: first.requires_grad_(number not in (2, 3))
+        return job
+
+    step, _ = run_both(make)
+    assert not step.report().fallback, step.report()
+
+
+def test_parameters_that_are_replaced_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=lambda m: torch.optim.SGD(m.parameters(), 0.1), count=5)
+        model: Any = job.model
+
+        def between(number: int) -> None:
+            if number == 2:
+                with torch.no_grad():
+                    model[0].weight.data = model[0].weight.data.clone() * 2
+            if number == 3:
+                model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+                job.optimizers[0].param_groups[0]["params"][0] = model[0].weight
+
+        job.between = between
+        return job
+
+    run_both(make)
+
+
+def test_forward_hooks_that_come_and_go() -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=6)
+        model: Any = job.model
+        held: list[Any] = []
+
+        def between(number: int) -> None:
+            if number == 2:
+                held.append(model[1].register_forward_hook(lambda _m, _i, out: out * 2))
+            if number == 4:
+                held[0].remove()
+
+        job.between = between
+        return job
+
+    run_both(make)
+
+
+@pytest.mark.parametrize("when", ["always", "later"])
+def test_hooks_on_gradients_run_plainly(when: str) -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+        first = next(job.model.parameters())
+
+        def between(number: int) -> None:
+            if number == (0 if when == "always" else 2):
+                first.register_hook(lambda gradient: gradient * 2)
+
+        job.between = between
+        return job
+
+    step, _ = run_both(make, keep_gradients=True)
+    assert "hook" in step.report().fallback
+
+
+def test_several_models_in_one_step() -> None:
+    def make() -> Job:
+        both = nn.ModuleDict({"g": perceptron(), "d": nn.Linear(4, 4)})
+        makes = torch.optim.Adam(both["g"].parameters(), 0.01)
+        judges = torch.optim.SGD(both["d"].parameters(), 0.1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(both["d"](both["g"](x)), y)
+
+        return Job(both, [makes, judges], loss_fn, batches((5, 6)))
+
+    step, _ = run_both(make, keep_gradients=True)
+    captured(step, 4)
+
+
+def test_a_parameter_that_no_optimizer_trains_gathers_gradients() -> None:
+    """The plain loop adds to its gradient in each call: nobody clears it."""
+
+    def make() -> Job:
+        return classifier(make=lambda m: torch.optim.SGD(list(m.parameters())[1:], 0.1))
+
+    torch_step, job = run_both(make)
+    first = next(job.model.parameters())
+    assert first.grad is not None
+    assert not torch_step.report().fallback
+
+
+def test_methods_and_modules_are_losses() -> None:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = perceptron()
+            self.factor = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.model(x), y) * self.factor
+
+    def make(method: bool) -> Job:
+        trainer = Trainer()
+        loss_fn: Any = trainer.forward if method else trainer
+        job = Job(trainer, [adam(trainer)], loss_fn, batches((5, 6)))
+        job.between = lambda number: setattr(trainer, "factor", 1.0 + number // 2)
+        return job
+
+    for method in (False, True):
+        step, _ = run_both(lambda method=method: make(method))  # type: ignore[misc]
+        captured(step, 4, programs=2)
+
+
+def test_in_order_and_with_another_seed() -> None:
+    for options in ({"order": False}, {"seed": 5}):
+        step, _ = run_both(lambda: classifier(Norm, adam, IMAGES), **options)
+        captured(step, 4)

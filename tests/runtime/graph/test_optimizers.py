@@ -1,0 +1,217 @@
+"""Optimizers of PyTorch, as each parameter is updated when its gradient is there: weights and state
+are the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import memplan
+from memplan.types.errors import UsageError
+from tests.runtime.graph.training import Job, captured, classifier, perceptron, run_both
+
+Make = Callable[[nn.Module], Any]
+
+
+def of(kind: Any, **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), **options)
+
+
+def groups(model: nn.Module) -> torch.optim.Optimizer:
+    """A rate and a decay for each kind of parameter."""
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    rest = [one for one in model.parameters() if one.dim() <= 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": rest, "lr": 0.02, "betas": (0, 0.5)},
+        ],
+        lr=0.01,
+    )
+
+
+def several(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    rest = [one for one in model.parameters() if one.dim() <= 1]
+    return [torch.optim.Adam(matrices, 0.01), torch.optim.SGD(rest, 0.1, momentum=0.9)]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    rest = [one for one in model.parameters() if one.dim() != 2]
+    matrices = [one for one in model.parameters() if one.dim() == 2]
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": of(torch.optim.SGD, lr=0.1),
+    "sgd foreach": of(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": of(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
+    "sgd nesterov": of(
+        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False
+    ),
+    "sgd dampening, maximize": of(
+        torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.1, maximize=True
+    ),
+    "adam": of(torch.optim.Adam, lr=0.01, weight_decay=0.1),
+    "adam foreach": of(torch.optim.Adam, lr=0.01, weight_decay=0.1, foreach=True),
+    "adam fused": of(torch.optim.Adam, lr=0.01, weight_decay=0.1, fused=True),
+    "adam capturable": of(torch.optim.Adam, lr=torch.tensor(0.01), foreach=False),
+    "adamw": of(torch.optim.AdamW, lr=0.01),
+    "adamw fused amsgrad": of(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
+    "adamw foreach amsgrad": of(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
+    "adamax": of(torch.optim.Adamax, lr=0.01),
+    "adagrad": of(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adagrad fused": of(torch.optim.Adagrad, lr=0.01, fused=True),
+    "rmsprop": of(torch.optim.RMSprop, lr=0.001, momentum=0.5, centered=True),
+    "adadelta": of(torch.optim.Adadelta),
+    "nadam": of(torch.optim.NAdam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": of(torch.optim.RAdam, lr=0.01),
+    "asgd": of(torch.optim.ASGD, lr=0.01, lambd=0.1),
+    "rprop": of(torch.optim.Rprop),
+    "adafactor": of(torch.optim.Adafactor, lr=0.01),
+    "groups": groups,
+    "several": several,
+}
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = muon
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_the_plain_loop(name: str) -> None:
+    step, job = run_both(lambda: classifier(make=OPTIMIZERS[name], count=3))
+    captured(step, 3)
+    for optimizer in job.optimizers:
+        names = list(optimizer.state_dict()["state"])
+        assert names == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["sgd nesterov", "adam foreach", "adamw fused amsgrad", "groups"])
+def test_gradients_are_there_until_the_next_call(name: str) -> None:
+    step, _ = run_both(lambda: classifier(make=OPTIMIZERS[name], count=3), keep_gradients=True)
+    captured(step, 3)
+
+
+class OfTheUser(torch.optim.SGD):
+    """Looks at all gradients before it uses any."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [one.grad for group in self.param_groups for one in group["params"]]
+        norm = torch.stack([one.norm() for one in every if one is not None]).norm()
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + norm.item())
+        return super().step(closure)
+
+
+def test_an_optimizer_of_the_user_runs_with_all_gradients_there() -> None:
+    step, _ = run_both(lambda: classifier(make=of(OfTheUser)), keep_gradients=True)
+    captured(step, 4)
+
+
+def test_lbfgs_says_what_it_wants() -> None:
+    """Its step calls the loss again and again."""
+    job = classifier(make=of(torch.optim.LBFGS))
+    with pytest.raises(UsageError, match="LBFGS"):
+        memplan.compile(job.loss_fn, optimizer=job.optimizers[0])
+
+
+def test_step_hooks_are_called_once_for_each_step() -> None:
+    calls: list[str] = []
+
+    def make() -> Job:
+        job = classifier()
+        job.optimizers[0].register_step_pre_hook(lambda *_: calls.append("before"))
+        job.optimizers[0].register_step_post_hook(lambda *_: calls.append("after"))
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)
+    assert calls == ["before", "after"] * 8
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_schedules_work_from_outside(name: str) -> None:
+    def make() -> Job:
+        job = classifier()
+        schedule = SCHEDULES[name](job.optimizers[0])
+        job.between = lambda number: schedule.step() if number else None
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)
+
+
+def test_groups_that_are_changed_by_hand() -> None:
+    def make() -> Job:
+        job = classifier()
+
+        def between(number: int) -> None:
+            group = job.optimizers[0].param_groups[0]
+            group["lr"] = 0.01 * (number + 1)
+            group["weight_decay"] = 0.1 * number
+            group["betas"] = (0.9 - 0.1 * number, 0.99)
+
+        job.between = between
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_group_that_is_added_later(keep: bool) -> None:
+    def make() -> Job:
+        model = perceptron()
+        first, *rest = model.parameters()
+        job = classifier(lambda: model, lambda _: torch.optim.Adam(rest, 0.01), count=5)
+
+        def between(number: int) -> None:
+            if number == 2:
+                job.optimizers[0].add_param_group({"params": [first], "lr": 0.1})
+            first.grad = None
+
+        job.between = between
+        return job
+
+    run_both(make, keep_gradients=keep)
+
+
+def test_states_that_are_loaded_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(count=6)
+        saved: list[Any] = []
+
+        def between(number: int) -> None:
+            if number == 2:
+                states = job.model.state_dict(), job.optimizers[0].state_dict()
+                saved.extend(torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, states))
+            if number == 4:
+                job.model.load_state_dict(saved[0])
+                job.optimizers[0].load_state_dict(saved[1])
+
+        job.between = between
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 6)
+
+
+def test_an_optimizer_that_is_emptied_between_calls() -> None:
+    def make() -> Job:
+        job = classifier()
+        job.between = lambda number: job.optimizers[0].state.clear() if number == 2 else None
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)
