@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from memplan.runtime.graph.program import Facts, Program, facts_of
+from memplan.runtime.graph.program import Added, Facts, Program, facts_of
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -78,6 +78,11 @@ def _is_operator(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output") and not facts_of(node).free
 
 
+def is_barrier(node: fx.Node) -> bool:
+    """Whether a node keeps its place among all nodes."""
+    return isinstance(node.target, Added) and node.target.barrier
+
+
 def _name(node: fx.Node) -> str:
     return str(node.target)
 
@@ -90,6 +95,7 @@ def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int
     read: dict[int, list[int]] = {}
     chains: dict[str, int] = {}
     before: list[set[int]] = []
+    barrier = 0
     for number, node in enumerate(nodes):
         facts = facts_of(node)
         needs = set(roots.of_arguments(node))
@@ -104,6 +110,11 @@ def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int
             if chain in chains:
                 needs.add(chains[chain])
             chains[chain] = number
+        if number and is_barrier(nodes[barrier]):
+            needs.add(barrier)
+        if is_barrier(node):
+            needs.update(range(barrier, number))
+            barrier = number
         _note(facts, number, written, read)
         before.append(needs)
     return before

@@ -26,10 +26,18 @@ class Executable:
     """
 
     def __init__(
-        self, order: Sequence[fx.Node], inputs: Sequence[fx.Node], output: fx.Node
+        self,
+        order: Sequence[fx.Node],
+        inputs: Sequence[fx.Node],
+        output: fx.Node,
+        *,
+        grad_mode: bool = True,
     ) -> None:
-        """`order`: every node that is neither a placeholder nor the output, after what it needs.
-        Raises ValueError where it is not."""
+        """`order`: every node that is neither an input nor the output, after what it needs.
+        `output`: its first argument is what is returned. `grad_mode`: whether forward's nodes run
+        with gradients enabled and backward's without, as autograd runs them; else all run as they
+        are called. Raises ValueError for an order that is none."""
+        self._sets_grad_mode = grad_mode
         self._nodes = [node for node in order if not _is_element(node) and node.op != "get_attr"]
         self._space: dict[str, Any] = {}
         self._constants: dict[int, str] = {}
@@ -87,9 +95,10 @@ class Executable:
 
     def _write(self, inputs: Sequence[fx.Node], output: fx.Node) -> list[str]:
         names = self._names
+        given = set(inputs)
         elements: dict[fx.Node, list[fx.Node]] = {}
         for node in names:
-            if _is_element(node):
+            if _is_element(node) and node not in given:
                 elements.setdefault(_origin(node), []).append(node)
         last = _last_lines(self._nodes, elements, output)
         dropped: dict[int, list[str]] = {}
@@ -100,14 +109,15 @@ class Executable:
         unpack = f"{', '.join(names[node] for node in inputs)}, = values" if inputs else "pass"
         lines = ["def step(values):", f"    {unpack}", "    values.clear()", f"    {_drop(unused)}"]
         assert len(lines) == _FIRST_LINE - 1
-        there = {node for node in names if node.op in ("placeholder", "get_attr")}
+        there = {node for node in names if node.op in ("placeholder", "get_attr")} | given
         grad_mode: bool | None = None
         for line, node in enumerate(self._nodes):
             for used in node.all_input_nodes:
                 if used not in there:
                     raise ValueError(f"{node} runs before {used}, which it needs")
             parts = [f"{names[node]} = {self._call(node)}"]
-            if not _is_view(node) and grad_mode is not (not facts_of(node).backward):
+            sets = self._sets_grad_mode and not _is_view(node)
+            if sets and grad_mode is not (not facts_of(node).backward):
                 grad_mode = not facts_of(node).backward
                 parts.insert(0, f"{self._constant(torch._C._set_grad_enabled)}({grad_mode})")
             there.add(node)

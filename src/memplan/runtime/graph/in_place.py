@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.runtime.graph.dependencies import is_barrier
 from memplan.runtime.graph.program import Program, facts_of, program_of
 
 _ELEMENT_BY_ELEMENT = frozenset({"index_put", "masked_fill", "masked_scatter", "scatter_add"})
@@ -24,7 +25,11 @@ def in_place(program: Program) -> Program:
     same: dict[int, int] = {}
     """Storages that are no longer made, and what stands in for them."""
     inputs = set(program.inputs)
+    others_own = 0
+    """Storages below this may be read once more by who runs backward a second time."""
     for place, node in enumerate(list(graph.nodes)):
+        if is_barrier(node):
+            others_own = 1 + max(facts_of(node).makes, default=others_own - 1)
         twin = _twin(node)
         if twin is None:
             continue
@@ -39,7 +44,11 @@ def in_place(program: Program) -> Program:
         if any(facts_of(one).shows == shown for one in others) or _count(node, into) != 1:
             continue
         target = _end(shown, same)
-        if last[target] > place or program.storages[shown].bytes != program.storages[made].bytes:
+        if (
+            target < others_own
+            or last[target] > place
+            or program.storages[shown].bytes != program.storages[made].bytes
+        ):
             continue
         node.target = twin
         node.meta["val"] = into.meta["val"]

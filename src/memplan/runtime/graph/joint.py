@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition
 
-from memplan.runtime.graph.program import BACKWARD, Added, facts_of, program_of
+from memplan.runtime.graph.program import BACKWARD, Added, facts_of, is_random_wrapper, program_of
 from memplan.runtime.graph.recompute import tag
 from memplan.runtime.graph.updates import TakeGradient, Updates
 from memplan.types.errors import UsageError
@@ -37,9 +38,11 @@ class Joint:
         """Forward and backward; nodes of these names run again in the latter."""
         module = _copied(self.module)
         tag(module.graph, recomputed)
-        parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
-            module, self.inputs, num_fwd_outputs=self.results, **self.options
-        )
+        # Else a generator on a GPU is an input of both parts.
+        with functorch_config.patch(graphsafe_rng_functionalization=False):
+            parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
+                module, self.inputs, num_fwd_outputs=self.results, **self.options
+            )
         return parts
 
 
@@ -92,17 +95,18 @@ def whole_step(
     Raises UsageError where the graph has another gradient to start with than that of one number.
     """
     forward, backward = joint.parts(recomputed)
+    if any(map(is_random_wrapper, forward.graph.nodes)):
+        raise ValueError("random numbers that a checkpoint draws a second time")
     graph = fx.Graph()
-    here: dict[str, fx.Node] = {}
-    outputs = _add(graph, forward, here, {}, backward=False)
+    outputs = add_forward(graph, forward)
     like = _loss_gradient(joint)
     start = graph.call_function(LossGradient(like, scaler), ())
     start.meta = {"val": like, BACKWARD: True}
-    gradients = _add(graph, backward, here, {"tangents": start}, backward=True)
+    gradients = add_backward(graph, backward, [*outputs[joint.results :], start])
     _take(graph, gradients, updates, primals)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
     graph.output((*outputs[: joint.results], *kept))
-    module = fx.GraphModule(_attributes(forward, backward), graph)
+    module = fx.GraphModule(constants(forward, backward), graph)
     graph.lint()
     return module
 
@@ -117,7 +121,7 @@ def forward_alone(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
     forward.recompile()
     graph = fx.Graph()
     for node in backward.graph.nodes:
-        if node.op == "placeholder" and _is_tangent(node):
+        if node.op == "placeholder" and is_tangent(node):
             graph.node_copy(node)
         elif node.op == "output":
             graph.output(tuple(None for _ in node.args[0]))
@@ -135,22 +139,26 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
+def add_forward(graph: fx.Graph, part: fx.GraphModule) -> list[Any]:
+    """Puts forward behind what is there. Its outputs: the joint graph's, then what backward takes
+    of it, in backward's order."""
+    return _add(graph, part, {}, backward=False)
+
+
+def add_backward(graph: fx.Graph, part: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Puts backward behind what is there, with these nodes for its placeholders; its outputs."""
+    places = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+    return _add(graph, part, dict(zip(places, inputs, strict=True)), backward=True)
+
+
 def _add(
-    graph: fx.Graph,
-    part: fx.GraphModule,
-    here: dict[str, fx.Node],
-    given: dict[str, fx.Node],
-    *,
-    backward: bool,
+    graph: fx.Graph, part: fx.GraphModule, here: dict[str, Any], *, backward: bool
 ) -> list[Any]:
-    """Puts a part behind what is there; its outputs. `here`: nodes by the names that the parts use,
-    among them what forward saves; `given`: what stands for placeholders whose names begin so."""
+    """`here`: what stands for placeholders of these names."""
     for node in part.graph.nodes:
         if node.op == "output":
             return [here[one.name] if isinstance(one, fx.Node) else one for one in node.args[0]]
-        if node.op == "placeholder" and backward:
-            if node.name not in here:
-                here[node.name] = given["tangents"]
+        if node.name in here:
             continue
         new = graph.node_copy(node, lambda needed: here[needed.name])
         if Bernoulli.needed(node):
@@ -160,14 +168,14 @@ def _add(
     raise AssertionError("a graph without an output")
 
 
-def _is_tangent(node: fx.Node) -> bool:
+def is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
 def _loss_gradient(joint: Joint) -> torch.Tensor:
     """What the gradient of the loss is like."""
     tangents = [
-        node for node in joint.module.graph.nodes if node.op == "placeholder" and _is_tangent(node)
+        node for node in joint.module.graph.nodes if node.op == "placeholder" and is_tangent(node)
     ]
     if len(tangents) != 1:
         raise UsageError(
@@ -207,7 +215,7 @@ def _lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
     return bool(whole and val.stride() == parameter.stride() and val.dtype == parameter.dtype)
 
 
-def _attributes(*modules: fx.GraphModule) -> torch.nn.Module:
+def constants(*modules: fx.GraphModule) -> torch.nn.Module:
     """Constants of the graphs."""
     root = torch.nn.Module()
     for module in modules:

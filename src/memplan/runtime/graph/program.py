@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
@@ -21,6 +22,8 @@ FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
 BACKWARD = "memplan_backward"
 """Key in `node.meta`: whether a node belongs to the backward pass."""
+RANDOM = "random numbers"
+"""The chain of what draws them."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 
@@ -34,6 +37,8 @@ class Added:
     chain: str = ""
     update: bool = False
     """Whether it is part of the optimizer's step."""
+    barrier: bool = False
+    """Whether it keeps its place among all nodes."""
     scratch_bytes: int = 0
     """Memory that it asks for and frees while it runs."""
 
@@ -169,6 +174,8 @@ class _Reader:
 
     def _result(self, node: fx.Node) -> Any:
         """Where a node's result lies: in what its schema says, else in memory of its own."""
+        if is_random_wrapper(node):
+            return self._all_new(_wrapped_result(node), node)
         val = node.meta.get("val")
         aliases = _aliases(node)
         if isinstance(val, torch.Tensor):
@@ -183,6 +190,11 @@ class _Reader:
             else None
             for place, one in enumerate(val)
         ]
+
+    def _all_new(self, val: Any, node: fx.Node) -> Any:
+        if isinstance(val, (list, tuple)):
+            return [self._all_new(one, node) for one in val]
+        return self._new(val, _name(node)) if isinstance(val, torch.Tensor) else None
 
     def _place(self, val: torch.Tensor, node: fx.Node, aliases: Sequence[fx.Node]) -> int:
         found = self._of(aliases)
@@ -226,6 +238,23 @@ def _aliases(node: fx.Node) -> dict[int, list[fx.Node]]:
     return found
 
 
+def is_random_wrapper(node: fx.Node) -> bool:
+    """Whether a node draws random numbers as PyTorch's partitioner has it drawn again: its operator
+    is an argument."""
+    return node.target in (run_and_save_rng_state, run_with_rng_state)
+
+
+def _wrapped_result(node: fx.Node) -> Any:
+    """What such a node gives; the partitioner does not always note it."""
+    if node.target is run_and_save_rng_state:
+        elements: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+        return [elements[place].meta["val"] for place in (0, 1)]
+    arguments: Any = fx.map_arg((node.args, node.kwargs), lambda needed: needed.meta["val"])
+    (state, func, *args), kwargs = arguments
+    with state.fake_mode:
+        return func(*args, **kwargs)
+
+
 def _name(node: fx.Node) -> str:
     return type(node.target).__name__ if isinstance(node.target, Added) else str(node.target)
 
@@ -240,6 +269,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = node.args[place] if place < len(node.args) else None
                 found += pytree.tree_leaves([given, node.kwargs.get(argument.name)])
+    elif is_random_wrapper(node):
+        found = []
     else:
         raise ValueError(f"a node whose effects are not known: {node.format_node()}")
     return [one for one in found if isinstance(one, fx.Node)]
@@ -250,9 +281,11 @@ def _chains(node: fx.Node) -> Iterator[str]:
     if isinstance(target, Added):
         if target.chain:
             yield target.chain
+    elif is_random_wrapper(node):
+        yield RANDOM
     elif isinstance(target, torch._ops.OpOverload):
         if torch.Tag.nondeterministic_seeded in target.tags:
-            yield "random numbers"
+            yield RANDOM
         if target.namespace in _COLLECTIVES:
             yield "collectives"
         elif target.namespace not in ("aten", "prims", "torchvision"):

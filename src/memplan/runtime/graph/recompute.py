@@ -22,8 +22,8 @@ from memplan.runtime.graph.program import facts_of
 from memplan.types.errors import InfeasibleError
 from memplan.types.solution import Solution, Solved, TimedOut
 
-ATTEMPTS = 4
-"""Budgets for recomputation alone that are tried: the order needs less than it expects."""
+HALVINGS = 6
+"""Of the range from the least peak to that without recomputation, to find what fits."""
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,86 @@ def within_budget(
     """The attempt with as little recomputed as was found to keep its peak within the budget.
 
     `plain`: the graph as it is, nothing in place; `first`: what it needs in the best order.
-    `attempt` says what the graph needs when nodes of these names run again. Raises InfeasibleError,
-    with the least peak that was found, where none keeps to it.
+    `attempt` says what the graph needs when nodes of these names run again. A smaller budget never
+    gets a larger peak: see `_Search`. Raises InfeasibleError, with the least peak that was found,
+    where none keeps to it.
     """
-    planner = _Planner(plain, deadline_seconds / ATTEMPTS)
-    lowest = first
-    target = budget_bytes + max(0, planner.peak_bytes - first.peak_bytes)
-    for number in range(ATTEMPTS):
-        made = attempt(planner.plan(target))
-        if made.peak_bytes <= budget_bytes:
-            return made
-        lowest = min(lowest, made, key=lambda one: one.peak_bytes)
-        if target <= 0:
-            break
-        target = max(0, target - max(1, made.peak_bytes - budget_bytes))
-        if number == ATTEMPTS - 2:
-            target = 0  # the least that there is
+    search = _Search(plain, first, attempt, deadline_seconds)
+    found = search.within(budget_bytes)
+    if found is not None:
+        return found
+    lowest = search.lowest
     raise InfeasibleError(
         f"no order and recomputation found keeps the step within {format_bytes(budget_bytes)}; "
         f"the least found is {format_bytes(lowest.peak_bytes)} "
         f"(it is {format_bytes(first.peak_bytes)} without recomputation)",
         f"budget={lowest.peak_bytes}, a smaller batch or shorter sequences",
     )
+
+
+def least(
+    plain: Operators,
+    first: Attempt,
+    attempt: Callable[[frozenset[str]], Attempt],
+    *,
+    deadline_seconds: float,
+) -> Attempt:
+    """The attempt with the least peak: the smallest budget that `within_budget` keeps to."""
+    search = _Search(plain, first, attempt, deadline_seconds)
+    search.within(-1)
+    return search.lowest
+
+
+class _Search:
+    """Halves the range of the solver's budgets, always at the same places.
+
+    Two budgets are treated alike up to a place that the larger one accepts and the smaller one does
+    not. What is accepted there needs more than the smaller budget; so the accepted attempt with the
+    largest peak, which is taken, never needs less than what a smaller budget gets.
+    """
+
+    def __init__(
+        self,
+        plain: Operators,
+        first: Attempt,
+        attempt: Callable[[frozenset[str]], Attempt],
+        deadline_seconds: float,
+    ) -> None:
+        self._planner = _Planner(plain, deadline_seconds / (HALVINGS + 1))
+        self._first = first
+        self._attempt = attempt
+        self._tried = {first.recomputed: first}
+
+    @property
+    def lowest(self) -> Attempt:
+        """Of those that were tried."""
+        return min(self._tried.values(), key=lambda one: one.peak_bytes)
+
+    def within(self, budget_bytes: int) -> Attempt | None:
+        """None where nothing keeps to the budget."""
+        if self._first.peak_bytes <= budget_bytes:
+            return self._first
+        accepted: list[Attempt] = []
+        below, above = 0, 1 << HALVINGS
+        least, most = self._planner.least_bytes, self._planner.peak_bytes
+        while above - below > 1:
+            middle = (below + above) // 2
+            made = self._made(least + (most - least) * middle // (1 << HALVINGS))
+            if made.peak_bytes <= budget_bytes:
+                accepted.append(made)
+                below = middle
+            else:
+                above = middle
+        if not accepted:
+            made = self._made(0)
+            return made if made.peak_bytes <= budget_bytes else None
+        return max(accepted, key=lambda one: one.peak_bytes)
+
+    def _made(self, budget_bytes: int) -> Attempt:
+        names = self._planner.plan(budget_bytes)
+        if names not in self._tried:
+            self._tried[names] = self._attempt(names)
+        return self._tried[names]
 
 
 def tag(graph: fx.Graph, names: frozenset[str]) -> None:
@@ -85,8 +143,11 @@ class _Planner:
         self._plain = plain
         self._passes = passes_of(plain)
         self._seconds = seconds / max(1, len(self._passes))
+        self._known: dict[Pass, Selection] = {}
         peaks = [evaluate(one.graph, Selection()).peak_bytes for one in self._passes]
         self.peak_bytes = max(peaks, default=0)
+        least = [evaluate(one.graph, self._least(one)).peak_bytes for one in self._passes]
+        self.least_bytes = max(least, default=0)
 
     def plan(self, budget_bytes: int) -> frozenset[str]:
         """Names of nodes. A budget of 0 asks for the least peak."""
@@ -99,7 +160,13 @@ class _Planner:
             found = _selection(solve(one.graph, budget_bytes, deadline_seconds=self._seconds))
             if found is not None:
                 return found
-        return _selection(least_peak(one.graph, deadline_seconds=self._seconds)) or Selection()
+        return self._least(one)
+
+    def _least(self, one: Pass) -> Selection:
+        if one not in self._known:
+            found = least_peak(one.graph, deadline_seconds=self._seconds)
+            self._known[one] = _selection(found) or Selection()
+        return self._known[one]
 
     def _names(self, one: Pass, selection: Selection) -> Iterator[str]:
         """Of what makes the dropped storages out of those that are kept, and of their views."""

@@ -1,0 +1,228 @@
+"""`torch.compile(model, backend="memplan")`: regions that keep to a budget, each in our order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from memplan.report.text import format_bytes
+from memplan.runtime.graph.dependencies import operators
+from memplan.runtime.graph.execute import Executable
+from memplan.runtime.graph.in_place import in_place
+from memplan.runtime.graph.joint import Joint
+from memplan.runtime.graph.ordering import Ordering, choose_order
+from memplan.runtime.graph.program import program_of
+from memplan.runtime.graph.recompute import Attempt, least, within_budget
+from memplan.runtime.graph.region import Region, region
+from memplan.types.device import parse_size
+from memplan.types.errors import InfeasibleError, UsageError
+
+log = logging.getLogger("memplan")
+
+LEAST = "least"
+CODEGENS = ("eager",)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`torch.compile(..., options={...})`."""
+
+    budget: int | str | None = None
+    """Bytes, a size such as "8GiB", "least", or None for the least time."""
+    codegen: str = "eager"
+    deadline_seconds: float = 20.0
+    """The longest that one search for an order takes."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """None where none is given."""
+        if self.budget is None or self.budget == LEAST:
+            return None
+        return parse_size(self.budget) if isinstance(self.budget, str) else self.budget
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Raises UsageError for what is no option, or no value of one."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UsageError(f"an option {name!r}", f"one of {', '.join(known)}")
+        options = cls(**given)
+        limit = options.budget_bytes
+        if limit is not None and (type(limit) is not int or limit <= 0):
+            raise UsageError(
+                f"a budget of {limit!r}", 'whole bytes, a size such as "8GiB", or "least"'
+            )
+        if options.codegen not in CODEGENS:
+            raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")
+        seconds = options.deadline_seconds
+        if not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
+        return options
+
+
+def memplan(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """A backend of `torch.compile`: forward and backward of a graph that Dynamo captured, each in
+    the order that needs the least memory.
+
+    What forward keeps for backward is chosen so that bytes allocated over both, with the graph's
+    inputs and parameters, stay within the budget (`Options`). A graph whose shapes may change runs
+    plainly. Raises UsageError for bad options and for a budget of such a graph, InfeasibleError
+    where a budget cannot be met.
+    """
+    if mode is not None:
+        raise UsageError(f"mode={mode!r}", "options={...}; modes are those of PyTorch Inductor")
+    chosen = Options.of(options or {})
+    if any(map(_is_symbolic, inputs)):
+        hint = "torch.compile(..., dynamic=False), which makes a graph for each shape"
+        if chosen.budget is not None:
+            raise UsageError("a budget for a graph whose shapes may change", hint)
+        log.warning("memplan: a graph whose shapes may change runs plainly; try %s", hint)
+        return module
+    made = _Parts(chosen)
+    compile_parts: Any = aot_module_simplified
+    # Donated buffers forbid a second backward.
+    with functorch_config.patch(donated_buffer=False):
+        compiled: Callable[..., Any] = compile_parts(
+            module,
+            inputs,
+            fw_compiler=made.part,
+            bw_compiler=made.part,
+            inference_compiler=made.inference,
+            partition_fn=made.partition,
+        )
+    return compiled
+
+
+class _Parts:
+    """The parts of one graph, as AOTAutograd asks for them: first how to divide it, then what runs
+    each part."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._made: dict[str, Executable] = {}
+        """By the code of a part."""
+
+    def partition(
+        self, module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward, with what is kept in between."""
+        joint = Joint(module, inputs, num_fwd_outputs, more)
+        try:
+            chosen, ordering = self._choose(joint)
+        except ValueError as error:
+            self._refuse(error)
+            return joint.parts(frozenset())
+        parts = chosen.forward, chosen.backward
+        executables = chosen.executables(ordering.nodes)
+        self._made = {_code(part): one for part, one in zip(parts, executables, strict=True)}
+        return parts
+
+    def part(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        """What runs a part that `partition` made, which comes back as it was, or as a copy."""
+        executable = self._made.get(_code(module))
+        if executable is None:
+            if self._made:
+                self._refuse(ValueError("hooks on saved tensors change it"))
+            return _plainly(module)
+        return _boxed(executable)
+
+    def inference(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        """What runs a graph without a backward."""
+        try:
+            graph = operators(in_place(program_of(_own(module))))
+        except ValueError as error:
+            self._refuse(error)
+            return _plainly(module)
+        ordering = self._ordering(graph)
+        limit = self._options.budget_bytes
+        if limit is not None and ordering.ordered_peak_bytes > limit:
+            raise InfeasibleError(
+                f"forward alone needs {format_bytes(ordering.ordered_peak_bytes)} "
+                f"of {format_bytes(limit)}",
+                f"budget={ordering.ordered_peak_bytes}, or a smaller batch",
+            )
+        inputs = [
+            node for node in graph.program.graph_module.graph.nodes if node.op == "placeholder"
+        ]
+        return _boxed(Executable(ordering.nodes, inputs, graph.program.output, grad_mode=False))
+
+    def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
+        options = self._options
+        made: dict[frozenset[str], tuple[Region, Ordering]] = {}
+
+        def attempt(recomputed: frozenset[str]) -> Attempt:
+            one = region(joint, recomputed)
+            ordering = self._ordering(operators(in_place(program_of(one.module))))
+            made[recomputed] = one, ordering
+            return Attempt(ordering.ordered_peak_bytes, recomputed)
+
+        chosen = attempt(frozenset())
+        limit, seconds = options.budget_bytes, options.deadline_seconds
+        if options.budget == LEAST or (limit is not None and chosen.peak_bytes > limit):
+            plain = operators(program_of(region(joint, frozenset(), saves=False).module))
+            if limit is None:
+                chosen = least(plain, chosen, attempt, deadline_seconds=seconds)
+            else:
+                chosen = within_budget(plain, chosen, limit, attempt, deadline_seconds=seconds)
+        return made[chosen.recomputed]
+
+    def _ordering(self, graph: Any) -> Ordering:
+        return choose_order(
+            graph, search=True, deadline_seconds=self._options.deadline_seconds, seed=0
+        )
+
+    def _refuse(self, why: ValueError) -> None:
+        """Raises UsageError where something was promised."""
+        if self._options.budget is not None:
+            raise UsageError(f"no budget for this graph: {why}", "no budget") from why
+        log.warning("memplan: a graph runs in its own order: %s", why)
+
+
+def _own(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph, to be changed."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+def _boxed(executable: Executable) -> Callable[[list[Any]], list[Any]]:
+    def run(values: list[Any]) -> list[Any]:
+        return list(executable(values))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _plainly(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def run(values: list[Any]) -> Any:
+        given = tuple(values)
+        values.clear()
+        return module.forward(*given)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _code(module: fx.GraphModule) -> str:
+    module.recompile()
+    return module.code
