@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
 
@@ -21,7 +21,7 @@ from memplan.runtime.graph.guarded import Guarded, refusal, strict
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, forward_alone, whole_step
 from memplan.runtime.graph.ordering import Ordering, choose_order
-from memplan.runtime.graph.program import program_of
+from memplan.runtime.graph.program import Program, facts_of, program_of
 from memplan.runtime.graph.recompute import Attempt, within_budget
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.updates import Updates
@@ -37,10 +37,25 @@ class _Compiled:
     """The graph of one set of shapes."""
 
     executable: Executable
+    program: Program
     ordering: Ordering
     recomputed: int
     results: int
     calls: int = 0
+
+    def written_until(self, error: BaseException) -> list[str]:
+        """Inputs other than trained parameters that the graph had begun to write, by name."""
+        program = self.program
+        failed = self.executable.failed_at(error)
+        nodes = self.executable.nodes if failed is None else self.executable.nodes[: failed + 1]
+        inputs = set(program.inputs)
+        return [
+            program.storages[index].name
+            for node in nodes
+            if not facts_of(node).update
+            for index in facts_of(node).writes
+            if index in inputs
+        ]
 
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""
@@ -80,8 +95,8 @@ class CompiledStep(Generic[P]):
         self._plain_calls = 0
         self._fallback = ""
         self._only_looks = False
-        self._ran = False
-        """Whether the graph began to run, in this call."""
+        self._ran: _Compiled | None = None
+        """What began to run in this call."""
         self._captures = 0
         """Of all, anew, because of what no guard compares."""
         self._guarded = Guarded()
@@ -142,20 +157,24 @@ class CompiledStep(Generic[P]):
     def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
         self._updates.begin()
         self._updates.in_graph = last and self._can_update_in_graph()
-        if why := self._listened_to():
-            return self._give_up(why, args, kwargs)
+        if why := _not_only_a_leaf(pytree.tree_leaves((args, kwargs))):
+            return self._give_up(why, args, kwargs)  # PyTorch's compiler detaches them
         known = len(self._programs)
         if self._guarded.changed():
             self._captures += 1
             if self._captures > torch._dynamo.config.recompile_limit:
                 return self._give_up("what its functions and classes do changes", args, kwargs)
             self._graph = self._captured()
-        self._ran = False
+        self._ran = None
+        generators = _generators()
         try:
             with strict():
                 result = self._graph(*args, **kwargs)
-        except Exception as error:
-            if self._ran:
+        except BaseException as error:
+            if self._ran is not None:
+                self._undo(self._ran, error, generators)
+                raise
+            if not isinstance(error, Exception):
                 raise
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MemplanError):
@@ -164,6 +183,25 @@ class CompiledStep(Generic[P]):
         if known and len(self._programs) > known:
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
+
+    def _undo(self, ran: _Compiled, error: BaseException, generators: list[Any]) -> None:
+        """After an error in the middle: as before the call where it can be, with words if not."""
+        self._micro = 0
+        self._clear()
+        updated, written = len(self._updates.done), ran.written_until(error)
+        if updated or written:
+            every = len(list(self._updates.parameters()))
+            error.add_note(
+                f"memplan: the step is half done: {updated} of {every} parameters are updated"
+                f"{''.join(f', {name} is written' for name in written)}. Load the last checkpoint."
+            )
+            return
+        _restore(generators)
+        again = ", of which the first is the next" if self._options.accumulate > 1 else ""
+        error.add_note(
+            "memplan: weights, buffers, optimizer state and generators are as before the "
+            f"call{'s that gathered gradients' + again if again else ''}; gradients are cleared."
+        )
 
     def _give_up(self, why: str, args: Any, kwargs: Any) -> Any:
         result = self._plainly(args, kwargs)
@@ -180,6 +218,11 @@ class CompiledStep(Generic[P]):
             raise UsageError(
                 f"the function returns {len(losses)} tensors that require a gradient",
                 "return the loss alone, or the others detached",
+            )
+        if losses[0].numel() != 1:
+            raise UsageError(
+                f"the function returns a tensor of shape {tuple(losses[0].shape)}, no loss",
+                "return one number: loss.mean()",
             )
         loss = losses[0] if self._scaler is None else self._scaler.scale(losses[0])
         loss.backward()
@@ -215,12 +258,6 @@ class CompiledStep(Generic[P]):
             and self._updates.each_by_itself()
         )
 
-    def _listened_to(self) -> str:
-        for parameter in self._updates.parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return "a hook on a parameter's gradient"
-        return ""
-
     # Compilation
 
     def _captured(self) -> Callable[..., Any]:
@@ -237,7 +274,7 @@ class CompiledStep(Generic[P]):
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
-        if why := refusal(module):
+        if why := refusal(module) or _not_only_a_leaf(primals):
             raise UncapturedError(why)
         joints: list[Joint] = []
 
@@ -258,7 +295,9 @@ class CompiledStep(Generic[P]):
             def boxed(args: list[Any]) -> list[Any]:
                 if guarded.refusal:
                     raise UncapturedError(guarded.refusal)
-                self._ran = True
+                if why := _not_only_a_leaf(args):
+                    raise UncapturedError(why)
+                self._ran = made
                 return made.run(args)
 
             boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -309,7 +348,7 @@ class CompiledStep(Generic[P]):
         inputs = [node for node in nodes if node.op == "placeholder"]
         executable = Executable(ordering.nodes, inputs, graph.program.output)
         again = len(graph.graph) - len(made[frozenset()][0].graph)
-        return _Compiled(executable, ordering, again, joint.results)
+        return _Compiled(executable, graph.program, ordering, again, joint.results)
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
@@ -342,6 +381,30 @@ def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:
         raise RuntimeError("the step has run its backward pass already")
 
     return backward
+
+
+def _not_only_a_leaf(inputs: Iterable[Any]) -> str:
+    """What else would happen to an input's gradient than that it is kept; empty if nothing."""
+    for one in inputs:
+        if _requires_grad(one):
+            if one.grad_fn is not None:
+                return "an input that was computed from what requires a gradient"
+            if one._backward_hooks or one._post_accumulate_grad_hooks:
+                return "a hook on a parameter's gradient"
+    return ""
+
+
+def _generators() -> list[Any]:
+    """The state of each device's."""
+    on_cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), on_cards]
+
+
+def _restore(generators: list[Any]) -> None:
+    of_cpu, on_cards = generators
+    torch.set_rng_state(of_cpu)
+    if on_cards:
+        torch.cuda.set_rng_state_all(on_cards)
 
 
 def _requires_grad(value: Any) -> bool:

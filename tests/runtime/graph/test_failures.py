@@ -1,0 +1,208 @@
+"""Bad input and exceptions in the middle: a clear error, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import memplan
+from memplan.runtime.graph.step import CompiledStep
+from memplan.types.errors import InfeasibleError, UsageError
+from tests.runtime.graph.training import Job, batches, classifier, perceptron, snapshot
+
+
+def compiled(job: Job, **options: Any) -> CompiledStep[...]:
+    options = {"deadline_seconds": 0.2, **options}
+    return memplan.compile(
+        job.loss_fn, optimizer=list(job.optimizers), scaler=job.scaler, **options
+    )
+
+
+def of(change: Callable[[Tensor], Any]) -> Job:
+    """A job whose loss is changed."""
+    job = classifier()
+    plain = job.loss_fn
+    job.loss_fn = lambda x, y: change(plain(x, y))
+    return job
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a row": (lambda loss: loss * torch.ones(3), "no loss"),
+    "a number": (lambda loss: 3.0, "depends on nothing|0 tensors"),
+    "nothing": (lambda loss: None, "depends on nothing|0 tensors"),
+    "two losses": (lambda loss: (loss, loss * 2), "2 tensors that require a gradient"),
+    "a detached one": (lambda loss: loss.detach(), "depends on nothing|0 tensors"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("plainly", [False, True])
+def test_what_is_no_loss_is_refused(name: str, plainly: bool) -> None:
+    change, words = LOSSES[name]
+    job = of(change)
+    step = compiled(job)
+    if plainly:
+        step._fallback = "of the test"
+    before = snapshot(job, None, gradients=True)
+    with pytest.raises(UsageError, match=words):
+        step(*job.batches[0])
+    assert snapshot(job, None, gradients=True) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"budget": "1 spoon"}, "spoon"),
+        ({"budget": 0}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm"),
+        ({"deadline_seconds": float("nan")}, "deadline_seconds"),
+        ({"optimizer": 3}, "optimizer"),
+    ],
+)
+def test_options_of_another_kind_are_refused(option: dict[str, Any], words: str) -> None:
+    job = classifier()
+    options: dict[str, Any] = {"optimizer": job.optimizers[0], **option}
+    with pytest.raises(UsageError, match=words):
+        memplan.compile(job.loss_fn, **options)
+
+
+def test_a_budget_that_cannot_be_met_says_the_least() -> None:
+    job = classifier()
+    step = compiled(job, budget=1000)
+    before = snapshot(job, None, gradients=True)
+    with pytest.raises(InfeasibleError, match="the least found is") as caught:
+        step(*job.batches[0])
+    assert "budget=" in caught.value.hint
+    assert snapshot(job, None, gradients=True) == before
+
+
+def test_a_model_without_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    step = memplan.compile(lambda x: F.relu(x).sum(), optimizer=optimizer)
+    with pytest.raises(UsageError, match="depends on nothing"):
+        step(torch.ones(3))
+
+
+def test_an_error_of_the_function_is_the_caller_s() -> None:
+    job = classifier()
+    plain = job.loss_fn
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        if x.shape[0] == 2:
+            raise KeyError("no such batch")
+        return plain(x, y)
+
+    job.loss_fn = loss_fn
+    step = compiled(job)
+    step(*job.batches[0])
+    before = snapshot(job, None, gradients=True)
+    with pytest.raises(KeyError, match="no such batch"):
+        step(*batches((2, 6))[0])
+    assert snapshot(job, None, gradients=True) == before
+
+
+def test_labels_that_are_out_of_range_change_nothing() -> None:
+    """An operator raises, in forward."""
+    job = classifier()
+    step = compiled(job)
+    x, y = job.batches[0]
+    step(x, y)
+    before = snapshot(job, None, gradients=True)
+    with pytest.raises(IndexError, match="out of bounds"):
+        step(x, y + 10)
+    assert snapshot(job, None, gradients=True) == before
+    step(x, y)
+    assert step.report().compiled_calls >= 2
+
+
+def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
+    """The compiled graph's n-th call of an operator raises, once."""
+    space = step._programs[0].executable._space
+    name = next(name for name, value in space.items() if value is op._op)
+    calls = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth + 1:
+            raise error
+        return op(*args, **kwargs)
+
+    space[name] = fail
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseException) -> None:
+    job = classifier(dropped)
+    step = compiled(job, order=False)
+    step(*job.batches[0])
+    before = snapshot(job, None, gradients=True)
+    failing(step, torch.ops.aten._log_softmax_backward_data.default, error)
+    with pytest.raises(type(error)) as caught:
+        step(*job.batches[1])
+    assert snapshot(job, None, gradients=True) == before
+    assert "as before the call" in caught.value.__notes__[0]
+    step(*job.batches[1])
+
+
+def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = classifier(dropped)
+    step = compiled(job)
+    step(*job.batches[0])
+    update, calls = step._updates.update, []
+
+    def third(parameter: Tensor) -> None:
+        calls.append(parameter)
+        if len(calls) == 3:
+            raise RuntimeError("broken")
+        update(parameter)
+
+    monkeypatch.setattr(step._updates, "update", third)
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        step(*job.batches[1])
+    (note,) = caught.value.__notes__
+    assert "half done: 2 of 6 parameters are updated" in note
+
+
+def test_an_input_that_requires_a_gradient_and_is_no_leaf() -> None:
+    """The plain loop sends a gradient on to what made it."""
+    before = nn.Linear(6, 6)
+    job = classifier()
+    step = compiled(job)
+    x, y = job.batches[0]
+    step(x, y)
+    step(before(x), y)
+    assert "computed from" in step.report().fallback
+    assert before.weight.grad is not None
+
+
+def test_a_model_in_a_dispatch_mode_runs_once() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    job = classifier(perceptron)
+    calls = []
+    plain = job.loss_fn
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            calls.append(1)
+        return plain(x, y)
+
+    job.loss_fn = loss_fn
+    step = compiled(job)
+    with FlopCounterMode(display=False):
+        step(*job.batches[0])
+    assert calls == [1]
+    assert step.report().fallback
