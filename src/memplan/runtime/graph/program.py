@@ -269,11 +269,18 @@ def _written(node: fx.Node) -> list[fx.Node]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = node.args[place] if place < len(node.args) else None
                 found += pytree.tree_leaves([given, node.kwargs.get(argument.name)])
+        packet = node.target.overloadpacket.__name__
+        if packet in _STATISTICS and node.args[5]:
+            found += node.args[3:5]
     elif is_random_wrapper(node):
         found = []
     else:
         raise ValueError(f"a node whose effects are not known: {node.format_node()}")
     return [one for one in found if isinstance(one, fx.Node)]
+
+
+_STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+"""In training they write their running statistics; their schemas do not say so."""
 
 
 def _chains(node: fx.Node) -> Iterator[str]:
