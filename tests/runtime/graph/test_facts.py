@@ -1,0 +1,214 @@
+"""What is claimed of a graph's operators, held against real tensors: where results lie, what is
+written, what is alive, and that any order which the dependencies allow gives the same bits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from memplan.order.evaluate import held, peak
+from memplan.runtime.graph import step as stepping
+from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.ordering import Ordering
+from memplan.runtime.graph.program import Added, facts_of, tensors
+from memplan.runtime.graph.step import CompiledStep
+from tests.order.graphs import random_order
+from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
+from tests.runtime.graph.training import Job, captured, classifier, run_both
+
+JOBS: dict[str, Callable[[], Job]] = {
+    **MODELS,
+    "transformer": language_model,
+    "sgd": lambda: classifier(Norm, lambda m: torch.optim.SGD(m.parameters(), 0.1), IMAGES),
+}
+
+
+def compiled(
+    job: Job, monkeypatch: pytest.MonkeyPatch, order: Callable[[Operators], list[int]] | None = None
+) -> tuple[CompiledStep[...], list[Operators]]:
+    """A step in any order, and the graphs that it makes."""
+    found: list[Operators] = []
+    choose = stepping.choose_order  # type: ignore[attr-defined]
+
+    def chosen(graph: Operators, **options: Any) -> Ordering:
+        found.append(graph)
+        if order is None:
+            return choose(graph, **options)
+        rows = order(graph)
+        least = peak(graph.graph, rows)
+        return Ordering(graph.schedule(rows), len(rows), least, least, 0, 0.0)
+
+    monkeypatch.setattr(stepping, "choose_order", chosen)
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
+    return step, found
+
+
+class Watcher:
+    """Stands in for the operators of an executable, and looks at what each does."""
+
+    def __init__(self, step: CompiledStep[...]) -> None:
+        (self.program,) = step._programs
+        self.faults: list[str] = []
+        self.calls = 0
+        executable = self.program.executable
+        self._waiting = iter(executable.nodes)
+        space = executable._space
+        self._targets = {
+            node.target if isinstance(node.target, Added) else node.target._op
+            for node in executable.nodes
+            if isinstance(node.target, (Added, torch._ops.OpOverload))
+        }
+        for name, value in list(space.items()):
+            if _hashable(value) and value in self._targets:
+                space[name] = self._watched(value)
+
+    def _watched(self, call: Any) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            node = next(
+                one
+                for one in self._waiting
+                if isinstance(one.target, (Added, torch._ops.OpOverload))
+            )
+            given = tensors([args, kwargs])
+            before = [one.detach().clone() for one in given]
+            result = call(*args, **kwargs)
+            self.calls += 1
+            self._look(node, given, before, tensors(result))
+            return result
+
+        return watched
+
+    def _look(
+        self, node: fx.Node, given: list[Tensor], before: list[Tensor], results: list[Tensor]
+    ) -> None:
+        facts = facts_of(node)
+        operands = [one for one in node.all_input_nodes if facts_of(one).shows is not None]
+        shown = {one.untyped_storage()._cdata: one for one in given}
+        for one, old in zip(given, before, strict=True):
+            if not torch.equal(one.detach(), old) and not one.isnan().any() and not facts.writes:
+                self.faults.append(f"{node.format_node()}: writes what it does not say")
+        for result in results:
+            mine = result.untyped_storage()._cdata in shown
+            if mine and facts.shows in facts.makes:
+                self.faults.append(f"{node.format_node()}: gives a view, not a new storage")
+            if not mine and facts.free and operands:
+                self.faults.append(f"{node.format_node()}: gives new memory, not a view")
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(JOBS.keys() - {"lstm"}))
+def test_operators_do_what_is_claimed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    job = JOBS[name]()
+    step, _ = compiled(job, monkeypatch)
+    step(*job.batches[0])
+    assert not step.report().fallback, step.report()
+    watcher = Watcher(step)
+    step(*job.batches[1])
+    assert watcher.calls > 10
+    assert not watcher.faults, watcher.faults[:5]
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("seed", [0, 100])
+def test_the_bits_are_the_same_in_any_order(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = count(seed)
+
+    def any_order(graph: Operators, **_options: Any) -> Ordering:
+        rows = random_order(graph.graph, next(seeds))
+        least = peak(graph.graph, rows)
+        return Ordering(graph.schedule(rows), len(rows), least, least, 0, 0.0)
+
+    monkeypatch.setattr(stepping, "choose_order", any_order)
+    step, _ = run_both(JOBS[name], keep_gradients=bool(seed))
+    captured(step, 4)
+
+
+class Tracker(TorchDispatchMode):
+    """Adds up the storages that operators were given or gave, for as long as they live."""
+
+    def __init__(self, there: list[Tensor]) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.rows: list[tuple[Any, int]] = []
+        """Each operator, and the bytes when it has run."""
+        self._known: dict[int, int] = {}
+        self._see(there)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(tensors(result))
+        self.rows.append((func, self.bytes))
+        return result
+
+    def _see(self, found: list[Tensor]) -> None:
+        for one in found:
+            storage = one.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known[storage._cdata] = storage.nbytes()
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self.bytes -= self._known.pop(key)
+
+
+@pytest.mark.parametrize("name", ["norm", "u-net", "sgd", "experts"])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_live_bytes_are_those_that_are_predicted(
+    name: str, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every operator of a real run; the optimizer's are not the graph's."""
+    torch.manual_seed(1)
+    job = JOBS[name]()
+    rows: list[int] = []
+
+    def order(graph: Operators) -> list[int]:
+        rows[:] = range(len(graph.nodes)) if seed is None else random_order(graph.graph, seed)
+        return rows
+
+    step, found = compiled(job, monkeypatch, order)
+    step(*job.batches[0])
+    (made,) = step._programs
+    values: list[Any] = []
+    run = made.run
+
+    def kept(primals: list[Any]) -> list[Any]:
+        with Tracker(tensors(primals)) as tracker:
+            values.append((tracker, sum(tracker._known.values())))
+            return run(primals)
+
+    monkeypatch.setattr(made, "run", kept)
+    monkeypatch.setattr(step._updates, "update", lambda parameter: setattr(parameter, "grad", None))
+    step(*job.batches[1])
+    ((tracker, _),) = values
+    predicted = held(found[0].graph, np.array(rows)) - found[0].program.base_bytes
+    seen = iter(tracker.rows)
+    compared = 0
+    for row, bytes_predicted in zip(rows, predicted, strict=True):
+        target = found[0].nodes[row].target
+        if isinstance(target, torch._ops.OpOverload):
+            got = next(total for func, total in seen if func is target)
+            assert got == bytes_predicted, (target, compared)
+            compared += 1
+    assert compared > 10
