@@ -125,7 +125,7 @@ def test_labels_that_are_out_of_range_change_nothing() -> None:
 
 def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
     """The compiled graph's n-th call of an operator raises, once."""
-    space = step._programs[0].executable._space
+    space = step._programs[0].made.executable._space
     name = next(name for name, value in space.items() if value is op._op)
     calls = 0
 
@@ -148,6 +148,7 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseExcept
     job = classifier(dropped)
     step = compiled(job, order=False)
     step(*job.batches[0])
+    step(*job.batches[0])
     before = snapshot(job, None, gradients=True)
     failing(step, torch.ops.aten._log_softmax_backward_data.default, error)
     with pytest.raises(type(error)) as caught:
@@ -160,6 +161,7 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseExcept
 def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     job = classifier(dropped)
     step = compiled(job)
+    step._updates.whole = True
     step(*job.batches[0])
     update, calls = step._updates.update, []
 
@@ -174,6 +176,19 @@ def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -
         step(*job.batches[1])
     (note,) = caught.value.__notes__
     assert "half done: 2 of 6 parameters are updated" in note
+
+
+def test_an_error_within_the_arithmetic_of_updates_says_how_many() -> None:
+    """From the second call on updates are operators of the graph."""
+    job = classifier(dropped)
+    step = compiled(job)
+    for batch in job.batches[:2]:
+        step(*batch)
+    failing(step, torch.ops.aten.sqrt.default, RuntimeError("broken"), nth=2)
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        step(*job.batches[2])
+    (note,) = caught.value.__notes__
+    assert "of 6 parameters are updated" in note
 
 
 def test_an_input_that_requires_a_gradient_and_is_no_leaf() -> None:

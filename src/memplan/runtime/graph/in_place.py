@@ -89,7 +89,7 @@ def _lies_as(node: fx.Node, into: fx.Node) -> bool:
         return False
     return (
         result.dtype == operand.dtype
-        and result.device == operand.device
+        and (result.device == operand.device or "meta" in (result.device.type, operand.device.type))
         and result.shape == operand.shape
         and result.stride() == operand.stride()
         and operand.storage_offset() == 0

@@ -8,7 +8,8 @@ put into one graph again, in which a gradient is taken as soon as it is there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,21 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.graph.program import BACKWARD, Added, facts_of, is_random_wrapper, program_of
+from memplan.runtime.graph.arithmetic import DEVICE, GRADIENT, PARAMETER, Arithmetic, Named, Token
+from memplan.runtime.graph.program import (
+    BACKWARD,
+    OF_PARAMETER,
+    UPDATE,
+    Added,
+    facts_of,
+    is_random_wrapper,
+    program_of,
+)
 from memplan.runtime.graph.recompute import tag
-from memplan.runtime.graph.updates import TakeGradient, Updates
+from memplan.runtime.graph.updates import Number, State, TakeGradient, Updates
 from memplan.types.errors import UsageError
 
 
@@ -36,14 +48,17 @@ class Joint:
 
     def parts(self, recomputed: frozenset[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward; nodes of these names run again in the latter."""
-        module = _copied(self.module)
+        module = copied(self.module)
         tag(module.graph, recomputed)
         # Else a generator on a GPU is an input of both parts.
         with functorch_config.patch(graphsafe_rng_functionalization=False):
-            parts: tuple[fx.GraphModule, fx.GraphModule] = default_partition(
+            forward, backward = default_partition(
                 module, self.inputs, num_fwd_outputs=self.results, **self.options
             )
-        return parts
+        # Random numbers that only forward wants are copied along, and are impure or not by what
+        # else has been imported.
+        backward.graph.eliminate_dead_code(is_impure_node=_has_effects)
+        return forward, backward
 
 
 class LossGradient(Added):
@@ -103,10 +118,13 @@ def whole_step(
     start = graph.call_function(LossGradient(like, scaler), ())
     start.meta = {"val": like, BACKWARD: True}
     gradients = add_backward(graph, backward, [*outputs[joint.results :], start])
-    _take(graph, gradients, updates, primals)
+    with _disable_current_modes():
+        root = constants(forward, backward)
+        program_of(fx.GraphModule(root, graph))
+        _take(graph, gradients, updates, primals, keep=keep)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
     graph.output((*outputs[: joint.results], *kept))
-    module = fx.GraphModule(constants(forward, backward), graph)
+    module = fx.GraphModule(root, graph)
     graph.lint()
     return module
 
@@ -128,7 +146,17 @@ def forward_alone(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
     return forward, fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
+def _has_effects(node: fx.Node) -> bool:
+    """Whether a node of a backward pass is to run though nobody uses its result."""
+    if node.op != "call_function":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or target.namespace not in ("aten", "prims")
+    return target is not operator.getitem and not isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
     """A graph of the same names; what nodes show is shared."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -192,20 +220,67 @@ def _loss_gradient(joint: Joint) -> torch.Tensor:
 
 
 def _take(
-    graph: fx.Graph, gradients: Sequence[Any], updates: Updates, primals: Sequence[Any]
+    graph: fx.Graph,
+    gradients: Sequence[Any],
+    updates: Updates,
+    primals: Sequence[Any],
+    *,
+    keep: bool,
 ) -> None:
     places = [node for node in graph.nodes if node.op == "placeholder"]
-    program_of(fx.GraphModule(torch.nn.Module(), graph))
     shown = [facts_of(one).shows if isinstance(one, fx.Node) else None for one in gradients]
     lasting = {facts_of(node).shows for node in places}
     for place, gradient in enumerate(gradients):
         if not isinstance(gradient, fx.Node):
             continue
+        made = None if keep else updates.arithmetic(primals[place])
+        if made is not None:
+            _update(graph, places[place], gradient, updates, primals[place], *made)
+            continue
         shared = shown.count(shown[place]) > 1 or shown[place] in lasting
         take = TakeGradient(updates, shared or not _lies_as(gradient, primals[place]))
         _, take.scratch_bytes = updates.state_bytes(primals[place])
         node = graph.call_function(take, (places[place], gradient))
-        node.meta = {"val": None, BACKWARD: True}
+        node.meta = {"val": None, BACKWARD: True, UPDATE: True}
+
+
+def _update(
+    graph: fx.Graph,
+    place: fx.Node,
+    gradient: fx.Node,
+    updates: Updates,
+    parameter: torch.Tensor,
+    arithmetic: Arithmetic,
+    read: Callable[[int], float],
+) -> None:
+    """Puts the operators of a parameter's update behind what is there."""
+    nodes: dict[Token, fx.Node] = {PARAMETER: place, GRADIENT: gradient}
+
+    def brought(target: Added, val: Any) -> fx.Node:
+        node = graph.call_function(target, ())
+        node.meta = {"val": val, BACKWARD: True, UPDATE: True}
+        return node
+
+    for key in arithmetic.state:
+        val = torch.empty_like(updates.state_of(parameter, key), device="meta")
+        nodes["state", key] = brought(State(updates, parameter, key), val)
+
+    def argument(leaf: Any) -> Any:
+        if not isinstance(leaf, Named):
+            return leaf
+        if leaf.token == DEVICE:
+            return parameter.device
+        if leaf.token[0] == "number":
+            return brought(Number(read, leaf.token[1]), None)  # type: ignore[arg-type]
+        return nodes[leaf.token]
+
+    for number, operation in enumerate(arithmetic.operations):
+        leaves = [argument(leaf) for leaf in operation.arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
+        node = graph.call_function(operation.func, args, kwargs)
+        node.meta = {"val": arithmetic.results[number], BACKWARD: True, UPDATE: True}
+        node.meta[OF_PARAMETER] = id(parameter)
+        nodes["made", number, 0] = node
 
 
 def _lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:

@@ -24,6 +24,10 @@ BACKWARD = "memplan_backward"
 """Key in `node.meta`: whether a node belongs to the backward pass."""
 RANDOM = "random numbers"
 """The chain of what draws them."""
+UPDATE = "memplan_update"
+"""Key in `node.meta`: whether a node belongs to the optimizer's step."""
+OF_PARAMETER = "memplan_of"
+"""Key in `node.meta`: the `id` of the parameter that an operator helps to update."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 
@@ -35,12 +39,12 @@ class Added:
     writes: tuple[int, ...] = ()
     """Positions of the arguments that it changes."""
     chain: str = ""
-    update: bool = False
-    """Whether it is part of the optimizer's step."""
     barrier: bool = False
     """Whether it keeps its place among all nodes."""
     scratch_bytes: int = 0
     """Memory that it asks for and frees while it runs."""
+    brings: bool = False
+    """It brings what is there anyway: no kernel, and no bytes of the graph's."""
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
@@ -144,6 +148,12 @@ class _Reader:
             val = node.meta.get("val")
             self._lies_in[node] = self._new(val, node.name) if val is not None else None
             return Facts(shows=self._one(node), free=True)
+        if isinstance(node.target, Added) and node.target.brings:
+            self._lies_in[node] = None
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                self.storages.append(StorageFacts(0, _name(node)))
+                self._lies_in[node] = len(self.storages) - 1
+            return Facts(shows=self._one(node), free=True)
         if node.op != "call_function":
             raise ValueError(f"a node of kind {node.op}: {node.format_node()}")
         if node.target is operator.getitem:
@@ -167,7 +177,7 @@ class _Reader:
             free=bool(shown) and not (makes or writes or chains),
             source=_source(node),
             backward=bool(node.meta.get(BACKWARD)),
-            update=isinstance(node.target, Added) and node.target.update,
+            update=bool(node.meta.get(UPDATE)),
             flops=_flops(node),
             scratch_bytes=node.target.scratch_bytes if isinstance(node.target, Added) else 0,
         )

@@ -6,10 +6,13 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, ParamSpec
 
 import torch
+from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.utils import preserve_rng_state
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 
@@ -19,12 +22,12 @@ from memplan.runtime.graph.eager_kernels import eager_kernels
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.guarded import Guarded, refusal, strict
 from memplan.runtime.graph.in_place import in_place
-from memplan.runtime.graph.joint import Joint, forward_alone, whole_step
+from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
 from memplan.runtime.graph.ordering import Ordering, choose_order
-from memplan.runtime.graph.program import Program, facts_of, program_of
+from memplan.runtime.graph.program import OF_PARAMETER, Program, facts_of, program_of
 from memplan.runtime.graph.recompute import Attempt, within_budget
 from memplan.runtime.graph.report import CompileReport, ProgramReport
-from memplan.runtime.graph.updates import Updates
+from memplan.runtime.graph.updates import SameArithmetic, Updates
 from memplan.types.errors import MemplanError, UsageError
 
 log = logging.getLogger("memplan")
@@ -32,35 +35,74 @@ log = logging.getLogger("memplan")
 P = ParamSpec("P")
 
 
-@dataclass(eq=False)
-class _Compiled:
-    """The graph of one set of shapes."""
+_MOST_MADE_AGAIN = 8
+"""Times that a graph is made again because the arithmetic of an update changed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A graph in its order."""
 
     executable: Executable
     program: Program
     ordering: Ordering
     recomputed: int
+    classes: list[SameArithmetic]
+
+
+@dataclass(eq=False)
+class _Compiled:
+    """The graph of one set of shapes."""
+
+    make: Callable[[list[Any]], _Made]
+    """For primals of the same sizes, as the optimizers are now."""
+    made: _Made
+    updates: Updates
     results: int
     calls: int = 0
+    made_again: int = 0
 
     def written_until(self, error: BaseException) -> list[str]:
         """Inputs other than trained parameters that the graph had begun to write, by name."""
-        program = self.program
-        failed = self.executable.failed_at(error)
-        nodes = self.executable.nodes if failed is None else self.executable.nodes[: failed + 1]
+        program = self.made.program
         inputs = set(program.inputs)
         return [
             program.storages[index].name
-            for node in nodes
+            for node in self._ran_until(error)
             if not facts_of(node).update
             for index in facts_of(node).writes
             if index in inputs
         ]
 
+    def _ran_until(self, error: BaseException) -> list[fx.Node]:
+        executable = self.made.executable
+        failed = executable.failed_at(error)
+        return executable.nodes if failed is None else executable.nodes[: failed + 1]
+
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""
+        if not self._fits():
+            self.made_again += 1
+            self.updates.whole |= self.made_again >= _MOST_MADE_AGAIN
+            with preserve_rng_state():
+                self.made = self.make(primals)
         self.calls += 1
-        return list(self.executable(primals)[: self.results])
+        try:
+            results = list(self.made.executable(primals)[: self.results])
+        except BaseException as error:
+            begun = (node.meta.get(OF_PARAMETER) for node in self._ran_until(error))
+            self.updates.done |= {one for one in begun if one is not None}
+            raise
+        self.updates.done |= {id(p) for one in self.made.classes for p in one.parameters}
+        return results
+
+    def _fits(self) -> bool:
+        """Whether the graph updates parameters as the optimizers do now."""
+        made, updates = self.made, self.updates
+        if made.classes:
+            return updates.in_graph and updates.refresh(made.classes)
+        # Optimizers make their state in the first step, which knows no arithmetic yet.
+        return updates.whole or not updates.in_graph or self.calls != 1
 
 
 class UncapturedError(Exception):
@@ -90,6 +132,7 @@ class CompiledStep(Generic[P]):
         self._options = options
         self._updates = Updates(optimizers)
         self._updates.keep_gradients = options.keep_gradients
+        self._updates.whole = options.accumulate > 1  # the same graph with and without updates
         self._programs: list[_Compiled] = []
         self._micro = 0
         self._plain_calls = 0
@@ -119,13 +162,13 @@ class CompiledStep(Generic[P]):
         """What has become of the step so far."""
         programs = [
             ProgramReport(
-                operators=one.ordering.operators,
-                plain_peak_bytes=one.ordering.program_peak_bytes,
-                ordered_peak_bytes=one.ordering.ordered_peak_bytes,
-                lower_bound_bytes=one.ordering.lower_bound_bytes,
-                order_seconds=one.ordering.seconds,
+                operators=one.made.ordering.operators,
+                plain_peak_bytes=one.made.ordering.program_peak_bytes,
+                ordered_peak_bytes=one.made.ordering.ordered_peak_bytes,
+                lower_bound_bytes=one.made.ordering.lower_bound_bytes,
+                order_seconds=one.made.ordering.seconds,
                 budget_bytes=self._options.budget_bytes,
-                recomputed=one.recomputed,
+                recomputed=one.made.recomputed,
                 calls=one.calls,
             )
             for one in self._programs
@@ -279,7 +322,11 @@ class CompiledStep(Generic[P]):
         joints: list[Joint] = []
 
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
-            joints.append(Joint(joint, inputs, num_fwd_outputs, more))
+            if num_fwd_outputs > _results(module) and _checkpoints(joint):
+                raise UncapturedError(
+                    "a checkpoint around what changes a buffer: run twice, it changes it twice"
+                )
+            joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
             return forward_alone(joints[0])
 
         def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
@@ -288,7 +335,8 @@ class CompiledStep(Generic[P]):
                     "the loss depends on nothing that requires a gradient",
                     "a model with parameters that train",
                 )
-            made = self._compile(joints[0], primals)
+            make = partial(self._make, joints[0])
+            made = _Compiled(make, make(primals), self._updates, joints[0].results)
             self._programs.append(made)
             guarded = self._guarded
 
@@ -310,9 +358,9 @@ class CompiledStep(Generic[P]):
             )
         return compiled
 
-    def _compile(self, joint: Joint, primals: list[Any]) -> _Compiled:
+    def _make(self, joint: Joint, primals: list[Any]) -> _Made:
         options = self._options
-        made: dict[frozenset[str], tuple[Operators, Ordering]] = {}
+        made: dict[frozenset[str], tuple[Operators, Ordering, list[SameArithmetic]]] = {}
 
         def step(recomputed: frozenset[str]) -> Any:
             module = whole_step(
@@ -322,13 +370,14 @@ class CompiledStep(Generic[P]):
 
         def attempt(recomputed: frozenset[str]) -> Attempt:
             graph = operators(in_place(step(recomputed)))
+            classes = self._updates.take_classes()
             ordering = choose_order(
                 graph,
                 search=options.order,
                 deadline_seconds=options.deadline_seconds,
                 seed=options.seed,
             )
-            made[recomputed] = graph, ordering
+            made[recomputed] = graph, ordering, classes
             return Attempt(ordering.ordered_peak_bytes, recomputed)
 
         if self._only_looks:
@@ -336,6 +385,7 @@ class CompiledStep(Generic[P]):
         chosen = attempt(frozenset())
         if options.budget_bytes is not None and chosen.peak_bytes > options.budget_bytes:
             plain = operators(step(frozenset()))
+            self._updates.take_classes()
             chosen = within_budget(
                 plain,
                 chosen,
@@ -343,12 +393,12 @@ class CompiledStep(Generic[P]):
                 attempt,
                 deadline_seconds=options.deadline_seconds,
             )
-        graph, ordering = made[chosen.recomputed]
+        graph, ordering, classes = made[chosen.recomputed]
         nodes = graph.program.graph_module.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
         executable = Executable(ordering.nodes, inputs, graph.program.output)
         again = len(graph.graph) - len(made[frozenset()][0].graph)
-        return _Compiled(executable, graph.program, ordering, again, joint.results)
+        return _Made(executable, graph.program, ordering, again, classes)
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
@@ -374,6 +424,16 @@ def _own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
     captured.__code__ = captured.__code__.replace()
     return captured
+
+
+def _results(module: fx.GraphModule) -> int:
+    """How much a captured function returns. A traced one returns changed inputs, too."""
+    *_, output = module.graph.nodes
+    return len(pytree.tree_leaves(output.args))
+
+
+def _checkpoints(joint: fx.GraphModule) -> bool:
+    return any(node.meta.get("recompute") for node in joint.graph.nodes)
 
 
 def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:

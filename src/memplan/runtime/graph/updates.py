@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdRef
 
+from memplan.runtime.graph.arithmetic import Arithmetic, arithmetic, scalars
 from memplan.runtime.graph.program import Added, tensors
 
 Optimizer = torch.optim.Optimizer
@@ -32,9 +33,13 @@ class Updates:
         self.in_graph = False
         """Whether parameters are updated as soon as their gradients are there: of this call."""
         self.keep_gradients = False
+        self.whole = False
+        """Whether each update is to be run as a whole, by the optimizer."""
         self.done: set[int] = set()
         """Parameters that were updated in this call, by their ids."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
+        self._classes: list[SameArithmetic] = []
+        """Of the parameters whose arithmetic is part of the graph that runs."""
         self._sizes: dict[Any, tuple[int, int]] = {}
 
     def begin(self) -> None:
@@ -74,10 +79,71 @@ class Updates:
             if parameter.grad is not None and id(parameter) not in self.done:
                 self.update(parameter)
 
+    # Arithmetic in the graph
+
+    def arithmetic(
+        self, parameter: torch.Tensor
+    ) -> tuple[Arithmetic, Callable[[int], float]] | None:
+        """A parameter's update as operators, and what gives the numbers in it when the graph runs.
+        None where it is to be run as a whole."""
+        found = self._groups.get(id(parameter))
+        if found is None or self.whole or not self.in_graph:
+            return None
+        optimizer, number = found
+        state = optimizer.state.get(parameter)
+        made = self._arithmetic_of(optimizer, number, parameter) if state else None
+        if made is None:
+            return None
+        for one in self._classes:
+            if one.holds(optimizer, number, parameter, made):
+                break
+        else:
+            one = SameArithmetic(optimizer, number, made)
+            self._classes.append(one)
+        one.parameters.append(parameter)
+        return made, one.numbers.__getitem__
+
+    def state_of(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """A tensor of a parameter's state, as it is now."""
+        optimizer, _ = self._groups[id(parameter)]
+        found: torch.Tensor = optimizer.state[parameter][key]
+        return found
+
+    def take_classes(self) -> list[SameArithmetic]:
+        """Those of the graph that was made just now."""
+        found, self._classes = self._classes, []
+        return found
+
+    def _arithmetic_of(
+        self, optimizer: Optimizer, number: int, parameter: torch.Tensor
+    ) -> Arithmetic | None:
+        def step(group: dict[str, Any], model: nn.Parameter, states: Any) -> None:
+            shell = _alone(optimizer, group, model)
+            shell.state = states
+            step: Any = _of_torch(type(optimizer)).step
+            step(shell)
+
+        group, state = optimizer.param_groups[number], optimizer.state[parameter]
+        return arithmetic(step, group, parameter, state)
+
+    def refresh(self, classes: list[SameArithmetic]) -> bool:
+        """Work out the numbers of the step that comes; False where its arithmetic is another one
+        than that of the graph."""
+        for one in classes:
+            states = [one.optimizer.state.get(parameter) for parameter in one.parameters]
+            if not all(states) or len({scalars(state) for state in states if state}) != 1:
+                return False
+            now = self._arithmetic_of(one.optimizer, one.number, one.parameters[0])
+            if now is None or not now.like(one.arithmetic):
+                return False
+            one.numbers[:] = now.numbers
+        return True
+
     def in_their_order(self) -> None:
         """Have an optimizer's state list parameters as a step of all at once would have listed
         them: what is saved is then the same, too."""
         for optimizer in self.optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers ask
             every = (one for group in optimizer.param_groups for one in group["params"])
             order = [one for one in every if one in optimizer.state]
             if not all(map(operator.is_, optimizer.state, order)):
@@ -119,7 +185,6 @@ class TakeGradient(Added):
 
     __name__ = "take_gradient"
     writes = (0,)
-    update = True
 
     def __init__(self, updates: Updates, copies: bool) -> None:
         self._updates = updates
@@ -144,6 +209,52 @@ def _of_torch(kind: type[Optimizer]) -> type[Optimizer]:
     found = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
     of_torch = (one for one in found if f"{one.__module__}.".startswith("torch.optim."))
     return next(of_torch, Optimizer if not found else found[0])
+
+
+class SameArithmetic:
+    """Parameters of one group with the same arithmetic and the same numbers in it."""
+
+    def __init__(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> None:
+        self.optimizer = optimizer
+        self.number = number
+        self.arithmetic = arithmetic
+        self.numbers = list(arithmetic.numbers)
+        self.parameters: list[torch.Tensor] = []
+
+    def holds(
+        self, optimizer: Optimizer, number: int, parameter: torch.Tensor, arithmetic: Arithmetic
+    ) -> bool:
+        """Whether a parameter is one of these."""
+        if optimizer is not self.optimizer or number != self.number:
+            return False
+        mine, others = (scalars(optimizer.state[p]) for p in (self.parameters[0], parameter))
+        return mine == others and self.arithmetic.like(arithmetic)
+
+
+class Number(Added):
+    """A Python number of an update."""
+
+    __name__ = "number"
+    brings = True
+
+    def __init__(self, read: Callable[[int], float], index: int) -> None:
+        self._read, self._index = read, index
+
+    def __call__(self) -> float:
+        return self._read(self._index)
+
+
+class State(Added):
+    """A tensor of a parameter's state."""
+
+    __name__ = "state"
+    brings = True
+
+    def __init__(self, updates: Updates, parameter: torch.Tensor, key: str) -> None:
+        self._updates, self._parameter, self._key = updates, parameter, key
+
+    def __call__(self) -> torch.Tensor:
+        return self._updates.state_of(self._parameter, self._key)
 
 
 def _each_by_itself(optimizer: Optimizer) -> bool:

@@ -1,0 +1,164 @@
+"""The arithmetic of a parameter's update: `torch.optim`'s own code, run on tensors without memory.
+
+What it does to them becomes operators of the step's graph, so that each temporary is freed, and the
+gradient too, as soon as it is not needed. Python numbers in it (learning rate, bias corrections)
+are no part of the graph: they come from a run of that code before each step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+Token = tuple[Hashable, ...]
+"""A tensor: ("parameter",), ("gradient",), ("state", key), ("made", operator, place)."""
+PARAMETER: Token = ("parameter",)
+GRADIENT: Token = ("gradient",)
+DEVICE: Token = ("device",)
+"""That of the parameter."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """In an operator's arguments: a tensor, or the number of a Python float among all."""
+
+    token: Token
+
+
+@dataclass(frozen=True)
+class Operation:
+    func: Any
+    arguments: tuple[Any, ...]
+    """Leaves of args and kwargs; tensors and floats are `Named`."""
+    spec: Any
+
+
+@dataclass
+class Arithmetic:
+    """Of one parameter."""
+
+    operations: list[Operation] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+    """Of each operation, with tensors that have no memory."""
+    state: tuple[str, ...] = ()
+    """Keys of the tensors of the optimizer's state."""
+
+    def like(self, other: Arithmetic) -> bool:
+        """Whether only the numbers differ."""
+        return self.operations == other.operations and self.state == other.state
+
+
+def one_tensor_at_a_time(group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether an optimizer's step uses the operators that it uses without memory, too."""
+    if group.get("fused") or group.get("capturable") or group.get("differentiable"):
+        return False
+    foreach = group.get("foreach")
+    return foreach is False or (foreach is None and parameter.device.type == "cpu")
+
+
+def arithmetic(
+    step: Callable[[dict[str, Any], nn.Parameter, Any], None],
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    state: dict[str, Any],
+) -> Arithmetic | None:
+    """What an update does; None where that cannot be said: it has no state yet, or touches more.
+
+    `step` runs the update of a parameter with this state.
+    """
+    if not one_tensor_at_a_time(group, parameter):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        model = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        model.grad = torch.empty_like(model)
+        held = {key: _without_memory(value) for key, value in state.items()}
+        before = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
+        before = copy.deepcopy(before)
+        recorder = _Recorder(model, held)
+        states: Any = defaultdict(dict, {model: held})
+        try:
+            with recorder:
+                step(group, model, states)
+        except Exception:
+            return None
+    after = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
+    if recorder.refused or before != after or len(states) != 1 or set(held) != set(state):
+        return None
+    return recorder.found
+
+
+def scalars(state: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a parameter's state decides on the numbers of its update."""
+    return tuple(
+        value.item() if isinstance(value, torch.Tensor) else value
+        for value in state.values()
+        if not isinstance(value, torch.Tensor) or value.dim() == 0
+    )
+
+
+def _without_memory(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.clone() if value.dim() == 0 else torch.empty_like(value, device="meta")
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, model: nn.Parameter, state: dict[str, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = Arithmetic()
+        self.refused = False
+        self._tokens: dict[int, Token] = {}
+        self._alive: list[torch.Tensor] = []
+        assert model.grad is not None
+        self._name(model, PARAMETER)
+        self._name(model.grad, GRADIENT)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._name(value, ("state", key))
+        self.found.state = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ITEM:
+            self.refused |= self._tokens.get(id(args[0]), ("made",))[0] == "made"
+            return func(*args)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        given = tuple(self._argument(leaf) for leaf in leaves)
+        result = func(*args, **kwargs)
+        number = len(self.found.operations)
+        self.refused |= not isinstance(result, torch.Tensor)
+        for place, one in enumerate(pytree.tree_leaves(result)):
+            if isinstance(one, torch.Tensor) and id(one) not in self._tokens:
+                self._name(one, ("made", number, place))
+        self.found.operations.append(Operation(func, given, spec))
+        self.found.results.append(result)
+        return result
+
+    def _name(self, tensor: torch.Tensor, token: Token) -> None:
+        self._tokens[id(tensor)] = token
+        self._alive.append(tensor)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            self.refused |= id(leaf) not in self._tokens
+            return Named(self._tokens.get(id(leaf), ("?",)))
+        if isinstance(leaf, torch.device) and leaf.type == "meta":
+            return Named(DEVICE)
+        if type(leaf) is float:
+            self.found.numbers.append(leaf)
+            return Named(("number", len(self.found.numbers) - 1))
+        return leaf
