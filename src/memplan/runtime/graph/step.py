@@ -455,14 +455,14 @@ def _not_only_a_leaf(inputs: Iterable[Any]) -> str:
 
 
 def _generators() -> list[Any]:
-    """The state of each device's."""
+    """The state of each device's. No tensor on the CPU: it would count among the step's."""
     on_cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), on_cards]
+    return [torch.get_rng_state().numpy().copy(), on_cards]
 
 
 def _restore(generators: list[Any]) -> None:
     of_cpu, on_cards = generators
-    torch.set_rng_state(of_cpu)
+    torch.set_rng_state(torch.from_numpy(of_cpu))
     if on_cards:
         torch.cuda.set_rng_state_all(on_cards)
 
