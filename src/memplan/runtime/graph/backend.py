@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +16,9 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.execute import Executable
+from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
+from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.program import program_of
@@ -27,7 +30,8 @@ from memplan.types.errors import InfeasibleError, UsageError
 log = logging.getLogger("memplan")
 
 LEAST = "least"
-CODEGENS = ("eager",)
+EAGER, INDUCTOR = "eager", "inductor"
+CODEGENS = (EAGER, INDUCTOR)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Options:
 
     budget: int | str | None = None
     """Bytes, a size such as "8GiB", "least", or None for the least time."""
-    codegen: str = "eager"
+    codegen: str | None = None
+    """One of `CODEGENS`; None for "inductor" where it works."""
     deadline_seconds: float = 20.0
     """The longest that one search for an order takes."""
 
@@ -60,7 +65,7 @@ class Options:
             raise UsageError(
                 f"a budget of {limit!r}", 'whole bytes, a size such as "8GiB", or "least"'
             )
-        if options.codegen not in CODEGENS:
+        if options.codegen not in (None, *CODEGENS):
             raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")
         seconds = options.deadline_seconds
         if not isinstance(seconds, (int, float)) or not seconds >= 0:
@@ -86,10 +91,19 @@ def memplan(
     if mode is not None:
         raise UsageError(f"mode={mode!r}", "options={...}; modes are those of PyTorch Inductor")
     chosen = Options.of(options or {})
-    if any(map(_is_symbolic, inputs)):
-        hint = "torch.compile(..., dynamic=False), which makes a graph for each shape"
-        if chosen.budget is not None:
-            raise UsageError("a budget for a graph whose shapes may change", hint)
+    dynamic = any(map(_is_symbolic, inputs))
+    hint = "torch.compile(..., dynamic=False), which makes a graph for each shape"
+    if dynamic and chosen.budget is not None:
+        raise UsageError("a budget for a graph whose shapes may change", hint)
+    if _in_fused_kernels(chosen, inputs):
+        return fused_region(
+            module,
+            inputs,
+            budget_bytes=chosen.budget_bytes,
+            to_the_least=chosen.budget == LEAST,
+            deadline_seconds=chosen.deadline_seconds,
+        )
+    if dynamic:
         log.warning("memplan: a graph whose shapes may change runs plainly; try %s", hint)
         return module
     made = _Parts(chosen)
@@ -105,6 +119,23 @@ def memplan(
             partition_fn=made.partition,
         )
     return compiled
+
+
+def _in_fused_kernels(options: Options, inputs: Sequence[Any]) -> bool:
+    if options.codegen == EAGER:
+        return False
+    tensors = (one for one in inputs if isinstance(one, torch.Tensor))
+    why = unavailable(one.device for one in tensors)
+    if why and options.codegen == INDUCTOR:
+        raise UsageError(f"codegen={INDUCTOR!r}: {why}", f"codegen={EAGER!r}")
+    if why:
+        _say_once(f"memplan: PyTorch's own kernels, nothing is fused: {why}")
+    return not why
+
+
+@functools.cache
+def _say_once(words: str) -> None:
+    log.warning("%s", words)
 
 
 class _Parts:

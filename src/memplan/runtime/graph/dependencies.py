@@ -54,8 +54,8 @@ def operators(program: Program) -> Operators:
     inputs = set(program.inputs) - {-1}
     base = program.base_bytes + sum(program.storages[index].bytes for index in inputs & lasting)
     values = [*sorted(inputs - lasting), *makers]
-    before_start, before_rows = _rows([before[number] for number in range(len(nodes))])
-    users_start, users = _rows([used.get(index, []) for index in values])
+    before_start, before_rows = csr([before[number] for number in range(len(nodes))])
+    users_start, users = csr([used.get(index, []) for index in values])
     made = Graph(
         name=[_name(node) for node in nodes],
         source=[facts_of(node).source for node in nodes],
@@ -154,7 +154,7 @@ def _lasting(program: Program) -> set[int]:
     return (set(program.inputs) | {index for index in shown if index is not None}) - {-1}
 
 
-def _rows(sets: Sequence[Iterable[int]]) -> tuple[I64, I64]:
+def csr(sets: Sequence[Iterable[int]]) -> tuple[I64, I64]:
     """As CSR."""
     rows = [sorted(one) for one in sets]
     start = np.zeros(len(rows) + 1, np.int64)

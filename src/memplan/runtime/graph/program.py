@@ -301,12 +301,17 @@ def _chains(node: fx.Node) -> Iterator[str]:
     elif is_random_wrapper(node):
         yield RANDOM
     elif isinstance(target, torch._ops.OpOverload):
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            yield RANDOM
-        if target.namespace in _COLLECTIVES:
-            yield "collectives"
-        elif target.namespace not in ("aten", "prims", "torchvision"):
-            yield target.namespace  # may keep a state, unsaid
+        yield from chains_of(target)
+
+
+def chains_of(operator: torch._ops.OpOverload) -> Iterator[str]:
+    """The chains among whose operators one keeps its place."""
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        yield RANDOM
+    if operator.namespace in _COLLECTIVES:
+        yield "collectives"
+    elif operator.namespace not in ("aten", "prims", "torchvision"):
+        yield operator.namespace  # may keep a state, unsaid
 
 
 def _source(node: fx.Node) -> str:

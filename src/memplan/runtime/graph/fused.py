@@ -1,0 +1,245 @@
+"""A region in Inductor's code: PyTorch's own way from a captured graph to kernels (`compile_fx`),
+with our choice of what is kept for backward and of the order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from memplan.report.text import format_bytes
+from memplan.runtime.graph.dependencies import operators
+from memplan.runtime.graph.inductor import (
+    Given,
+    Kernels,
+    compiled,
+    given_of,
+    looked_at,
+    uncached,
+)
+from memplan.runtime.graph.joint import Joint, copied
+from memplan.runtime.graph.program import RANDOM, chains_of, program_of
+from memplan.runtime.graph.recompute import Attempt, least, tag, within_budget
+from memplan.runtime.graph.region import region
+from memplan.types.errors import InfeasibleError, UsageError
+
+log = logging.getLogger("memplan")
+
+
+def fused_region(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    budget_bytes: int | None,
+    to_the_least: bool,
+    deadline_seconds: float,
+) -> Callable[..., Any]:
+    """What `torch.compile` makes of a graph, within a budget.
+
+    Without one, PyTorch's partitioner chooses what is kept from forward to backward. With one, it
+    does so too where that fits; else it is told what to recompute. The peak that is held against
+    the budget is that of the code. Raises InfeasibleError, and UsageError for a budget of a graph
+    of which not all is known.
+    """
+    parts = Parts(budget_bytes, to_the_least, deadline_seconds)
+    with uncached(), config.patch(custom_partitioner_fn=parts):
+        run: Any = compile_fx(module, inputs, inner_compile=parts.compile)
+    code: Callable[..., Any] = run
+    return code
+
+
+class Parts(CustomPartitionerFn):
+    """Of one graph, as `compile_fx` asks for them: first how to divide it, then the code of each
+    part."""
+
+    def __init__(
+        self, budget_bytes: int | None, to_the_least: bool, deadline_seconds: float
+    ) -> None:
+        self._budget_bytes = budget_bytes
+        self._to_the_least = to_the_least
+        self._seconds = deadline_seconds
+        self._results: int | None = None
+        self._memory = Memory(0)
+        self.promised_bytes = 0
+        """The peak over the parts that were compiled so far."""
+
+    def uuid(self) -> None:
+        """Not to be cached."""
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._results = results = kwargs.pop("num_fwd_outputs")
+        kwargs.pop("compiler", None)  # other partitioners do not know it
+        joint = Joint(gm, joint_inputs, results, kwargs)
+        if self._budget_bytes is None and not self._to_the_least:
+            return _cut(joint, gm)
+        _tag(gm.graph, self._choose(joint).recomputed)
+        return _cut(joint, gm)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """In the place of `compile_fx_inner`."""
+        backward = bool(options.get("is_backward"))
+        if not backward:
+            results = None if options.get("is_inference") else self._results
+            self._memory = Memory(results)
+        part = _Part(module, inputs)
+        given = self._memory.given(part, backward=backward)
+        run, kernels = compiled(module, inputs, given, deadline_seconds=self._seconds, **options)
+        if kernels is None:
+            self._refuse("it has sizes that are not known")
+            return run
+        peak = self._memory.peak(part, given, kernels, backward=backward)
+        self.promised_bytes = max(self.promised_bytes, peak)
+        limit = self._budget_bytes
+        if limit is not None and peak > limit:
+            raise InfeasibleError(
+                f"a graph needs {format_bytes(peak)} of {format_bytes(limit)}",
+                f"budget={peak}, or a smaller batch",
+            )
+        log.info("memplan: a graph in fused kernels needs %s", format_bytes(peak))
+        return run
+
+    def _choose(self, joint: Joint) -> Attempt:
+        def attempt(recomputed: frozenset[str]) -> Attempt:
+            module = copied(joint.module)
+            _tag(module.graph, recomputed)
+            return Attempt(self._look(_cut(joint, module)), recomputed)
+
+        first = attempt(frozenset())
+        limit = self._budget_bytes
+        if limit is not None and first.peak_bytes <= limit:
+            return first
+        try:
+            plain = operators(program_of(region(joint, frozenset(), saves=False).module))
+        except ValueError as error:
+            self._refuse(str(error))
+            raise
+        if limit is None:
+            return least(plain, first, attempt, deadline_seconds=self._seconds)
+        return within_budget(plain, first, limit, attempt, deadline_seconds=self._seconds)
+
+    def _look(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
+        """The peak over forward and backward."""
+        memory, most = Memory(self._results), 0
+        for module, backward in zip(parts, (False, True), strict=True):
+            mine = copied(module)
+            nodes = list(mine.graph.nodes)
+            inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+            seen = range(0 if backward else self._results or 0)
+            nodes[-1].meta["user_visible_output_idxs"] = [
+                place for place in seen if isinstance(nodes[-1].args[0][place], fx.Node)
+            ]
+            part = _Part(mine, inputs)
+            given = memory.given(part, backward=backward)
+            kernels = looked_at(
+                mine, inputs, given, deadline_seconds=self._seconds, is_backward=backward
+            )
+            if kernels is None:
+                self._refuse("it has sizes that are not known")
+                return 0
+            most = max(most, memory.peak(part, given, kernels, backward=backward))
+        return most
+
+    def _refuse(self, why: str) -> None:
+        """Raises UsageError where something was promised."""
+        if self._budget_bytes is not None or self._to_the_least:
+            raise UsageError(f"no budget for this graph: {why}", "no budget")
+
+
+class _Part:
+    """What a graph is given and returns, before Inductor changes it."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        nodes = list(module.graph.nodes)
+        places = [node for node in nodes if node.op == "placeholder"]
+        self.inputs = given_of(inputs, [str(node.target) for node in places], lasts=True)
+        self.layouts = [_layout(one) for one in inputs]
+        outputs = [one if isinstance(one, fx.Node) else None for one in nodes[-1].args[0]]
+        self.outputs = [None if one is None else one.name for one in outputs]
+        self.returned = [None if one is None else _layout(one.meta.get("val")) for one in outputs]
+
+
+class Memory:
+    """What is held beside the code of a forward pass, and of its backward pass."""
+
+    def __init__(self, results: int | None) -> None:
+        self._results = results
+        """How many of forward's outputs its caller gets; None for all."""
+        self._saved: dict[str, Given] = {}
+        self._held: dict[str, int] = {}
+        """Storages that the caller holds."""
+        self._layouts: list[Any] = []
+
+    def given(self, part: _Part, *, backward: bool) -> list[Given | None]:
+        """Of each input of a part, in what memory it lies."""
+        if not backward:
+            return part.inputs
+        return [None if one is None else self._saved.get(one.storage, one) for one in part.inputs]
+
+    def peak(
+        self, part: _Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
+    ) -> int:
+        """With all that the caller holds. That of forward is to be asked for first."""
+        if not backward:
+            self._forward(part, given, kernels)
+            return kernels.peak_bytes
+        lasting = {one.storage for one in given if one is not None and one.lasts}
+        beside = sum(size for name, size in self._held.items() if name not in lasting)
+        gradients = {
+            one.storage: one.bytes
+            for one in kernels.returned
+            if one is not None and one.storage not in lasting
+        }
+        # Autograd copies gradients that lie in another way than their input, one at a time.
+        copies = [
+            of[-1]
+            for of, into in zip(part.returned, self._layouts, strict=False)
+            if of is not None and into is not None and of[:-1] != into[:-1]
+        ]
+        held = {**self._held, **{one.storage: one.bytes for one in given if one and one.lasts}}
+        end = sum(held.values()) + sum(gradients.values()) + max(copies, default=0)
+        return max(kernels.peak_bytes + beside, end)
+
+    def _forward(self, part: _Part, given: Sequence[Given | None], kernels: Kernels) -> None:
+        self._layouts = part.layouts
+        self._held = {one.storage: one.bytes for one in given if one is not None}
+        results = len(kernels.returned) if self._results is None else self._results
+        for one in kernels.returned[:results]:
+            if one is not None:
+                self._held[one.storage] = one.bytes
+        for name, one in zip(part.outputs, kernels.returned, strict=True):
+            if name is not None and one is not None:
+                lasts = one.storage in self._held
+                self._saved[name] = Given(one.storage, one.bytes, lasts)
+
+
+def _cut(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """As Inductor does it."""
+    return min_cut_rematerialization_partition(
+        module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
+    )
+
+
+def _tag(graph: fx.Graph, names: frozenset[str]) -> None:
+    """What draws random numbers is kept: in Inductor's graphs these are seeds, or masks."""
+    random = {node.name for node in graph.nodes if RANDOM in _chains(node)}
+    tag(graph, names - random)
+
+
+def _chains(node: fx.Node) -> list[str]:
+    return list(chains_of(node.target)) if isinstance(node.target, torch._ops.OpOverload) else []
+
+
+def _layout(value: Any) -> Any:
+    """Strides, dtype and bytes."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.stride(), value.dtype, value.numel() * value.element_size()

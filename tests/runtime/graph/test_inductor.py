@@ -1,0 +1,176 @@
+"""`codegen="inductor"`: the numbers of the plain model, and the bytes that are promised."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.recompute.tracker import measure
+from memplan.runtime.graph import backend, fused, inductor
+
+needs_compiler = pytest.mark.skipif(
+    bool(inductor.unavailable([torch.device("cpu")])), reason="no C++ compiler"
+)
+
+
+class Tied(nn.Module):
+    """Attention, dropout, a weight with two uses, two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        first = torch.cat([self.inner(x), x.sin()], 1)
+        return first.square().mean(), nn.functional.linear(first, self.embedding.weight)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3)) for _ in range(4)]
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+@pytest.fixture
+def promises(monkeypatch: pytest.MonkeyPatch) -> list[fused.Parts]:
+    """Of each graph that is compiled."""
+    made: list[fused.Parts] = []
+
+    class Noted(fused.Parts):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(fused, "Parts", Noted)
+    return made
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    options = {"deadline_seconds": 1.0, "codegen": "inductor", **options}
+    return torch.compile(model, backend="memplan", options=options)
+
+
+def step(run: Any, x: Tensor) -> None:
+    found = run(x)
+    results = found if isinstance(found, tuple) else (found,)
+    torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+
+
+def peak(run: Any, model: nn.Module, x: Tensor) -> int:
+    step(run, x)
+    model.zero_grad()
+    gc.collect()
+    return measure(lambda: step(run, x), [x, *model.parameters(), *model.buffers()]).peak_bytes
+
+
+@needs_compiler
+def test_numbers_and_promised_bytes(promises: list[fused.Parts]) -> None:
+    model, x = Tied(), torch.randint(50, (4, 8))
+    again = copy.deepcopy(model)
+    run = compiled(model)
+    run.eval(), again.eval()  # the same numbers without dropout
+    for one in (run, again):
+        step(one, x)
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    run.train()
+    found = peak(run, model, x)
+    assert found <= promises[-1].promised_bytes
+    assert promises[-1].promised_bytes <= 1.02 * found
+
+
+@needs_compiler
+def test_not_above_what_inductor_takes(promises: list[fused.Parts]) -> None:
+    model, x = Tied(), torch.randint(50, (4, 8))
+    ours = peak(compiled(model), model, x)
+    model.zero_grad()
+    torch._dynamo.reset()
+    assert ours <= peak(torch.compile(model), model, x)
+
+
+@needs_compiler
+def test_budgets(promises: list[fused.Parts]) -> None:
+    model, x = Net(), torch.randn(512, 32)
+    most = peak(compiled(model), model, x)
+    assert most == promises[-1].promised_bytes
+    torch._dynamo.reset()
+    least = peak(compiled(model, budget="least"), model, x)
+    assert least == promises[-1].promised_bytes < most
+    torch._dynamo.reset()
+    budget = (least + most) // 2
+    assert peak(compiled(model, budget=budget), model, x) <= promises[-1].promised_bytes <= budget
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"InfeasibleError: .*the least found is"):
+        compiled(model, budget=1000)(x)
+
+
+@needs_compiler
+def test_recomputed_dropout_is_the_same() -> None:
+    model, x = Net(), torch.randn(64, 32)
+    gradients = []
+    for budget in (None, "least"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model.zero_grad()
+        step(compiled(model, budget=budget), x)
+        gradients.append([one.grad.clone() for one in model.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(*gradients)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_changing_shapes(dynamic: bool | None) -> None:
+    model = nn.Linear(4, 3)
+    options: dict[str, Any] = {"codegen": "inductor"}
+    run = torch.compile(model, backend="memplan", dynamic=dynamic, options=options)
+    for rows in (8, 16, 24):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(run(x), model(x))
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), model(x))
+
+
+@needs_compiler
+def test_sizes_that_nobody_knows(promises: list[fused.Parts]) -> None:
+    def chosen(x: Tensor) -> Tensor:
+        return x[x > 0] * 2
+
+    x = torch.randn(10)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(chosen, backend="memplan", options={"codegen": "inductor"})
+        assert torch.equal(run(x), chosen(x))
+        torch._dynamo.reset()
+        limited: dict[str, Any] = {"codegen": "inductor", "budget": "1GiB"}
+        with pytest.raises(Exception, match="UsageError: no budget for this graph: it has sizes"):
+            torch.compile(chosen, backend="memplan", options=limited)(x)
+
+
+def test_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "unavailable", lambda _devices: "no C++ compiler c++")
+    backend._say_once.cache_clear()
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        for _ in range(2):
+            assert torch.equal(torch.compile(model, backend="memplan")(x), model(x))
+            torch._dynamo.reset()
+    assert sum("no C++ compiler c++" in one for one in caplog.messages) == 1
+    with pytest.raises(Exception, match="UsageError: codegen='inductor': no C"):
+        compiled(model)(x)
