@@ -37,6 +37,8 @@ class BufferOrigin(NamedTuple):
     module: str
     """Below the module that was compiled."""
     source: str
+    phase: Phase | None = None
+    """Where the code itself knows; None: as the surroundings say."""
 
 
 def generated_origin(frame: FrameType) -> BufferOrigin | None:
@@ -82,6 +84,8 @@ class Context:
         self._origins: dict[int, Origin] = {}
         self._code_text: dict[CodeType, str] = {}
         self._below: dict[tuple[int, str], int] = {}
+        self._generated: BufferOrigin | None = None
+        """Of the generated line that the last source was taken from."""
 
     # Modules
 
@@ -154,6 +158,11 @@ class Context:
         builder.source = self._source(frame)
         builder.call = self._call
         self._forward_seen = self._forward_seen or bool(self._stack)
+        if self._generated is not None and self._generated.phase is not None:
+            builder.phase = self._generated.phase
+            self._forward_seen = True
+            self.backward_seen |= builder.phase is Phase.BACKWARD
+            return stream
         has_gradients = torch.is_grad_enabled() or self.in_function > 0
         if has_gradients:  # before the first call of a module too: a job may have none
             self._remember(stream)
@@ -184,14 +193,17 @@ class Context:
     def _source(self, frame: FrameType | None, *, only_generated: bool = False) -> int:
         """The number of `file:line`. Of generated code it is that of the model's line, and the
         builder's module becomes that module."""
+        self._generated = None
         while frame is not None:
             code = frame.f_code
             text = self._code_text.get(code)
             if text is None:
                 path = code.co_filename
-                text = self._code_text[code] = GENERATED if path == GENERATED else shown_path(path)
+                generated = path == GENERATED or ORIGINS in frame.f_globals
+                text = self._code_text[code] = GENERATED if generated else shown_path(path)
             if text is GENERATED:
                 if (made := generated_origin(frame)) is not None and made.source:
+                    self._generated = made
                     self.builder.module = self._module_below(self.builder.module, made.module)
                     return self.builder.intern(made.source)
             elif text:

@@ -62,6 +62,13 @@ def _not_looked_for(*_call: Any) -> Any:
     raise AssertionError("stands for an operator whose rule has not been looked for")
 
 
+_BELOW_AUTOGRAD = (
+    torch._C.DispatchKey.CompositeExplicitAutograd,
+    torch._C.DispatchKey.BackendSelect,
+)
+"""Keys of the kernels of operators that call others."""
+
+
 class CaptureMode(JobTensors, TorchDispatchMode):
     """Routes operators to the fake or the real world and records the fake ones.
 
@@ -188,11 +195,11 @@ class CaptureMode(JobTensors, TorchDispatchMode):
 
     def _higher_order(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator of functions, as it runs below autograd: what it calls is recorded."""
-        run = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
-        if run is None:
-            return NotImplemented
-        with self:
-            return run(*args, **kwargs)
+        for key in _BELOW_AUTOGRAD:
+            if (run := func.py_kernels.get(key)) is not None:
+                with self:
+                    return run(*args, **kwargs)
+        return NotImplemented
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = self.recorder

@@ -5,12 +5,15 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from memplan.capture.internals import MissingNameError, is_missing, torch_name
 
 _ABSENT = object()
+
+as_compilers_see: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Entered, PyTorch is as its compiler saw it: in a capture, without the capture's patches."""
 
 
 class Patches:

@@ -14,6 +14,7 @@ from torch.optim import optimizer as optim_module
 
 from memplan.capture.patching import Patches
 from memplan.capture.patience import Patience
+from memplan.capture.told_steps import UPDATED
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class StepWatcher:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, _args: Any, kwargs: Any) -> None:
+        self._updated |= kwargs.get(UPDATED, set())
         # One whose step raised an error runs no more, though no hook was told.
         if running := _steps_running():  # this one included; none is seen where it is compiled
             self.mode.context.in_optimizer = min(self.mode.context.in_optimizer, running - 1)

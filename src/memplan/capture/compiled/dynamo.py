@@ -39,12 +39,14 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.capture import patching
 from memplan.capture.compiled import flex
 from memplan.capture.compiled.on_host import OnHost
 from memplan.capture.context import shown_path
 from memplan.capture.standins.finder import PACKAGES, without_triton
 from memplan.capture.standins.registry import RuledOperator
 from memplan.capture.standins.rules import Rule
+from memplan.types.errors import MemplanError
 from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     _know_answers(stack, of_capture)
     suspension = _Suspension(of_capture)
+    patches.set(patching, "as_compilers_see", suspension.active)
     compile_frame: Any = convert_frame.CatchErrorsWrapper.__call__
     compile_graph: Any = output_graph.OutputGraph.call_user_compiler
 
@@ -110,6 +113,8 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
         try:
             return _as_forward(mode, compile_graph(output, module, *args, **kwargs))
         except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, MemplanError):
+                raise error from error.inner_exception  # a real run would be refused, too
             code = output.root_tx.f_code
             _not_compiled(mode, code, code.co_firstlineno, error.inner_exception)
             return _as_eager(mode, module.forward)

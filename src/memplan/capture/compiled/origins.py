@@ -27,10 +27,15 @@ def origins(lowering: Any, source: str) -> dict[int, BufferOrigin]:
         buffer = lowering.name_to_buffer.get(assigned[1]) if assigned is not None else None
         node = _node_of(buffer, order) if buffer is not None else None
         if node is not None:
-            target = node.target
-            name: str = getattr(target, "_opname", "") or getattr(target, "__name__", str(target))
-            found[number] = BufferOrigin(name, _module_of(node), _line_of(node))
+            found[number] = origin_of(node)
     return found
+
+
+def origin_of(node: Any) -> BufferOrigin:
+    """Of what a node of a graph makes."""
+    target = node.target
+    name: str = getattr(target, "_opname", "") or getattr(target, "__name__", str(target))
+    return BufferOrigin(name, _module_of(node), _line_of(node))
 
 
 def _node_of(buffer: Any, order: dict[Any, int]) -> Any:

@@ -79,9 +79,9 @@ def arithmetic(
     if not one_tensor_at_a_time(group, parameter):
         return None
     with _disable_current_modes(), torch.no_grad():
-        model = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        model = nn.Parameter(without_memory(parameter))
         model.grad = torch.empty_like(model)
-        held = {key: _without_memory(value) for key, value in state.items()}
+        held = {key: _shadow(value) for key, value in state.items()}
         before = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
         before = copy.deepcopy(before)
         recorder = _Recorder(model, held)
@@ -106,10 +106,16 @@ def scalars(state: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _without_memory(value: Any) -> Any:
+def without_memory(like: torch.Tensor) -> torch.Tensor:
+    """A plain tensor that lies as another, which may be a fake one."""
+    lies = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return torch.empty_like(lies)
+
+
+def _shadow(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.clone() if value.dim() == 0 else torch.empty_like(value, device="meta")
+    return value.clone() if value.dim() == 0 else without_memory(value)
 
 
 class _Recorder(TorchDispatchMode):

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.capture.compiled.origins import origin_of
+from memplan.capture.context import ORIGINS, BufferOrigin
 from memplan.runtime.graph.program import facts_of
+from memplan.types.trace import Phase
 
 _LITERALS = (type(None), bool, int, str)
 _numbers = count()
@@ -32,11 +35,13 @@ class Executable:
         output: fx.Node,
         *,
         grad_mode: bool = True,
+        whole_step: bool = False,
     ) -> None:
         """`order`: every node that is neither an input nor the output, after what it needs.
         `output`: its first argument is what is returned. `grad_mode`: whether forward's nodes run
         with gradients enabled and backward's without, as autograd runs them; else all run as they
-        are called. Raises ValueError for an order that is none."""
+        are called. `whole_step`: nobody but the graph knows which is backward. Raises ValueError
+        for an order that is none."""
         self._sets_grad_mode = grad_mode
         self._nodes = [node for node in order if not _is_element(node) and node.op != "get_attr"]
         self._space: dict[str, Any] = {}
@@ -56,6 +61,10 @@ class Executable:
         """Outputs that are views of inputs: below autograd a view of a parameter is a part of it
         that requires a gradient."""
         lines = self._write(inputs, output)
+        self._space[ORIGINS] = {
+            line: _origin_of(node, whole_step=whole_step)
+            for line, node in enumerate(self._nodes, start=_FIRST_LINE)
+        }
         source = "\n".join(lines)
         self._file = f"<memplan step {next(_numbers)}>"
         linecache.cache[self._file] = (len(source), None, source.splitlines(True), self._file)
@@ -170,6 +179,19 @@ class Executable:
 
 _FIRST_LINE = 5
 """Line number of the first node."""
+
+
+def _origin_of(node: fx.Node, *, whole_step: bool) -> BufferOrigin:
+    """For captures: where a line is from."""
+    found = origin_of(node)
+    if not whole_step:
+        return found
+    facts = facts_of(node)
+    phase = Phase.BACKWARD if facts.backward else Phase.FORWARD
+    return found._replace(
+        source=found.source or "memplan.compile",
+        phase=Phase.OPTIMIZER if facts.update else phase,
+    )
 
 
 def _is_element(node: fx.Node) -> bool:

@@ -24,6 +24,8 @@ import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.types import GuardFilterEntry
 
+from memplan.capture import patching
+
 _STRICT = {
     "allow_rnn": True,
     "assume_dunder_attributes_remain_unchanged": False,
@@ -86,6 +88,10 @@ class Guarded:
 
     def changed(self) -> bool:
         """Whether any of it is not as it was when it was seen."""
+        with patching.as_compilers_see():
+            return self._changed()
+
+    def _changed(self) -> bool:
         if _limits() != self._limits or not _same(_builtins(), self._names):
             return True
         for kind, seen in self._classes.items():

@@ -20,7 +20,15 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.graph.arithmetic import DEVICE, GRADIENT, PARAMETER, Arithmetic, Named, Token
+from memplan.runtime.graph.arithmetic import (
+    DEVICE,
+    GRADIENT,
+    PARAMETER,
+    Arithmetic,
+    Named,
+    Token,
+    without_memory,
+)
 from memplan.runtime.graph.program import (
     BACKWARD,
     OF_PARAMETER,
@@ -45,6 +53,15 @@ class Joint:
     results: int
     options: dict[str, Any]
     """More that the partitioner is given."""
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of primals that forward changes: their new values are among its results, and are
+        put there when it has returned."""
+        *_, output = self.module.graph.nodes
+        told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
+        places = (node for node in self.module.graph.nodes if node.op == "placeholder")
+        return {node.name for node in places if node.meta["desc"] in told}
 
     def parts(self, recomputed: frozenset[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward; nodes of these names run again in the latter."""

@@ -20,10 +20,14 @@ from memplan.types.errors import InternalError
 
 
 class Between(Added):
-    """The caller's turn: it has what forward returned, and comes back with gradients."""
+    """The caller's turn: it has what forward returned, writes the inputs that forward changed, and
+    comes back with gradients. Arguments: what forward returns, then those inputs."""
 
     __name__ = "between"
     barrier = True
+
+    def __init__(self, changed: int) -> None:
+        self.writes = tuple(range(1, 1 + changed))
 
 
 class Accumulate(Added):
@@ -79,9 +83,10 @@ def region(joint: Joint, recomputed: frozenset[str], *, saves: bool = True) -> R
     saved = returned[joint.results :]
     if places[len(saved) :] != given:
         raise InternalError("backward's inputs are not what forward saves, then gradients")
-    between = graph.call_function(
-        Between(), (tuple(returned) if saves else tuple(returned[: joint.results]),)
-    )
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    changed = [node for node in inputs if node.name in joint.changed]
+    leaves = tuple(returned) if saves else tuple(returned[: joint.results])
+    between = graph.call_function(Between(len(changed)), (leaves, *changed))
     between.meta = {"val": [node.meta.get("val") for node in given], BACKWARD: False}
     tangents = []
     for number, node in enumerate(given):
@@ -89,7 +94,6 @@ def region(joint: Joint, recomputed: frozenset[str], *, saves: bool = True) -> R
         element.meta = {"val": node.meta.get("val"), BACKWARD: False}
         tangents.append(element)
     gradients = add_backward(graph, backward, [*saved, *tangents])
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
     copied = [
         _bytes(gradient)
         for gradient, node in zip(gradients, inputs, strict=False)

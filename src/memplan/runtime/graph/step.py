@@ -16,6 +16,7 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 
+from memplan.capture.told_steps import tell
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.eager_kernels import eager_kernels
@@ -156,6 +157,8 @@ class CompiledStep(Generic[P]):
         elif last:
             self._update_all()
         self._updates.in_their_order()
+        if last and self._updates.in_graph:
+            tell(self._updates.optimizers, self._updates.done)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     def report(self) -> CompileReport:
@@ -396,7 +399,7 @@ class CompiledStep(Generic[P]):
         graph, ordering, classes = made[chosen.recomputed]
         nodes = graph.program.graph_module.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
-        executable = Executable(ordering.nodes, inputs, graph.program.output)
+        executable = Executable(ordering.nodes, inputs, graph.program.output, whole_step=True)
         again = len(graph.graph) - len(made[frozenset()][0].graph)
         return _Made(executable, graph.program, ordering, again, classes)
 

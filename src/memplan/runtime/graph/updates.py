@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdRef
 
-from memplan.runtime.graph.arithmetic import Arithmetic, arithmetic, scalars
+from memplan.capture.told_steps import others_listen
+from memplan.runtime.graph.arithmetic import Arithmetic, arithmetic, scalars, without_memory
 from memplan.runtime.graph.program import Added, tensors
 
 Optimizer = torch.optim.Optimizer
@@ -165,7 +165,7 @@ class Updates:
     def _measure(
         self, optimizer: Optimizer, number: int, parameter: torch.Tensor
     ) -> tuple[int, int]:
-        model = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        model = nn.Parameter(without_memory(parameter))
         model.grad = torch.empty_like(model)
         group = optimizer.param_groups[number]
         group = {**group, **{key: None for key in ("foreach", "fused") if key in group}}
@@ -175,7 +175,7 @@ class Updates:
         kind = _of_torch(type(optimizer))
         step: Any = kind.step
         with torch.no_grad(), meter:
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(shell)  # no hooks
+            _unhooked(step)(shell)
         state = sum(_bytes(one) for one in tensors(list(shell.state.values())))
         return state, max(0, meter.peak - state)
 
@@ -264,8 +264,7 @@ def _each_by_itself(optimizer: Optimizer) -> bool:
         and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
+        and not others_listen()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
 
@@ -278,7 +277,13 @@ def _alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor)
 
 
 def _step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    type(optimizer).step(_alone(optimizer, group, parameter))
+    step: Any = type(optimizer).step
+    _unhooked(step)(_alone(optimizer, group, parameter))
+
+
+def _unhooked(step: Any) -> Any:
+    """Without what calls hooks: nobody listens but those who are told in the end."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class _Meter(TorchDispatchMode):
