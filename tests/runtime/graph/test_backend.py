@@ -72,8 +72,17 @@ def convolutions() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(4, 3, 16, 16)
 
 
+def statistics() -> tuple[nn.Module, Tensor]:
+    """Where the least peak runs a batch norm again, whose statistics forward has changed."""
+    layers: list[nn.Module] = []
+    for wide in (3, 8, 8, 8):
+        layers += [nn.Conv2d(wide, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers), torch.randn(4, 3, 32, 32)
+
+
 MODELS = {
     "perceptron": perceptron,
+    "statistics": statistics,
     "convolutions": convolutions,
     "transformer": lambda: (nn.Sequential(Block(32), Block(32)), torch.randn(8, 16, 32)),
     "tied": lambda: (Tied(), torch.randint(50, (4, 8))),

@@ -23,14 +23,13 @@ import numpy as np
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._inductor import config, ir, memory
+from torch._inductor import config, ir, memory, scheduler
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
-from torch.utils._triton import has_triton
 
 from memplan.order.baselines import Candidate
 from memplan.order.evaluate import lifetimes, peak, program_order
@@ -72,7 +71,8 @@ def unavailable(devices: Iterable[torch.device]) -> str:
 @functools.cache
 def _unavailable(device: str) -> str:
     if device == "cuda":
-        return "" if has_triton() else "no Triton"
+        # As Inductor's own module has it: a capture needs none, and says so there.
+        return "" if scheduler.has_triton() else "no Triton"  # type: ignore[attr-defined]
     if device != "cpu":
         return ""
     try:

@@ -279,7 +279,7 @@ def _update(
         return node
 
     for key in arithmetic.state:
-        val = torch.empty_like(updates.state_of(parameter, key), device="meta")
+        val = without_memory(updates.state_of(parameter, key))
         nodes["state", key] = brought(State(updates, parameter, key), val)
 
     def argument(leaf: Any) -> Any:
