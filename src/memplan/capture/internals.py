@@ -203,6 +203,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._functorch.config",
         "torch._functorch.partitioners.default_partition",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
+        "torch._guards.TracingContext",
         "torch._inductor.compile_fx.compile_fx",
         "torch._inductor.compile_fx.compile_fx_inner",
         "torch._inductor.config",

@@ -20,7 +20,7 @@ from memplan.runtime.graph import step as stepping
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import Added, facts_of, tensors
-from memplan.runtime.graph.step import CompiledStep
+from memplan.runtime.graph.step import Compiled, CompiledStep
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.training import Job, captured, classifier, run_both
@@ -56,7 +56,9 @@ class Watcher:
     """Stands in for the operators of an executable, and looks at what each does."""
 
     def __init__(self, step: CompiledStep[...]) -> None:
-        (self.program,) = step._programs
+        (program,) = step._programs
+        assert isinstance(program, Compiled)
+        self.program = program
         self.faults: list[str] = []
         self.calls = 0
         executable = self.program.made.executable

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memplan
-from memplan.runtime.graph.step import CompiledStep
+from memplan.runtime.graph.step import Compiled, CompiledStep
 from memplan.types.errors import InfeasibleError, UsageError
 from tests.runtime.graph.training import Job, batches, classifier, perceptron, snapshot
 
@@ -125,7 +125,9 @@ def test_labels_that_are_out_of_range_change_nothing() -> None:
 
 def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
     """The compiled graph's n-th call of an operator raises, once."""
-    space = step._programs[0].made.executable._space
+    (program,) = step._programs[:1]
+    assert isinstance(program, Compiled)
+    space = program.made.executable._space
     name = next(name for name, value in space.items() if value is op._op)
     calls = 0
 

@@ -33,6 +33,7 @@ class Options:
     order: bool
     deadline_seconds: float
     seed: int
+    codegen: str = "eager"
 
 
 def compile(
@@ -47,6 +48,7 @@ def compile(
     order: bool = True,
     deadline_seconds: float = 20.0,
     seed: int = 0,
+    codegen: str = "eager",
 ) -> CompiledStep[P]:
     """A function that trains one step on what `loss_fn` returns, with less memory.
 
@@ -69,7 +71,9 @@ def compile(
     loss is not divided by it. `keep_gradients` leaves gradients in `.grad` until the next call
     begins; else each is freed after its update. `order=False` leaves the operators in their order;
     `deadline_seconds` is the longest that the search for an order takes, once for each set of
-    shapes, and `seed` that of its random choices.
+    shapes, and `seed` that of its random choices. `codegen="inductor"` runs the fused kernels of
+    PyTorch Inductor: the results differ by rounding, and forward and backward are ordered each for
+    itself.
 
     Raises UsageError for arguments that are none of these; a call raises it where `loss_fn` returns
     no loss, and InfeasibleError for a budget that cannot be met.
@@ -94,11 +98,13 @@ def compile(
         raise UsageError(f"clip_grad_norm={clip_grad_norm!r}", "the largest norm, such as 1.0")
     if not deadline_seconds >= 0:
         raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
+    if codegen not in ("eager", "inductor"):
+        raise UsageError(f"codegen={codegen!r}", "eager or inductor")
     require("runtime/graph")
     from memplan.runtime.graph.step import CompiledStep
 
     options = Options(
-        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed
+        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed, codegen
     )
     return CompiledStep(loss_fn, optimizers, scaler, options)
 

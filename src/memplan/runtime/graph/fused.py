@@ -67,11 +67,17 @@ class Parts(CustomPartitionerFn):
         self._seconds = deadline_seconds
         self._results: int | None = None
         self._memory = Memory(0)
+        self.recomputed: frozenset[str] = frozenset()
+        """Names of nodes that were chosen to run again, beside those that PyTorch chooses."""
         self.promised_bytes = 0
         """The peak over the parts that were compiled so far."""
 
     def uuid(self) -> None:
         """Not to be cached."""
+
+    def __deepcopy__(self, _memo: Any) -> Parts:
+        """PyTorch copies its settings, of which this is one."""
+        return self
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
@@ -79,24 +85,27 @@ class Parts(CustomPartitionerFn):
         self._results = results = kwargs.pop("num_fwd_outputs")
         kwargs.pop("compiler", None)  # other partitioners do not know it
         joint = Joint(gm, joint_inputs, results, kwargs)
-        if self._budget_bytes is None and not self._to_the_least:
-            return _cut(joint, gm)
-        _tag(gm.graph, self._choose(joint).recomputed)
-        return _cut(joint, gm)
+        if self._budget_bytes is not None or self._to_the_least:
+            self.recomputed = self._choose(joint).recomputed
+            _tag(gm.graph, self.recomputed)
+        return self._cut(joint, gm)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """In the place of `compile_fx_inner`."""
         backward = bool(options.get("is_backward"))
         if not backward:
             results = None if options.get("is_inference") else self._results
-            self._memory = Memory(results)
-        part = _Part(module, inputs)
+            self._memory = self._no_memory(results)
+        part = Part(module, inputs)
         given = self._memory.given(part, backward=backward)
         run, kernels = compiled(module, inputs, given, deadline_seconds=self._seconds, **options)
         if kernels is None:
             self._refuse("it has sizes that are not known")
             return run
-        peak = self._memory.peak(part, given, kernels, backward=backward)
+        self._promise(self._memory.peak(part, given, kernels, backward=backward))
+        return run
+
+    def _promise(self, peak: int) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)
         limit = self._budget_bytes
         if limit is not None and peak > limit:
@@ -105,13 +114,22 @@ class Parts(CustomPartitionerFn):
                 f"budget={peak}, or a smaller batch",
             )
         log.info("memplan: a graph in fused kernels needs %s", format_bytes(peak))
-        return run
+
+    def _no_memory(self, results: int | None) -> Memory:
+        """Before forward is compiled."""
+        return Memory(results)
+
+    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """As Inductor does it."""
+        return min_cut_rematerialization_partition(
+            module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
+        )
 
     def _choose(self, joint: Joint) -> Attempt:
         def attempt(recomputed: frozenset[str]) -> Attempt:
             module = copied(joint.module)
             _tag(module.graph, recomputed)
-            return Attempt(self._look(_cut(joint, module)), recomputed)
+            return Attempt(self._look(self._cut(joint, module)), recomputed)
 
         first = attempt(frozenset())
         limit = self._budget_bytes
@@ -128,7 +146,7 @@ class Parts(CustomPartitionerFn):
 
     def _look(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
         """The peak over forward and backward."""
-        memory, most = Memory(self._results), 0
+        memory, most = self._no_memory(self._results), 0
         for module, backward in zip(parts, (False, True), strict=True):
             mine = copied(module)
             nodes = list(mine.graph.nodes)
@@ -137,7 +155,7 @@ class Parts(CustomPartitionerFn):
             nodes[-1].meta["user_visible_output_idxs"] = [
                 place for place in seen if isinstance(nodes[-1].args[0][place], fx.Node)
             ]
-            part = _Part(mine, inputs)
+            part = Part(mine, inputs)
             given = memory.given(part, backward=backward)
             kernels = looked_at(
                 mine, inputs, given, deadline_seconds=self._seconds, is_backward=backward
@@ -154,7 +172,7 @@ class Parts(CustomPartitionerFn):
             raise UsageError(f"no budget for this graph: {why}", "no budget")
 
 
-class _Part:
+class Part:
     """What a graph is given and returns, before Inductor changes it."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -170,27 +188,28 @@ class _Part:
 class Memory:
     """What is held beside the code of a forward pass, and of its backward pass."""
 
-    def __init__(self, results: int | None) -> None:
+    def __init__(self, results: int | None, base_bytes: int = 0) -> None:
         self._results = results
         """How many of forward's outputs its caller gets; None for all."""
+        self._base_bytes = base_bytes
         self._saved: dict[str, Given] = {}
         self._held: dict[str, int] = {}
         """Storages that the caller holds."""
         self._layouts: list[Any] = []
 
-    def given(self, part: _Part, *, backward: bool) -> list[Given | None]:
+    def given(self, part: Part, *, backward: bool) -> list[Given | None]:
         """Of each input of a part, in what memory it lies."""
         if not backward:
             return part.inputs
         return [None if one is None else self._saved.get(one.storage, one) for one in part.inputs]
 
     def peak(
-        self, part: _Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
+        self, part: Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
     ) -> int:
         """With all that the caller holds. That of forward is to be asked for first."""
         if not backward:
             self._forward(part, given, kernels)
-            return kernels.peak_bytes
+            return self._base_bytes + kernels.peak_bytes
         lasting = {one.storage for one in given if one is not None and one.lasts}
         beside = sum(size for name, size in self._held.items() if name not in lasting)
         gradients = {
@@ -206,9 +225,9 @@ class Memory:
         ]
         held = {**self._held, **{one.storage: one.bytes for one in given if one and one.lasts}}
         end = sum(held.values()) + sum(gradients.values()) + max(copies, default=0)
-        return max(kernels.peak_bytes + beside, end)
+        return self._base_bytes + max(kernels.peak_bytes + beside, end)
 
-    def _forward(self, part: _Part, given: Sequence[Given | None], kernels: Kernels) -> None:
+    def _forward(self, part: Part, given: Sequence[Given | None], kernels: Kernels) -> None:
         self._layouts = part.layouts
         self._held = {one.storage: one.bytes for one in given if one is not None}
         results = len(kernels.returned) if self._results is None else self._results
@@ -219,13 +238,6 @@ class Memory:
             if name is not None and one is not None:
                 lasts = one.storage in self._held
                 self._saved[name] = Given(one.storage, one.bytes, lasts)
-
-
-def _cut(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """As Inductor does it."""
-    return min_cut_rematerialization_partition(
-        module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
-    )
 
 
 def _tag(graph: fx.Graph, names: frozenset[str]) -> None:

@@ -102,6 +102,15 @@ class Guarded:
                 self._classes[kind] = now  # only data, which is guarded where it is read
         return False
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around what runs after the capture and is PyTorch's alone: it imports modules, which
+        register classes with abstract ones."""
+        before = _limits()
+        yield
+        if self._limits == before:
+            self._limits = _limits()
+
     def _see(self, value: Any) -> None:
         of_class = type.mro(value) if isinstance(value, type) and value is not type else []
         for kind in (*of_class, *type(value).__mro__):

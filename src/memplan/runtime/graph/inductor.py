@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,6 +61,8 @@ class Kernels:
     """With all inputs, and nothing else of the caller's. Scratch memory of kernels is not in it."""
     returned: list[Given | None]
     """Of each output, what it lies in; None where it is no tensor."""
+    calls: int = 0
+    """Of kernels."""
 
 
 def unavailable(devices: Iterable[torch.device]) -> str:
@@ -194,7 +196,7 @@ def _kernels(graph: Any, given: Sequence[Given | None], nested: int) -> Kernels 
     try:
         made = read.graph(guess=False)
         most = _peak(made, program_order(made), graph.scheduler.nodes)
-        return Kernels(most + nested, read.returned())
+        return Kernels(most + nested, read.returned(), len(graph.scheduler.nodes))
     except _UnknownSizeError:
         return None
 
@@ -230,7 +232,9 @@ def _peak(graph: Graph, order: I64, nodes: Sequence[Any]) -> int:
     change = np.zeros(len(nodes) + 1, np.int64)
     np.add.at(change, calls[start[alive] + 1], graph.bytes[alive])
     np.subtract.at(change, calls[stop[alive]] + 1, graph.bytes[alive])
-    return graph.base_bytes + int(np.cumsum(change).max(initial=0))
+    held = np.cumsum(change)
+    np.add.at(held, calls[1:], graph.scratch[np.asarray(order, np.int64)])
+    return graph.base_bytes + int(held.max(initial=0))
 
 
 def _calls_apart(node: Any, following: Any) -> bool:
@@ -330,7 +334,7 @@ class _Reader:
         found = Graph(
             name=[node.get_name() for node in nodes],
             source=[""] * len(nodes),
-            scratch=np.zeros(len(nodes), np.int64),
+            scratch=np.array([sum(map(_scratch, node.get_nodes())) for node in nodes], np.int64),
             before_start=before_start,
             before=before_rows,
             bytes=np.array([size for _, size, *_ in values], np.int64),
@@ -475,6 +479,17 @@ def _chains(node: Any) -> Iterator[str]:
         operator = getattr(one.node, "op_overload", None)
         if isinstance(operator, torch._ops.OpOverload):
             yield from chains_of(operator)
+
+
+def _scratch(node: Any) -> int:
+    """Of operators that say what they ask for and free while they run."""
+    operator = getattr(node.node, "op_overload", None)
+    tell = SCRATCH.get(operator) if operator is not None else None
+    return 0 if tell is None else tell(node.node.constant_args)
+
+
+SCRATCH: dict[Any, Callable[[Sequence[Any]], int]] = {}
+"""Bytes by what an operator is called with, tensors left out."""
 
 
 def _reuses(lines: Iterable[Any]) -> Iterator[tuple[str, str]]:

@@ -131,7 +131,7 @@ def whole_step(
         raise ValueError("random numbers that a checkpoint draws a second time")
     graph = fx.Graph()
     outputs = add_forward(graph, forward)
-    like = _loss_gradient(joint)
+    like = loss_gradient(joint.module)
     start = graph.call_function(LossGradient(like, scaler), ())
     start.meta = {"val": like, BACKWARD: True}
     gradients = add_backward(graph, backward, [*outputs[joint.results :], start])
@@ -146,12 +146,13 @@ def whole_step(
     return module
 
 
-def forward_alone(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+def forward_alone(
+    forward: fx.GraphModule, backward: fx.GraphModule, results: int, gradients: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What AOTAutograd is told that the parts are: a forward that saves nothing, and a backward
     that is never run."""
-    forward, backward = joint.parts(frozenset())
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    output.args = (tuple(output.args[0][: joint.results]),)
+    output.args = (tuple(output.args[0][:results]),)
     forward.graph.eliminate_dead_code()
     forward.recompile()
     graph = fx.Graph()
@@ -159,7 +160,7 @@ def forward_alone(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         if node.op == "placeholder" and is_tangent(node):
             graph.node_copy(node)
         elif node.op == "output":
-            graph.output(tuple(None for _ in node.args[0]))
+            graph.output((None,) * gradients)
     return forward, fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -217,11 +218,9 @@ def is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
-def _loss_gradient(joint: Joint) -> torch.Tensor:
+def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
     """What the gradient of the loss is like."""
-    tangents = [
-        node for node in joint.module.graph.nodes if node.op == "placeholder" and is_tangent(node)
-    ]
+    tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and is_tangent(node)]
     if len(tangents) != 1:
         raise UsageError(
             f"the function returns {len(tangents)} tensors that require a gradient",
@@ -255,7 +254,7 @@ def _take(
             _update(graph, places[place], gradient, updates, primals[place], *made)
             continue
         shared = shown.count(shown[place]) > 1 or shown[place] in lasting
-        take = TakeGradient(updates, shared or not _lies_as(gradient, primals[place]))
+        take = TakeGradient(updates, shared or not lies_as(gradient, primals[place]))
         _, take.scratch_bytes = updates.state_bytes(primals[place])
         node = graph.call_function(take, (places[place], gradient))
         node.meta = {"val": None, BACKWARD: True, UPDATE: True}
@@ -300,7 +299,7 @@ def _update(
         nodes["made", number, 0] = node
 
 
-def _lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
+def lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
     """Whether a gradient is all of its storage and lies as AccumulateGrad wants it."""
     val = gradient.meta["val"]
     whole = val.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()

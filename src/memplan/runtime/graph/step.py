@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, ParamSpec
+from typing import Any, Generic, NoReturn, ParamSpec, Protocol
 
 import torch
 from torch import fx
@@ -52,7 +52,7 @@ class _Made:
 
 
 @dataclass(eq=False)
-class _Compiled:
+class Compiled:
     """The graph of one set of shapes."""
 
     make: Callable[[list[Any]], _Made]
@@ -80,6 +80,19 @@ class _Compiled:
         failed = executable.failed_at(error)
         return executable.nodes if failed is None else executable.nodes[: failed + 1]
 
+    def report(self, budget_bytes: int | None) -> ProgramReport:
+        ordering = self.made.ordering
+        return ProgramReport(
+            operators=ordering.operators,
+            plain_peak_bytes=ordering.program_peak_bytes,
+            ordered_peak_bytes=ordering.ordered_peak_bytes,
+            lower_bound_bytes=ordering.lower_bound_bytes,
+            order_seconds=ordering.seconds,
+            budget_bytes=budget_bytes,
+            recomputed=self.made.recomputed,
+            calls=self.calls,
+        )
+
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""
         if not self._fits():
@@ -104,6 +117,16 @@ class _Compiled:
             return updates.in_graph and updates.refresh(made.classes)
         # Optimizers make their state in the first step, which knows no arithmetic yet.
         return updates.whole or not updates.in_graph or self.calls != 1
+
+
+class _Runs(Protocol):
+    """The code of one set of shapes."""
+
+    def run(self, primals: list[Any]) -> list[Any]: ...
+
+    def written_until(self, error: BaseException) -> list[str]: ...
+
+    def report(self, budget_bytes: int | None) -> ProgramReport: ...
 
 
 class UncapturedError(Exception):
@@ -133,13 +156,14 @@ class CompiledStep(Generic[P]):
         self._options = options
         self._updates = Updates(optimizers)
         self._updates.keep_gradients = options.keep_gradients
-        self._updates.whole = options.accumulate > 1  # the same graph with and without updates
-        self._programs: list[_Compiled] = []
+        # The same graph with and without updates, and what Inductor does not fuse.
+        self._updates.whole = options.accumulate > 1 or options.codegen == "inductor"
+        self._programs: list[_Runs] = []
         self._micro = 0
         self._plain_calls = 0
         self._fallback = ""
         self._only_looks = False
-        self._ran: _Compiled | None = None
+        self._ran: _Runs | None = None
         """What began to run in this call."""
         self._captures = 0
         """Of all, anew, because of what no guard compares."""
@@ -163,19 +187,7 @@ class CompiledStep(Generic[P]):
 
     def report(self) -> CompileReport:
         """What has become of the step so far."""
-        programs = [
-            ProgramReport(
-                operators=one.made.ordering.operators,
-                plain_peak_bytes=one.made.ordering.program_peak_bytes,
-                ordered_peak_bytes=one.made.ordering.ordered_peak_bytes,
-                lower_bound_bytes=one.made.ordering.lower_bound_bytes,
-                order_seconds=one.made.ordering.seconds,
-                budget_bytes=self._options.budget_bytes,
-                recomputed=one.made.recomputed,
-                calls=one.calls,
-            )
-            for one in self._programs
-        ]
+        programs = [one.report(self._options.budget_bytes) for one in self._programs]
         return CompileReport(programs, self._plain_calls, self._fallback)
 
     def operators(self, *args: P.args, **kwargs: P.kwargs) -> Operators:
@@ -230,7 +242,7 @@ class CompiledStep(Generic[P]):
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
 
-    def _undo(self, ran: _Compiled, error: BaseException, generators: list[Any]) -> None:
+    def _undo(self, ran: _Runs, error: BaseException, generators: list[Any]) -> None:
         """After an error in the middle: as before the call where it can be, with words if not."""
         self._micro = 0
         self._clear()
@@ -322,37 +334,29 @@ class CompiledStep(Generic[P]):
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
         if why := refusal(module) or _not_only_a_leaf(primals):
             raise UncapturedError(why)
-        joints: list[Joint] = []
 
-        def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
-            if num_fwd_outputs > _results(module) and _checkpoints(joint):
+        def refuse(joint: fx.GraphModule, results: int) -> None:
+            if _checkpoints(joint) and (results > _results(module) or _writes_inputs(joint)):
                 raise UncapturedError(
                     "a checkpoint around what changes a buffer: run twice, it changes it twice"
                 )
+
+        if self._options.codegen == "inductor" and not self._only_looks:
+            return self._fused(module, primals, refuse)
+        joints: list[Joint] = []
+
+        def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+            refuse(joint, num_fwd_outputs)
             joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
-            return forward_alone(joints[0])
+            forward, backward = joints[0].parts(frozenset())
+            gradients = len(_output(backward))
+            return forward_alone(forward, backward, num_fwd_outputs, gradients)
 
         def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
             if not joints:
-                raise UsageError(
-                    "the loss depends on nothing that requires a gradient",
-                    "a model with parameters that train",
-                )
+                _without_gradient()
             make = partial(self._make, joints[0])
-            made = _Compiled(make, make(primals), self._updates, joints[0].results)
-            self._programs.append(made)
-            guarded = self._guarded
-
-            def boxed(args: list[Any]) -> list[Any]:
-                if guarded.refusal:
-                    raise UncapturedError(guarded.refusal)
-                if why := _not_only_a_leaf(args):
-                    raise UncapturedError(why)
-                self._ran = made
-                return made.run(args)
-
-            boxed._boxed_call = True  # type: ignore[attr-defined]
-            return boxed
+            return self._boxed(Compiled(make, make(primals), self._updates, joints[0].results))
 
         compile_parts: Any = aot_module_simplified
         with eager_kernels():
@@ -360,6 +364,42 @@ class CompiledStep(Generic[P]):
                 module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
             )
         return compiled
+
+    def _fused(self, module: Any, primals: list[Any], refuse: Any) -> Callable[..., Any]:
+        with self._guarded.compiling():
+            # Takes seconds to import.
+            from memplan.runtime.graph.fused_step import StepParts, fused_step
+
+            parts = StepParts(
+                primals,
+                self._updates,
+                self._scaler,
+                keep=self._keeps(),
+                base_bytes=self._held_bytes(),
+                budget_bytes=self._options.budget_bytes,
+                deadline_seconds=self._options.deadline_seconds,
+                refuse=refuse,
+                wrap=self._boxed,
+                without_gradient=_without_gradient,
+            )
+            compiled: Callable[..., Any] = fused_step(module, primals, parts)
+        return compiled
+
+    def _boxed(self, made: _Runs) -> Callable[[list[Any]], list[Any]]:
+        """As PyTorch calls it."""
+        self._programs.append(made)
+        guarded = self._guarded
+
+        def boxed(args: list[Any]) -> list[Any]:
+            if guarded.refusal:
+                raise UncapturedError(guarded.refusal)
+            if why := _not_only_a_leaf(args):
+                raise UncapturedError(why)
+            self._ran = made
+            return made.run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
 
     def _make(self, joint: Joint, primals: list[Any]) -> _Made:
         options = self._options
@@ -437,6 +477,22 @@ def _results(module: fx.GraphModule) -> int:
 
 def _checkpoints(joint: fx.GraphModule) -> bool:
     return any(node.meta.get("recompute") for node in joint.graph.nodes)
+
+
+def _output(module: fx.GraphModule) -> Any:
+    *_, output = module.graph.nodes
+    return output.args[0]
+
+
+def _writes_inputs(joint: fx.GraphModule) -> bool:
+    return any(node.target is torch.ops.aten.copy_.default for node in joint.graph.nodes)
+
+
+def _without_gradient() -> NoReturn:
+    raise UsageError(
+        "the loss depends on nothing that requires a gradient",
+        "a model with parameters that train",
+    )
 
 
 def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:

@@ -58,6 +58,10 @@ class Updates:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Whether an optimizer has this parameter."""
+        return id(parameter) in self._groups
+
     def each_by_itself(self) -> bool:
         """Whether a step treats each parameter by itself, and nobody listens to it."""
         return all(_each_by_itself(optimizer) for optimizer in self.optimizers)

@@ -1,0 +1,289 @@
+"""A whole training step in Inductor's code: forward, and backward with each parameter's update.
+
+The code of backward calls an operator of memplan's for each gradient (`memplan::take_gradient`),
+which runs the optimizer's own code for that parameter. To Inductor it is an operator that writes
+the parameter, so that whoever reads that runs before; the gradient is freed after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+from weakref import WeakValueDictionary
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+
+from memplan.runtime.graph.fused import Memory, Part, Parts
+from memplan.runtime.graph.inductor import SCRATCH, Given, compiled, uncached
+from memplan.runtime.graph.joint import (
+    Joint,
+    LossGradient,
+    copied,
+    forward_alone,
+    lies_as,
+    loss_gradient,
+)
+from memplan.runtime.graph.report import ProgramReport
+from memplan.runtime.graph.updates import TakeGradient, Updates
+
+_takers: WeakValueDictionary[int, TakeGradient] = WeakValueDictionary()
+_library = torch.library.Library("memplan", "FRAGMENT")
+_library.define(
+    "take_gradient(Tensor(a!) parameter, Tensor gradient, int taker) -> ()",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def _take(parameter: torch.Tensor, gradient: torch.Tensor, taker: int) -> None:
+    _takers[taker](parameter, gradient)
+
+
+def _take_nothing(_parameter: torch.Tensor, _gradient: torch.Tensor, _taker: int) -> None:
+    """Of tensors without memory."""
+
+
+_library.impl("take_gradient", _take, "CompositeExplicitAutograd")
+_library.impl("take_gradient", _take_nothing, "Meta")
+_TAKE = torch.ops.memplan.take_gradient.default
+SCRATCH[_TAKE] = lambda arguments: _takers[arguments[-1]].scratch_bytes
+
+
+class _Take(TakeGradient):
+    """Whose gradient's memory is Inductor's, to be used again as soon as this returns."""
+
+    def __init__(self, updates: Updates, copies: bool) -> None:
+        super().__init__(updates, copies)
+        self._of = updates
+
+    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if not (self._of.in_graph and self._of.trains(parameter)):
+            gradient = gradient.clone()  # it stays
+        super().__call__(parameter, gradient)
+
+
+def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: StepParts) -> Any:
+    """What runs a step, as PyTorch's compiler takes it. Raises InfeasibleError for a budget that
+    cannot be met, UsageError for one of a graph of which not all is known."""
+    with uncached(), config.patch(custom_partitioner_fn=parts):
+        return compile_fx(module, primals, inner_compile=parts.compile)
+
+
+class StepParts(Parts):
+    """Forward and backward of a step, and what runs them one after the other."""
+
+    def __init__(
+        self,
+        primals: Sequence[Any],
+        updates: Updates,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        keep: bool,
+        base_bytes: int,
+        budget_bytes: int | None,
+        deadline_seconds: float,
+        refuse: Callable[[fx.GraphModule, int], None],
+        wrap: Callable[[StepParts], Callable[[list[Any]], list[Any]]],
+        without_gradient: Callable[[], Any],
+    ) -> None:
+        """`keep`: gradients stay. `base_bytes`: optimizer state, and gradients of earlier calls.
+        `refuse` is told the joint graph, and how many
+        results forward has, and raises where it is not the step; `wrap` gives what
+        PyTorch is to call; `without_gradient` raises for a graph that has no backward."""
+        super().__init__(budget_bytes, False, deadline_seconds)
+        self._updates = updates
+        self._scaler = scaler
+        self._keep = keep
+        self._base_bytes = base_bytes
+        self._refuse_graph = refuse
+        self._wrap = wrap
+        self._without_gradient = without_gradient
+        self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
+        """Until the code is there."""
+        self._trained = tuple(self._parameters)
+        self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
+        self._takers: dict[int, TakeGradient] = {}
+        """By the place of the parameter among the primals."""
+        self._extra: list[int] = []
+        """Places of parameters that backward is given beside what forward saved."""
+        self._start: LossGradient | None = None
+        self._runs: tuple[Any, Any] | None = None
+        self._written: list[str] = []
+        self.kernels = 0
+        self.calls = 0
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._refuse_graph(gm, kwargs["num_fwd_outputs"])
+        self._start = LossGradient(loss_gradient(gm), self._scaler)
+        gradients = len(_returned(gm)) - kwargs["num_fwd_outputs"]
+        self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
+        nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
+        self._written = [
+            str(node.args[0]) for node in nodes if node.target is torch.ops.aten.copy_.default
+        ]
+        assert self._results is not None
+        return forward_alone(copied(forward), backward, self._results, gradients)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            return _never
+        if self._parts is None:
+            self._without_gradient()
+        if self._runs is None:
+            self._compile_parts(module, options)
+        return self._wrap(self)
+
+    def _compile_parts(self, module: fx.GraphModule, options: dict[str, Any]) -> None:
+        assert self._parts is not None
+        # An optimizer's numbers are others in each step, which a CUDA graph would not see.
+        options["cudagraphs"] = type(options["cudagraphs"])(False)
+        shown = _output(module).meta.get("user_visible_output_idxs", ())
+        memory, runs = self._no_memory(self._results), []
+        for part, backward in zip(self._parts, (False, True), strict=True):
+            places = [node for node in part.graph.nodes if node.op == "placeholder"]
+            inputs = [node.meta["val"] for node in places]
+            _output(part).meta["user_visible_output_idxs"] = [] if backward else shown
+            about = Part(part, inputs)
+            given = memory.given(about, backward=backward)
+            mine = {
+                **options,
+                "is_backward": backward,
+                "static_input_idxs": options["static_input_idxs"]
+                if not backward
+                else [place for place, one in enumerate(given) if one is not None and one.lasts],
+            }
+            with _told(given if backward else ()):
+                run, kernels = compiled(part, inputs, given, deadline_seconds=self._seconds, **mine)
+            runs.append(run)
+            if kernels is None:
+                self._refuse("it has sizes that are not known")
+                continue
+            self._promise(memory.peak(about, given, kernels, backward=backward))
+            self.kernels += kernels.calls
+        self._runs = runs[0], runs[1]
+        self._parts = None
+        self._parameters.clear()
+
+    def _no_memory(self, results: int | None) -> Memory:
+        return Memory(results, self._base_bytes)
+
+    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = super()._cut(joint, module)
+        if not self._keep:
+            self._take_gradients(forward, backward)
+        return forward, backward
+
+    def _take_gradients(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Gradients are taken by backward itself, which returns nothing."""
+        graph = backward.graph
+        primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+        last = list(places.values())[-1]
+        self._extra.clear()
+        output = _output(backward)
+        for place, gradient in enumerate(_returned(backward)):
+            parameter = self._parameters.get(place)
+            if not isinstance(gradient, fx.Node) or parameter is None:
+                continue
+            name = primals[place].name
+            if name not in places:
+                with graph.inserting_after(last):
+                    last = places[name] = graph.placeholder(name)
+                last.meta = dict(primals[place].meta)
+                self._extra.append(place)
+            taker = self._takers.setdefault(place, self._taker(parameter, gradient))
+            with graph.inserting_before(output):
+                graph.call_function(_TAKE, (places[name], gradient, id(taker))).meta["val"] = None
+        output.args = ((),)
+        backward.recompile()
+
+    def _taker(self, parameter: torch.Tensor, gradient: fx.Node) -> TakeGradient:
+        taker = _Take(self._updates, not lies_as(gradient, parameter))
+        _, taker.scratch_bytes = self._updates.state_bytes(parameter)
+        _takers[id(taker)] = taker
+        return taker
+
+    # The step
+
+    def run(self, primals: list[Any]) -> list[Any]:
+        """Forward's results. Empties the list, so that nothing but its owners holds an input."""
+        assert self._runs is not None and self._results is not None and self._start is not None
+        self.calls += 1
+        forward, backward = self._runs
+        trained = {place: primals[place] for place in self._trained}
+        given = list(primals)
+        primals.clear()
+        made = list(forward(given))
+        results = made[: self._results]
+        made = [*made[self._results :], self._start(), *(trained[place] for place in self._extra)]
+        with torch._C._DisableAutocast():
+            gradients = backward(made)
+        if self._keep:
+            self._hand_over(trained, list(gradients))
+        return results
+
+    def _hand_over(self, trained: dict[int, Any], gradients: list[Any]) -> None:
+        """Gradients that stay. None of them may be a part of another."""
+        seen: set[int] = set()
+        for place, parameter in trained.items():
+            gradient, gradients[place] = gradients[place], None
+            if gradient is not None:
+                storage = gradient.untyped_storage()
+                shared = storage.data_ptr() in seen
+                seen.add(storage.data_ptr())
+                whole = storage.nbytes() == parameter.numel() * parameter.element_size()
+                alike = gradient.stride() == parameter.stride()
+                TakeGradient(self._updates, shared or not (whole and alike))(parameter, gradient)
+
+    def written_until(self, _error: BaseException) -> list[str]:
+        """Inputs other than trained parameters that the step had begun to write, by name."""
+        return self._written
+
+    def report(self, budget_bytes: int | None) -> ProgramReport:
+        peak = self.promised_bytes
+        again = len(self.recomputed)
+        return ProgramReport(
+            self.kernels, peak, peak, 0, 0.0, budget_bytes, recomputed=again, calls=self.calls
+        )
+
+
+@contextmanager
+def _told(given: Sequence[Given | None]) -> Iterator[None]:
+    """While Inductor compiles a part that AOTAutograd does not know: which of its inputs it may
+    write into, because nobody else holds them."""
+    context: Any = TracingContext.get()
+    storages = [one.storage for one in given if one is not None]
+    own = [
+        place
+        for place, one in enumerate(given)
+        if one is not None and not one.lasts and storages.count(one.storage) == 1
+    ]
+    with (
+        mock.patch.object(context.fw_metadata, "bw_donated_idxs", own),
+        mock.patch.object(context, "output_strides", None),
+    ):
+        yield
+
+
+def _output(module: fx.GraphModule) -> fx.Node:
+    output: fx.Node = next(reversed(module.graph.nodes))
+    return output
+
+
+def _returned(module: fx.GraphModule) -> Any:
+    return _output(module).args[0]
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _never(*_args: Any) -> Any:
+    raise RuntimeError("the step has run its backward pass already")

@@ -1,0 +1,199 @@
+"""`memplan.compile(codegen="inductor")`: the plain loop's numbers, and the promised bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memplan
+from bench.recompute.tracker import measure
+from memplan.runtime.graph import inductor
+from memplan.runtime.graph.step import CompiledStep
+from memplan.types.errors import InfeasibleError, UsageError
+
+pytestmark = pytest.mark.skipif(
+    bool(inductor.unavailable([torch.device("cpu")])), reason="no C++ compiler"
+)
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Batch norm, a tied weight, one that does not train and one that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.layers = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens).flatten(0, 1))
+        x = self.frozen(x + self.layers(x)) * self.scale
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+def trained(model: Net) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.requires_grad and one is not model.scale]
+
+
+def adam(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.Adam(trained(model), lr=1e-2)
+
+
+def sgd(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained(model), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: Net, tokens: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens), labels.flatten())
+
+
+def batches(count: int, rows: int = 8) -> list[tuple[Tensor, Tensor]]:
+    shape = (rows, 6)
+    return [(torch.randint(30, shape), torch.randint(30, shape)) for _ in range(count)]
+
+
+def close(mine: nn.Module, theirs: nn.Module) -> None:
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def compiled(
+    model: Net, optimizer: torch.optim.Optimizer, **options: Any
+) -> CompiledStep[[Tensor, Tensor]]:
+    return memplan.compile(
+        lambda tokens, labels: loss_of(model, tokens, labels),
+        optimizer=optimizer,
+        codegen="inductor",
+        deadline_seconds=1.0,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adam, {}),
+        (sgd, {"accumulate": 2}),
+        (sgd, {"clip_grad_norm": 0.5}),
+        (adam, {"keep_gradients": True}),
+    ],
+)
+def test_numbers(make: Make, options: dict[str, Any]) -> None:
+    mine = Net()
+    theirs = copy.deepcopy(mine)
+    optimizers = make(mine), make(theirs)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, 0.3) for one in optimizers]
+    step = compiled(mine, optimizers[0], **options)
+    every = options.get("accumulate", 1)
+    for number, batch in enumerate(batches(6)):
+        loss = step(*batch)
+        if number % every == 0:
+            optimizers[1].zero_grad()
+        again = loss_of(theirs, *batch)
+        again.backward()
+        if "clip_grad_norm" in options:
+            nn.utils.clip_grad_norm_(trained(theirs), options["clip_grad_norm"])
+        if number % every == every - 1:
+            optimizers[1].step()
+        for one in schedulers:
+            one.step()
+        torch.testing.assert_close(loss, again.detach(), rtol=1e-3, atol=1e-5)
+        close(mine, theirs)
+        torch.testing.assert_close(mine.scale.grad, theirs.scale.grad, rtol=1e-3, atol=1e-5)
+        if "keep_gradients" in options:
+            for ours, other in zip(trained(mine), trained(theirs), strict=True):
+                torch.testing.assert_close(ours.grad, other.grad, rtol=1e-3, atol=1e-5)
+    report = step.report()
+    assert report.compiled_calls == 6 and not report.fallback, str(report)
+
+
+def resident(model: Net, optimizer: torch.optim.Optimizer, batch: Any) -> list[Tensor]:
+    states = [one for state in optimizer.state.values() for one in state.values()]
+    return [*model.parameters(), *model.buffers(), *states, *batch]
+
+
+def peak(model: Net, optimizer: Any, step: Callable[..., object], batch: Any) -> int:
+    for _ in range(2):
+        step(*batch)
+    model.zero_grad()
+    gc.collect()
+    return measure(lambda: step(*batch), resident(model, optimizer, batch)).peak_bytes
+
+
+def test_promised_bytes_and_budgets() -> None:
+    model = Net()
+    model.scale.requires_grad_(False)  # its gradient would stay
+    optimizer, (batch,) = adam(model), batches(1, 64)
+
+    def plain(tokens: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        fast(tokens, labels).backward()
+        optimizer.step()
+
+    fast = torch.compile(lambda tokens, labels: loss_of(model, tokens, labels))
+    before = peak(model, optimizer, plain, batch)
+    step = compiled(model, optimizer)
+    most = peak(model, optimizer, step, batch)
+    promised = step.report().programs[0].ordered_peak_bytes
+    assert most <= promised <= 1.01 * most
+    assert most < before
+    impossible = compiled(model, optimizer, budget=1000)
+    with pytest.raises(InfeasibleError, match="the least found is") as caught:
+        impossible(*batch)
+    least = int(str(caught.value).split("try: budget=")[1].split(",")[0])
+    assert least <= most
+    limited = compiled(model, optimizer, budget=least)
+    assert peak(model, optimizer, limited, batch) <= least
+
+
+def test_other_shapes_and_an_error_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = adam(model)
+    step = compiled(model, optimizer)
+    for rows in (4, 6, 4):
+        step(*batches(1, rows)[0])
+    assert [one.calls for one in step.report().programs] == [2, 1]
+    update = type(step._updates).update
+    updated: list[Tensor] = []
+
+    def fail(self: Any, parameter: Tensor) -> None:
+        if len(updated) == 2:
+            raise RuntimeError("no more")
+        if self.trains(parameter):
+            updated.append(parameter)
+        update(self, parameter)
+
+    monkeypatch.setattr(type(step._updates), "update", fail)
+    with pytest.raises(RuntimeError, match="no more") as caught:
+        step(*batches(1, 4)[0])
+    assert "2 of 7 parameters are updated" in "".join(caught.value.__notes__)
+    monkeypatch.undo()
+    step(*batches(1, 4)[0])
+
+
+def test_a_checkpoint_around_batch_norm_runs_plainly() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model = Net()
+    step: Any = memplan.compile(
+        lambda tokens, labels: checkpoint(loss_of, model, tokens, labels, use_reentrant=False),
+        optimizer=sgd(model),
+        codegen="inductor",
+    )
+    step(*batches(1)[0])
+    assert "a checkpoint around what changes a buffer" in step.report().fallback
+
+
+def test_bad_codegen() -> None:
+    model = Net()
+    with pytest.raises(UsageError, match="codegen='triton'"):
+        memplan.compile(lambda: None, optimizer=sgd(model), codegen="triton")  # type: ignore[arg-type, return-value]
