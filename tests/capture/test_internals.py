@@ -18,7 +18,9 @@ from memplan.capture.patching import Patches
 from memplan.cli import app, main
 
 SOURCES = Path(internals.__file__).parents[1]
+SETTINGS = "torch._dynamo.config."
 ELSEWHERE = {
+    "capture/internals.py": "the lists",
     "capture/fake_cuda.py": "its self-test finds what is missing, and a capture goes on without",
     "capture/standins/packages": "each is used by jobs that import that package",
 }
@@ -42,7 +44,8 @@ def chain(node: ast.AST) -> str:
 
 
 def taken(tree: ast.Module) -> Iterator[str]:
-    """Private names that a module takes from PyTorch: imports at its head, and `torch.…` anywhere.
+    """Private names that a module takes from PyTorch: imports at its head, and `torch.…` anywhere;
+    settings of its compiler also as strings.
 
     What a function imports is needed by that function alone; operators of other namespaces than
     `aten` come with modules of their own.
@@ -52,6 +55,8 @@ def taken(tree: ast.Module) -> Iterator[str]:
             yield from (f"{statement.module}.{alias.name}" for alias in statement.names)
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and str(node.value).startswith(SETTINGS):
+            yield str(node.value)
         name = "" if id(node) in inner else chain(node)
         if name and (not name.startswith("torch.ops.") or name.startswith("torch.ops.aten.")):
             yield name

@@ -223,3 +223,73 @@ def test_a_model_in_a_dispatch_mode_runs_once() -> None:
         step(*job.batches[0])
     assert calls == [1]
     assert step.report().fallback
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_error_in_the_optimizer_s_own_step(
+    scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the graph, where gradients must all be there first."""
+    job = classifier(dropped)
+    if scaled:
+        job.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    step = compiled(job, clip_grad_norm=1.0)
+    step(*job.batches[0])
+    before = snapshot(job, None, gradients=True)
+    optimizer: Any = job.optimizers[0]
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+        patch.setattr(optimizer, "step", fail)
+        step(*job.batches[1])
+    assert "as before the call" in caught.value.__notes__[0]
+    assert snapshot(job, None, gradients=True) == before
+    step(*job.batches[1])
+
+    def fail_late(*_args: Any, **_kwargs: Any) -> None:
+        with torch.no_grad():
+            next(job.model.parameters()).add_(1)
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError) as broken:
+        patch.setattr(optimizer, "step", fail_late)
+        step(*job.batches[2])
+    assert "half done: 1 of 6 parameters are updated" in broken.value.__notes__[0]
+
+
+def test_an_error_in_the_first_step_leaves_no_state() -> None:
+    job = classifier(dropped)
+    step = compiled(job, order=False)
+    x, y = job.batches[0]
+    before = snapshot(job, None, gradients=True)
+    with pytest.raises(IndexError):
+        step(x, y + 10)
+    assert not job.optimizers[0].state
+    assert snapshot(job, None, gradients=True) == before
+    step(x, y)
+
+
+def test_an_error_in_a_plain_call_begins_anew() -> None:
+    job = classifier(dropped)
+    plain, fails = job.loss_fn, [False]
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        print("no graph")
+        loss = plain(x, y)
+        if fails[0]:
+            raise KeyError("broken")
+        return loss
+
+    job.loss_fn = loss_fn
+    step = compiled(job, accumulate=2)
+    step(*job.batches[0])
+    before = torch.get_rng_state()
+    fails[0] = True
+    with pytest.raises(KeyError) as caught:
+        step(*job.batches[1])
+    assert "gradients are cleared" in caught.value.__notes__[0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert step._micro == 0
+    assert all(one.grad is None for one in job.model.parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bench.recompute.tracker import measure
 from memplan.runtime.graph import backend, fused, inductor
+from memplan.types.errors import InfeasibleError, UsageError
 
 needs_compiler = pytest.mark.skipif(
     bool(inductor.unavailable([torch.device("cpu")])), reason="no C++ compiler"
@@ -116,7 +117,7 @@ def test_budgets(promises: list[fused.Parts]) -> None:
     budget = (least + most) // 2
     assert peak(compiled(model, budget=budget), model, x) <= promises[-1].promised_bytes <= budget
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=r"InfeasibleError: .*the least found is"):
+    with pytest.raises(InfeasibleError, match=r"the least found is"):
         compiled(model, budget=1000)(x)
 
 
@@ -157,7 +158,7 @@ def test_sizes_that_nobody_knows(promises: list[fused.Parts]) -> None:
         assert torch.equal(run(x), chosen(x))
         torch._dynamo.reset()
         limited: dict[str, Any] = {"codegen": "inductor", "budget": "1GiB"}
-        with pytest.raises(Exception, match="UsageError: no budget for this graph: it has sizes"):
+        with pytest.raises(UsageError, match="no budget for this graph: it has sizes"):
             torch.compile(chosen, backend="memplan", options=limited)(x)
 
 
@@ -172,5 +173,5 @@ def test_without_a_compiler(
             assert torch.equal(torch.compile(model, backend="memplan")(x), model(x))
             torch._dynamo.reset()
     assert sum("no C++ compiler c++" in one for one in caplog.messages) == 1
-    with pytest.raises(Exception, match="UsageError: codegen='inductor': no C"):
+    with pytest.raises(UsageError, match="codegen='inductor': no C"):
         compiled(model)(x)

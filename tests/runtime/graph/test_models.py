@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import memplan
+from memplan.runtime.graph.step import CompiledStep
 from tests.runtime.graph.training import (
     Job,
     batches,
@@ -492,3 +497,119 @@ def test_in_order_and_with_another_seed() -> None:
     for options in ({"order": False}, {"seed": 5}):
         step, _ = run_both(lambda: classifier(Norm, adam, IMAGES), **options)
         captured(step, 4)
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.rand(3)
+        return gradient * 2
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "numbers": lambda y: torch.rand(5),
+    "a dropout": lambda y: F.dropout(y),
+    "a chain": lambda y: torch.rand(3) * 2 + torch.randn(3),
+    "in place": lambda y: torch.empty(3).exponential_(),
+    "a permutation": lambda y: torch.randperm(7),
+    "attention": lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWS, "in backward"])
+@pytest.mark.parametrize("kind", ["step", "region"])
+def test_random_numbers_that_nobody_wants_are_drawn(name: str, kind: str) -> None:
+    """PyTorch's compiler drops them, and generators are then others than they would be."""
+    draw = DRAWS.get(name, lambda _: None)
+    states = []
+    for compiled in (False, True):
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(x: Tensor, model: nn.Module = model) -> Tensor:
+            y = DrawsInBackward.apply(model(x)) if name == "in backward" else model(x)
+            draw(y)
+            return y.mean()
+
+        torch.manual_seed(2)
+        x = torch.ones(5, 6)
+        if compiled and kind == "step":
+            step = memplan.compile(loss_fn, optimizer=optimizer, order=False)
+            step(x)
+            captured(step, 1)
+        else:
+            options: dict[str, Any] = {"codegen": "eager"}
+            run: Any = torch.compile(loss_fn, backend="memplan", options=options)
+            run = run if compiled else loss_fn
+            run(x).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def programs_of(step: CompiledStep[...]) -> list[Any]:
+    return list(step._programs)
+
+
+def test_what_was_compiled_before_is_let_go() -> None:
+    """Captures that no call can come back to hold no graph."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    class Scale:
+        def of(self, loss: Tensor) -> Tensor:
+            return loss
+
+    scale = Scale()
+    step = memplan.compile(lambda x: scale.of(model(x).mean()), optimizer=optimizer, order=False)
+    seen, files = [], set()
+    for number in range(12):  # shapes, methods, and then more than PyTorch captures
+        if number == 2:
+            Scale.of = lambda self, loss: loss * 2  # type: ignore[method-assign]
+        step(torch.ones(number % 4 + number // 4 * 4 + 1, 6))
+        seen += [weakref.ref(one.made.executable) for one in programs_of(step)]
+        files |= {one.made.executable._file for one in programs_of(step)}
+        if number == 2:
+            gc.collect()
+            assert [one() is None for one in seen] == [True, True, True, False]
+    report = step.report()
+    assert report.fallback
+    assert len(report.programs) == 10
+    assert report.compiled_calls + report.plain_calls == 12
+    torch._dynamo.reset()
+    gc.collect()
+    assert not step._programs
+    assert all(one() is None for one in seen)
+    assert not {name for name in linecache.cache if name in files}
+
+
+def test_a_step_that_is_dropped_lets_its_model_go() -> None:
+    job = classifier()
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
+    step(*job.batches[0])
+    held = weakref.ref(job.model), weakref.ref(programs_of(step)[0].made.executable)
+    del job, step
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+
+
+def test_operators_before_the_first_step_are_those_of_the_second() -> None:
+    job = classifier(make=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
+    before = step.operators(*job.batches[0]).graph.name
+    assert not job.optimizers[0].state
+    for batch in job.batches[:2]:
+        step(*batch)
+    graph = programs_of(step)[0].made.ordering
+    assert graph.operators == len(before)
+    assert not any("take_gradient" in name for name in before)
+
+
+def test_the_first_step_is_made_once() -> None:
+    """Its updates are operators, and the order is searched once."""
+    step, _ = run_both(classifier)
+    assert programs_of(step)[0].made_again == 0
+    assert programs_of(step)[0].made.classes

@@ -7,9 +7,10 @@ are no part of the graph: they come from a run of that code before each step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class Operation:
     arguments: tuple[Any, ...]
     """Leaves of args and kwargs; tensors and floats are `Named`."""
     spec: Any
+    same_as: int | None
+    """The leaf that the result is, of an operator in place."""
 
 
 @dataclass
@@ -52,6 +55,10 @@ class Arithmetic:
     """Of each operation, with tensors that have no memory."""
     state: tuple[str, ...] = ()
     """Keys of the tensors of the optimizer's state."""
+    begins_with: tuple[torch.Tensor, ...] = ()
+    """What these are like, without memory."""
+    scalars: tuple[Any, ...] = ()
+    """What of the state decided on the numbers."""
 
     def like(self, other: Arithmetic) -> bool:
         """Whether only the numbers differ."""
@@ -66,35 +73,73 @@ def one_tensor_at_a_time(group: dict[str, Any], parameter: torch.Tensor) -> bool
     return foreach is False or (foreach is None and parameter.device.type == "cpu")
 
 
+@contextlib.contextmanager
+def as_in_a_step() -> Iterator[None]:
+    """Have an optimizer do what it does in a step, though PyTorch's compiler may be at work: it
+    would keep numbers in tensors."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+Update = Callable[[dict[str, Any], nn.Parameter, Any], None]
+"""Runs an optimizer for a parameter with this group and these states."""
+
+
 def arithmetic(
-    step: Callable[[dict[str, Any], nn.Parameter, Any], None],
+    step: Update,
+    begin: Update,
     group: dict[str, Any],
     parameter: torch.Tensor,
     state: dict[str, Any],
+    *,
+    known: Arithmetic | None = None,
+    ahead: bool = False,
 ) -> Arithmetic | None:
-    """What an update does; None where that cannot be said: it has no state yet, or touches more.
+    """What an update does; None where that cannot be said: it makes more state, or touches more.
 
-    `step` runs the update of a parameter with this state.
+    `step` updates a parameter; `begin` makes the state that it begins with, if there is none.
+    `known`: what it is likely to be, which saves time. `ahead`: where the first update is another
+    one than the rest, the second is asked for.
     """
     if not one_tensor_at_a_time(group, parameter):
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with as_in_a_step():
         model = nn.Parameter(without_memory(parameter))
         model.grad = torch.empty_like(model)
         held = {key: _shadow(value) for key, value in state.items()}
-        before = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
-        before = copy.deepcopy(before)
-        recorder = _Recorder(model, held)
         states: Any = defaultdict(dict, {model: held})
         try:
-            with recorder:
-                step(group, model, states)
+            if not state:
+                begin(group, model, states)
+            found = _recorded(step, group, model, states, known)
+            if found is None and ahead and not state:
+                found = _recorded(step, group, model, states, None)
         except Exception:
             return None
-    after = {key: value for key, value in held.items() if not isinstance(value, torch.Tensor)}
-    if recorder.refused or before != after or len(states) != 1 or set(held) != set(state):
+    return found
+
+
+def _recorded(
+    step: Update, group: dict[str, Any], model: nn.Parameter, states: Any, known: Arithmetic | None
+) -> Arithmetic | None:
+    state = states[model]
+    keys, before = set(state), copy.deepcopy(_other(state))
+    recorder = _Recorder(model, state, known)
+    with recorder:
+        step(group, model, states)
+    if recorder.refused or before != _other(state) or len(states) != 1 or set(state) != keys:
         return None
     return recorder.found
+
+
+def _other(state: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor."""
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
 def scalars(state: dict[str, Any]) -> tuple[Any, ...]:
@@ -119,10 +164,13 @@ def _shadow(value: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Parameter, state: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Parameter, state: dict[str, Any], known: Arithmetic | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Arithmetic()
+        self.found = Arithmetic(scalars=scalars(state))
         self.refused = False
+        self._known = known
         self._tokens: dict[int, Token] = {}
         self._alive: list[torch.Tensor] = []
         assert model.grad is not None
@@ -131,7 +179,9 @@ class _Recorder(TorchDispatchMode):
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 self._name(value, ("state", key))
-        self.found.state = tuple(k for k, v in state.items() if isinstance(v, torch.Tensor))
+        held = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        self.found.state = tuple(held)
+        self.found.begins_with = tuple(map(without_memory, held.values()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -144,15 +194,32 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = tuple(self._argument(leaf) for leaf in leaves)
-        result = func(*args, **kwargs)
         number = len(self.found.operations)
+        operation = self._as_known(number, func, given, spec)
+        if operation is None:
+            result = func(*args, **kwargs)
+            same_as = next((place for place, leaf in enumerate(leaves) if leaf is result), None)
+            operation = Operation(func, given, spec, same_as)
+        elif operation.same_as is not None:
+            result = leaves[operation.same_as]
+        else:
+            assert self._known is not None
+            result = self._known.results[number].detach()
         self.refused |= not isinstance(result, torch.Tensor)
         for place, one in enumerate(pytree.tree_leaves(result)):
             if isinstance(one, torch.Tensor) and id(one) not in self._tokens:
                 self._name(one, ("made", number, place))
-        self.found.operations.append(Operation(func, given, spec))
+        self.found.operations.append(operation)
         self.found.results.append(result)
         return result
+
+    def _as_known(self, number: int, func: Any, given: Any, spec: Any) -> Operation | None:
+        """The operation of this place, if it is this one and has nothing to compute."""
+        if self._known is None or number >= len(self._known.operations):
+            return None
+        operation, result = self._known.operations[number], self._known.results[number]
+        same = operation.func is func and operation.arguments == given and operation.spec == spec
+        return operation if same and result.is_meta else None
 
     def _name(self, tensor: torch.Tensor, token: Token) -> None:
         self._tokens[id(tensor)] = token

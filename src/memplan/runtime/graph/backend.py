@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.dependencies import operators
+from memplan.runtime.graph.eager_kernels import every_draw
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
@@ -25,7 +26,7 @@ from memplan.runtime.graph.program import program_of
 from memplan.runtime.graph.recompute import Attempt, least, within_budget
 from memplan.runtime.graph.region import Region, region
 from memplan.types.device import parse_size
-from memplan.types.errors import InfeasibleError, UsageError
+from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
 log = logging.getLogger("memplan")
 
@@ -73,6 +74,27 @@ class Options:
         return options
 
 
+def _raised_by_the_call(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo puts an error of a backend into one of its own, with its own advice: memplan's errors
+    are raised by the call of what was compiled instead, as they are."""
+
+    @functools.wraps(backend)
+    def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        try:
+            made: Callable[..., Any] = backend(*args, **kwargs)
+            return made
+        except MemplanError as error:
+            raised = error
+
+        def fail(*_args: Any) -> Any:
+            raise raised.with_traceback(None)
+
+        return fail
+
+    return compiled
+
+
+@_raised_by_the_call
 def memplan(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -109,7 +131,7 @@ def memplan(
     made = _Parts(chosen)
     compile_parts: Any = aot_module_simplified
     # Donated buffers forbid a second backward.
-    with functorch_config.patch(donated_buffer=False):
+    with functorch_config.patch(donated_buffer=False), every_draw():
         compiled: Callable[..., Any] = compile_parts(
             module,
             inputs,

@@ -1,4 +1,4 @@
-"""While PyTorch traces: operators are made of others as they are when nothing is traced.
+"""While PyTorch traces: operators are as they are when nothing is traced.
 
 For some operators PyTorch has a second implementation in Python that only tracing uses (dropout,
 recurrent cells, interpolation, …); on the CPU the last bits of their results may be others.
@@ -7,15 +7,23 @@ recurrent cells, interpolation, …); on the CPU the last bits of their results 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch._decomp  # which registers them
 from torch._C import DispatchKey
+from torch._inductor import config as inductor_config
 
 _OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+def every_draw() -> AbstractContextManager[None]:
+    """Entered around a trace: random numbers are drawn though nobody wants them, so that generators
+    are afterwards as they would have been."""
+    patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
+    return patched
 
 
 @contextmanager

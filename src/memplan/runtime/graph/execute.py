@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -68,6 +69,7 @@ class Executable:
         source = "\n".join(lines)
         self._file = f"<memplan step {next(_numbers)}>"
         linecache.cache[self._file] = (len(source), None, source.splitlines(True), self._file)
+        weakref.finalize(self, linecache.cache.pop, self._file, None)
         exec(compile(source, self._file, "exec"), self._space)
         self._function: Callable[[list[Any]], tuple[Any, ...]] = self._space["step"]
 

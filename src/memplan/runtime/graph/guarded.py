@@ -22,22 +22,24 @@ from unittest import mock
 
 import torch
 from torch._dynamo import symbolic_convert
+from torch._dynamo.symbolic_convert import is_stdlib
 from torch._dynamo.types import GuardFilterEntry
 
 from memplan.capture import patching
 
 _STRICT = {
-    "allow_rnn": True,
-    "assume_dunder_attributes_remain_unchanged": False,
-    "guard_nn_modules": True,
-    "guard_nn_modules_using_dict_tags": False,
-    "skip_fsdp_guards": False,
-    "skip_nnmodule_hook_guards": False,
-    "skip_no_tensor_aliasing_guards_on_parameters": False,
-    "skip_tensor_guards_with_matching_dict_tags": False,
+    "torch._dynamo.config.allow_rnn": True,
+    "torch._dynamo.config.assume_dunder_attributes_remain_unchanged": False,
+    "torch._dynamo.config.guard_nn_modules": True,
+    "torch._dynamo.config.guard_nn_modules_using_dict_tags": False,
+    "torch._dynamo.config.skip_fsdp_guards": False,
+    "torch._dynamo.config.skip_nnmodule_hook_guards": False,
+    "torch._dynamo.config.skip_no_tensor_aliasing_guards_on_parameters": False,
+    "torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags": False,
     # NumPy's functions as PyTorch's, whose results are not the same bits.
-    "trace_numpy": False,
+    "torch._dynamo.config.trace_numpy": False,
 }
+_SETTINGS = {name.rpartition(".")[2]: value for name, value in _STRICT.items()}
 _OWN_LAYOUT = (dict, OrderedDict, defaultdict)
 _Values = list[tuple[Any, list[Any]]]
 
@@ -46,8 +48,8 @@ _Values = list[tuple[Any, list[Any]]]
 def strict() -> Iterator[None]:
     """Have Dynamo guard also what it expects nobody to change: hooks, defaults of functions,
     aliases among parameters, what the standard library keeps in its modules."""
-    everything = mock.patch.object(symbolic_convert, "is_stdlib", lambda _module: False)
-    with torch._dynamo.config.patch(_STRICT), everything:
+    everything = mock.patch.object(symbolic_convert, is_stdlib.__name__, lambda _module: False)
+    with torch._dynamo.config.patch(_SETTINGS), everything:
         yield
 
 

@@ -27,7 +27,6 @@ from memplan.runtime.graph.arithmetic import (
     Arithmetic,
     Named,
     Token,
-    without_memory,
 )
 from memplan.runtime.graph.program import (
     BACKWARD,
@@ -67,14 +66,19 @@ class Joint:
         """Forward and backward; nodes of these names run again in the latter."""
         module = copied(self.module)
         tag(module.graph, recomputed)
+        _take_elements(module.graph)
         # Else a generator on a GPU is an input of both parts.
         with functorch_config.patch(graphsafe_rng_functionalization=False):
             forward, backward = default_partition(
                 module, self.inputs, num_fwd_outputs=self.results, **self.options
             )
-        # Random numbers that only forward wants are copied along, and are impure or not by what
-        # else has been imported.
-        backward.graph.eliminate_dead_code(is_impure_node=_has_effects)
+        drawn = {node.name for node in forward.graph.nodes if _is_random(node)}
+        # The partitioner copies those along.
+        backward.graph.eliminate_dead_code(
+            is_impure_node=lambda node: (
+                _has_effects(node) or (_is_random(node) and node.name not in drawn)
+            )
+        )
         return forward, backward
 
 
@@ -162,6 +166,21 @@ def forward_alone(
         elif node.op == "output":
             graph.output((None,) * gradients)
     return forward, fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _take_elements(graph: fx.Graph) -> None:
+    """Random numbers that nobody wants: the partitioner asks of each result of several tensors that
+    some be taken."""
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if _is_random(node) and not node.users and isinstance(val, (list, tuple)):
+            with graph.inserting_after(node):
+                taken = graph.call_function(operator.getitem, (node, 0))
+            taken.meta = {**node.meta, "val": val[0]}
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _has_effects(node: fx.Node) -> bool:
@@ -277,8 +296,7 @@ def _update(
         node.meta = {"val": val, BACKWARD: True, UPDATE: True}
         return node
 
-    for key in arithmetic.state:
-        val = without_memory(updates.state_of(parameter, key))
+    for key, val in zip(arithmetic.state, arithmetic.begins_with, strict=True):
         nodes["state", key] = brought(State(updates, parameter, key), val)
 
     def argument(leaf: Any) -> Any:

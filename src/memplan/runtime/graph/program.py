@@ -18,6 +18,8 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from memplan.runtime.graph.workspaces import workspace_bytes
+
 FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
 BACKWARD = "memplan_backward"
@@ -179,7 +181,7 @@ class _Reader:
             backward=bool(node.meta.get(BACKWARD)),
             update=bool(node.meta.get(UPDATE)),
             flops=_flops(node),
-            scratch_bytes=node.target.scratch_bytes if isinstance(node.target, Added) else 0,
+            scratch_bytes=_scratch_bytes(node),
         )
 
     def _result(self, node: fx.Node) -> Any:
@@ -189,13 +191,13 @@ class _Reader:
         val = node.meta.get("val")
         aliases = _aliases(node)
         if isinstance(val, torch.Tensor):
-            return self._place(val, node, aliases.get(0, ()))
+            return self._place(val, node, 0, aliases.get(0, ()))
         if not isinstance(val, (list, tuple)):
             return None
         target = node.target
         lists = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
         return [
-            self._place(one, node, aliases.get(0 if lists else place, ()))
+            self._place(one, node, place, aliases.get(0 if lists else place, ()))
             if isinstance(one, torch.Tensor)
             else None
             for place, one in enumerate(val)
@@ -206,11 +208,18 @@ class _Reader:
             return [self._all_new(one, node) for one in val]
         return self._new(val, _name(node)) if isinstance(val, torch.Tensor) else None
 
-    def _place(self, val: torch.Tensor, node: fx.Node, aliases: Sequence[fx.Node]) -> int:
+    def _place(
+        self, val: torch.Tensor, node: fx.Node, place: int, aliases: Sequence[fx.Node]
+    ) -> int:
         found = self._of(aliases)
         if len(found) > 1:
             raise ValueError(f"a result that is a view of several: {node.format_node()}")
-        return found[0] if found else self._new(val, _name(node))
+        if found:
+            return found[0]
+        new = self._new(val, _name(node))
+        if not val.numel() and (size := workspace_bytes(node, place)):
+            self.storages[new] = StorageFacts(size, _name(node))
+        return new
 
     def _of(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(index for node in nodes for index in self._all(node)))
@@ -312,6 +321,31 @@ def chains_of(operator: torch._ops.OpOverload) -> Iterator[str]:
         yield "collectives"
     elif operator.namespace not in ("aten", "prims", "torchvision"):
         yield operator.namespace  # may keep a state, unsaid
+
+
+def _scratch_bytes(node: fx.Node) -> int:
+    """Python's numbers become tensors where an operator wants one."""
+    if isinstance(node.target, Added):
+        return node.target.scratch_bytes
+    val = node.meta.get("val")
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
+        return 0
+    if val.device.type not in ("cpu", "meta"):
+        return 0
+    wanted = zip(node.target._schema.arguments, node.args, strict=False)
+    return _NUMBER_BYTES * sum(
+        isinstance(argument.type, torch.TensorType) and _is_number(given)
+        for argument, given in wanted
+    )
+
+
+_NUMBER_BYTES = 8
+
+
+def _is_number(given: Any) -> bool:
+    if isinstance(given, fx.Node):
+        return not isinstance(given.meta.get("val"), torch.Tensor)
+    return isinstance(given, (int, float))
 
 
 def _source(node: fx.Node) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Generic, NoReturn, ParamSpec, Protocol
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -19,7 +22,7 @@ from torch.utils import _pytree as pytree
 from memplan.capture.told_steps import tell
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators, operators
-from memplan.runtime.graph.eager_kernels import eager_kernels
+from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.guarded import Guarded, refusal, strict
 from memplan.runtime.graph.in_place import in_place
@@ -49,6 +52,8 @@ class _Made:
     ordering: Ordering
     recomputed: int
     classes: list[SameArithmetic]
+    first_only: bool
+    """Made without the state of some optimizer, whose later steps are others."""
 
 
 @dataclass(eq=False)
@@ -62,6 +67,8 @@ class Compiled:
     results: int
     calls: int = 0
     made_again: int = 0
+    began: bool = False
+    """Whether the last call came to the graph's first operator."""
 
     def written_until(self, error: BaseException) -> list[str]:
         """Inputs other than trained parameters that the graph had begun to write, by name."""
@@ -77,6 +84,8 @@ class Compiled:
 
     def _ran_until(self, error: BaseException) -> list[fx.Node]:
         executable = self.made.executable
+        if not self.began:
+            return []
         failed = executable.failed_at(error)
         return executable.nodes if failed is None else executable.nodes[: failed + 1]
 
@@ -95,12 +104,14 @@ class Compiled:
 
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""
+        self.began = False
         if not self._fits():
             self.made_again += 1
             self.updates.whole |= self.made_again >= _MOST_MADE_AGAIN
             with preserve_rng_state():
                 self.made = self.make(primals)
         self.calls += 1
+        self.began = True
         try:
             results = list(self.made.executable(primals)[: self.results])
         except BaseException as error:
@@ -113,10 +124,18 @@ class Compiled:
     def _fits(self) -> bool:
         """Whether the graph updates parameters as the optimizers do now."""
         made, updates = self.made, self.updates
-        if made.classes:
-            return updates.in_graph and updates.refresh(made.classes)
-        # Optimizers make their state in the first step, which knows no arithmetic yet.
-        return updates.whole or not updates.in_graph or self.calls != 1
+        if made.first_only and self.calls and updates.in_graph:
+            return False
+        return not made.classes or (updates.in_graph and updates.refresh(made.classes))
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A call, as undoing it wants it."""
+
+    generators: list[tuple[torch.Generator, torch.Generator]]
+    versions: list[tuple[torch.Tensor, int]]
+    """Of parameters."""
 
 
 class _Runs(Protocol):
@@ -159,6 +178,8 @@ class CompiledStep(Generic[P]):
         # The same graph with and without updates, and what Inductor does not fuse.
         self._updates.whole = options.accumulate > 1 or options.codegen == "inductor"
         self._programs: list[_Runs] = []
+        self._past: list[ProgramReport] = []
+        """Of those that are never run again."""
         self._micro = 0
         self._plain_calls = 0
         self._fallback = ""
@@ -174,12 +195,19 @@ class CompiledStep(Generic[P]):
         if self._micro == 0:
             self._clear()
         last = self._micro == self._options.accumulate - 1
-        result = self._plainly(args, kwargs) if self._fallback else self._run(last, args, kwargs)
+        before = _Before(_generators(), [(p, p._version) for p in self._updates.parameters()])
+        self._ran = None
+        try:
+            run = self._plainly if self._fallback else partial(self._run, last)
+            result = run(args, kwargs)
+            if last and self._updates.done:
+                self._updates.update_rest()
+            elif last:
+                self._update_all()
+        except BaseException as error:
+            self._undo(before, error)
+            raise
         self._micro = 0 if last else self._micro + 1
-        if last and self._updates.done:
-            self._updates.update_rest()
-        elif last:
-            self._update_all()
         self._updates.in_their_order()
         if last and self._updates.in_graph:
             tell(self._updates.optimizers, self._updates.done)
@@ -187,8 +215,10 @@ class CompiledStep(Generic[P]):
 
     def report(self) -> CompileReport:
         """What has become of the step so far."""
-        programs = [one.report(self._options.budget_bytes) for one in self._programs]
-        return CompileReport(programs, self._plain_calls, self._fallback)
+        return CompileReport([*self._past, *self._reports()], self._plain_calls, self._fallback)
+
+    def _reports(self) -> list[ProgramReport]:
+        return [one.report(self._options.budget_bytes) for one in self._programs]
 
     def operators(self, *args: P.args, **kwargs: P.kwargs) -> Operators:
         """The whole step as a graph in program order, for these arguments; it is not run.
@@ -197,7 +227,7 @@ class CompiledStep(Generic[P]):
         """
         self._updates.begin()
         self._updates.in_graph = self._can_update_in_graph()
-        self._only_looks = True
+        self._only_looks = self._updates.ahead = True
         try:
             self._graph(*args, **kwargs)
         except BackendCompilerFailed as error:
@@ -207,7 +237,8 @@ class CompiledStep(Generic[P]):
         except TorchDynamoException as error:
             raise UsageError(f"no graph: {_first_line(error)}", "another function") from error
         finally:
-            self._only_looks = False
+            self._only_looks = self._updates.ahead = False
+            self._updates.take_classes()
         raise UsageError("these arguments were compiled before", "another compiled step")
 
     # One call
@@ -222,17 +253,13 @@ class CompiledStep(Generic[P]):
             self._captures += 1
             if self._captures > torch._dynamo.config.recompile_limit:
                 return self._give_up("what its functions and classes do changes", args, kwargs)
+            self._retire()
             self._graph = self._captured()
-        self._ran = None
-        generators = _generators()
         try:
             with strict():
                 result = self._graph(*args, **kwargs)
         except BaseException as error:
-            if self._ran is not None:
-                self._undo(self._ran, error, generators)
-                raise
-            if not isinstance(error, Exception):
+            if self._ran is not None or not isinstance(error, Exception):
                 raise
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MemplanError):
@@ -242,30 +269,46 @@ class CompiledStep(Generic[P]):
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
 
-    def _undo(self, ran: _Runs, error: BaseException, generators: list[Any]) -> None:
+    def _undo(self, before: _Before, error: BaseException) -> None:
         """After an error in the middle: as before the call where it can be, with words if not."""
         self._micro = 0
         self._clear()
-        updated, written = len(self._updates.done), ran.written_until(error)
+        if self._scaler is not None and self._scaler._scale is not None:
+            self._scaler.update(self._scaler.get_scale())  # forgets which gradients are unscaled
+        changed = {id(p) for p, version in before.versions if p._version != version}
+        updated = len(self._updates.done | changed)
+        written = [] if self._ran is None else self._ran.written_until(error)
         if updated or written:
-            every = len(list(self._updates.parameters()))
             error.add_note(
-                f"memplan: the step is half done: {updated} of {every} parameters are updated"
-                f"{''.join(f', {name} is written' for name in written)}. Load the last checkpoint."
+                f"memplan: the step is half done: {updated} of {len(before.versions)} parameters "
+                f"are updated{''.join(f', {name} is written' for name in written)}. "
+                "Load the last checkpoint."
             )
             return
-        _restore(generators)
+        self._updates.forget_begun()
+        _restore(before.generators)
+        if isinstance(error, MemplanError):
+            return
         again = ", of which the first is the next" if self._options.accumulate > 1 else ""
+        buffers = "" if self._ran is None else "buffers, "
         error.add_note(
-            "memplan: weights, buffers, optimizer state and generators are as before the "
+            f"memplan: weights, {buffers}optimizer state and generators are as before the "
             f"call{'s that gathered gradients' + again if again else ''}; gradients are cleared."
         )
 
     def _give_up(self, why: str, args: Any, kwargs: Any) -> Any:
         result = self._plainly(args, kwargs)
         self._fallback = why
+        self._retire()
         log.warning("memplan: %s runs plainly: %s", self.__name__, why)
         return result
+
+    def _retire(self) -> None:
+        """Let go of what was compiled; Dynamo keeps it with a function's code."""
+        self._past += self._reports()
+        self._programs = []
+        self._ran = None
+        reset_code(self._code)
 
     def _plainly(self, args: Any, kwargs: Any) -> Any:
         self._plain_calls += 1
@@ -321,12 +364,21 @@ class CompiledStep(Generic[P]):
     def _captured(self) -> Callable[..., Any]:
         """A function that PyTorch captures anew."""
         self._guarded = Guarded()
+        captured = _own_code(self._loss_fn)
+        self._code = captured.__code__
+        weakref.finalize(self, reset_code, self._code).atexit = False
+        owner = weakref.ref(self)  # Dynamo keeps backends for ever
+
+        def backend(*given: Any, **more: Any) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = _there(owner)._backend(*given, **more)
+            return compiled
+
         seen: Any = {"guard_filter_fn": self._guarded.see}
         graph: Callable[..., Any] = torch.compile(
-            _own_code(self._loss_fn),
+            captured,
             fullgraph=True,
             dynamic=False,
-            backend=self._backend,
+            backend=backend,
             options=seen,
         )
         return graph
@@ -355,11 +407,16 @@ class CompiledStep(Generic[P]):
         def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
             if not joints:
                 _without_gradient()
-            make = partial(self._make, joints[0])
+            owner = weakref.ref(self)
+
+            def make(primals: list[Any]) -> _Made:
+                made: _Made = _there(owner)._make(joints[0], primals)
+                return made
+
             return self._boxed(Compiled(make, make(primals), self._updates, joints[0].results))
 
         compile_parts: Any = aot_module_simplified
-        with eager_kernels():
+        with eager_kernels(), every_draw():
             compiled: Callable[..., Any] = compile_parts(
                 module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
             )
@@ -388,14 +445,14 @@ class CompiledStep(Generic[P]):
     def _boxed(self, made: _Runs) -> Callable[[list[Any]], list[Any]]:
         """As PyTorch calls it."""
         self._programs.append(made)
-        guarded = self._guarded
+        guarded, owner = self._guarded, weakref.ref(self)
 
         def boxed(args: list[Any]) -> list[Any]:
             if guarded.refusal:
                 raise UncapturedError(guarded.refusal)
             if why := _not_only_a_leaf(args):
                 raise UncapturedError(why)
-            self._ran = made
+            _there(owner)._ran = made
             return made.run(args)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -403,7 +460,7 @@ class CompiledStep(Generic[P]):
 
     def _make(self, joint: Joint, primals: list[Any]) -> _Made:
         options = self._options
-        made: dict[frozenset[str], tuple[Operators, Ordering, list[SameArithmetic]]] = {}
+        made: dict[frozenset[str], tuple[Operators, Ordering, list[SameArithmetic], bool]] = {}
 
         def step(recomputed: frozenset[str]) -> Any:
             module = whole_step(
@@ -413,14 +470,14 @@ class CompiledStep(Generic[P]):
 
         def attempt(recomputed: frozenset[str]) -> Attempt:
             graph = operators(in_place(step(recomputed)))
-            classes = self._updates.take_classes()
+            classes, first_only = self._updates.take_classes()
             ordering = choose_order(
                 graph,
                 search=options.order,
                 deadline_seconds=options.deadline_seconds,
                 seed=options.seed,
             )
-            made[recomputed] = graph, ordering, classes
+            made[recomputed] = graph, ordering, classes, first_only
             return Attempt(ordering.ordered_peak_bytes, recomputed)
 
         if self._only_looks:
@@ -436,12 +493,12 @@ class CompiledStep(Generic[P]):
                 attempt,
                 deadline_seconds=options.deadline_seconds,
             )
-        graph, ordering, classes = made[chosen.recomputed]
+        graph, ordering, classes, first_only = made[chosen.recomputed]
         nodes = graph.program.graph_module.graph.nodes
         inputs = [node for node in nodes if node.op == "placeholder"]
         executable = Executable(ordering.nodes, inputs, graph.program.output, whole_step=True)
         again = len(graph.graph) - len(made[frozenset()][0].graph)
-        return _Made(executable, graph.program, ordering, again, classes)
+        return _Made(executable, graph.program, ordering, again, classes, first_only)
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
@@ -456,7 +513,13 @@ class CompiledStep(Generic[P]):
         return state + (gradients if self._options.accumulate > 1 else 0)
 
 
-def _own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _there(owner: weakref.ref[Any]) -> Any:
+    found = owner()
+    assert found is not None
+    return found
+
+
+def _own_code(loss_fn: Callable[..., Any]) -> FunctionType:
     """The function, with code of its own: PyTorch counts captures for each code object. It runs
     nothing where PyTorch leaves it alone, since the step would then run it a second time."""
 
@@ -465,6 +528,7 @@ def _own_code(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
             raise UncapturedError("PyTorch does not capture it here")
         return loss_fn(*args, **kwargs)
 
+    assert isinstance(captured, FunctionType)
     captured.__code__ = captured.__code__.replace()
     return captured
 
@@ -513,17 +577,15 @@ def _not_only_a_leaf(inputs: Iterable[Any]) -> str:
     return ""
 
 
-def _generators() -> list[Any]:
-    """The state of each device's. No tensor on the CPU: it would count among the step's."""
-    on_cards = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state().numpy().copy(), on_cards]
+def _generators() -> list[tuple[torch.Generator, torch.Generator]]:
+    """Each device's, and a copy: no tensor, which would count among the step's."""
+    on_cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [(one, one.clone_state()) for one in (torch.default_generator, *on_cards)]
 
 
-def _restore(generators: list[Any]) -> None:
-    of_cpu, on_cards = generators
-    torch.set_rng_state(torch.from_numpy(of_cpu))
-    if on_cards:
-        torch.cuda.set_rng_state_all(on_cards)
+def _restore(generators: list[tuple[torch.Generator, torch.Generator]]) -> None:
+    for one, copy in generators:
+        one.set_state(copy.get_state())
 
 
 def _requires_grad(value: Any) -> bool:

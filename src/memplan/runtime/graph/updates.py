@@ -7,6 +7,7 @@ groups say at that moment.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +15,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdRef
 
 from memplan.capture.told_steps import others_listen
-from memplan.runtime.graph.arithmetic import Arithmetic, arithmetic, scalars, without_memory
+from memplan.runtime.graph.arithmetic import (
+    Arithmetic,
+    arithmetic,
+    as_in_a_step,
+    one_tensor_at_a_time,
+    scalars,
+    without_memory,
+)
 from memplan.runtime.graph.program import Added, tensors
 
 Optimizer = torch.optim.Optimizer
+_OF_NUMBERS = 16
+"""Bytes of the tensors that Python's numbers become while an operator runs."""
 _NOT_EACH_BY_ITSELF = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -37,14 +47,21 @@ class Updates:
         """Whether each update is to be run as a whole, by the optimizer."""
         self.done: set[int] = set()
         """Parameters that were updated in this call, by their ids."""
+        self.ahead = False
+        """Whether graphs are of the second step, where the first is another."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
         self._classes: list[SameArithmetic] = []
-        """Of the parameters whose arithmetic is part of the graph that runs."""
+        """Of the parameters whose arithmetic is part of the graph that is made."""
+        self._first_only = False
+        """Whether that graph has updates which are others once there is a state."""
+        self._begun: list[tuple[Optimizer, torch.Tensor]] = []
+        """Whose state was made in this call."""
         self._sizes: dict[Any, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Find each parameter's group, as it is now."""
         self.done = set()
+        self._begun = []
         self._groups = {
             id(parameter): (optimizer, number)
             for optimizer in self.optimizers
@@ -94,12 +111,14 @@ class Updates:
         if found is None or self.whole or not self.in_graph:
             return None
         optimizer, number = found
-        state = optimizer.state.get(parameter)
-        made = self._arithmetic_of(optimizer, number, parameter) if state else None
+        made = self._arithmetic_of(optimizer, number, parameter)
         if made is None:
+            group = optimizer.param_groups[number]
+            without_state = not optimizer.state.get(parameter)
+            self._first_only |= without_state and one_tensor_at_a_time(group, parameter)
             return None
         for one in self._classes:
-            if one.holds(optimizer, number, parameter, made):
+            if one.holds(optimizer, number, made):
                 break
         else:
             one = SameArithmetic(optimizer, number, made)
@@ -113,35 +132,75 @@ class Updates:
         found: torch.Tensor = optimizer.state[parameter][key]
         return found
 
-    def take_classes(self) -> list[SameArithmetic]:
-        """Those of the graph that was made just now."""
-        found, self._classes = self._classes, []
+    def take_classes(self) -> tuple[list[SameArithmetic], bool]:
+        """Those of the graph that was made just now, and whether it is for a first step only."""
+        found = self._classes, self._first_only
+        self._classes, self._first_only = [], False
         return found
 
     def _arithmetic_of(
-        self, optimizer: Optimizer, number: int, parameter: torch.Tensor
+        self,
+        optimizer: Optimizer,
+        number: int,
+        parameter: torch.Tensor,
+        known: Arithmetic | None = None,
     ) -> Arithmetic | None:
-        def step(group: dict[str, Any], model: nn.Parameter, states: Any) -> None:
+        def alone(group: dict[str, Any], model: nn.Parameter, states: Any) -> Any:
             shell = _alone(optimizer, group, model)
             shell.state = states
-            step: Any = _of_torch(type(optimizer)).step
-            step(shell)
+            return shell
 
-        group, state = optimizer.param_groups[number], optimizer.state[parameter]
-        return arithmetic(step, group, parameter, state)
+        return arithmetic(
+            lambda *given: _unhooked(_of_torch(type(optimizer)).step)(alone(*given)),
+            lambda *given: _begin(alone(*given)),
+            optimizer.param_groups[number],
+            parameter,
+            optimizer.state.get(parameter, {}),
+            known=known,
+            ahead=self.ahead,
+        )
 
     def refresh(self, classes: list[SameArithmetic]) -> bool:
         """Work out the numbers of the step that comes; False where its arithmetic is another one
         than that of the graph."""
         for one in classes:
-            states = [one.optimizer.state.get(parameter) for parameter in one.parameters]
-            if not all(states) or len({scalars(state) for state in states if state}) != 1:
+            if one.arithmetic.state and not self._make_states(one):
                 return False
-            now = self._arithmetic_of(one.optimizer, one.number, one.parameters[0])
+            states = [one.optimizer.state.get(parameter, {}) for parameter in one.parameters]
+            if len({scalars(state) for state in states}) != 1:
+                return False
+            parameter = one.parameters[0]
+            now = self._arithmetic_of(one.optimizer, one.number, parameter, one.arithmetic)
             if now is None or not now.like(one.arithmetic):
                 return False
             one.numbers[:] = now.numbers
         return True
+
+    def _make_states(self, of: SameArithmetic) -> bool:
+        """Have each parameter's state be there, as its first update would make it. False where the
+        optimizer cannot."""
+        group = of.optimizer.param_groups[of.number]
+        for parameter in of.parameters:
+            if of.optimizer.state.get(parameter):
+                continue
+            self._begun.append((of.optimizer, parameter))
+            before = parameter.grad
+            parameter.grad = torch.empty_like(parameter)
+            try:
+                _begin(_alone(of.optimizer, group, parameter))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                return False
+            finally:
+                parameter.grad = before
+        return True
+
+    def forget_begun(self) -> None:
+        """Take back the states that this call made."""
+        for optimizer, parameter in self._begun:
+            optimizer.state.pop(parameter, None)
+        self._begun = []
 
     def in_their_order(self) -> None:
         """Have an optimizer's state list parameters as a step of all at once would have listed
@@ -162,7 +221,7 @@ class Updates:
             return 0, 0
         key = (*found, parameter.shape, parameter.stride(), parameter.dtype)
         if key not in self._sizes:
-            with _disable_current_modes():  # PyTorch's compiler may be at work
+            with as_in_a_step():
                 self._sizes[key] = self._measure(*found, parameter)
         return self._sizes[key]
 
@@ -178,10 +237,10 @@ class Updates:
         meter = _Meter()
         kind = _of_torch(type(optimizer))
         step: Any = kind.step
-        with torch.no_grad(), meter:
+        with meter:
             _unhooked(step)(shell)
         state = sum(_bytes(one) for one in tensors(list(shell.state.values())))
-        return state, max(0, meter.peak - state)
+        return state, max(0, meter.peak - state) + _OF_NUMBERS
 
 
 class TakeGradient(Added):
@@ -225,14 +284,13 @@ class SameArithmetic:
         self.numbers = list(arithmetic.numbers)
         self.parameters: list[torch.Tensor] = []
 
-    def holds(
-        self, optimizer: Optimizer, number: int, parameter: torch.Tensor, arithmetic: Arithmetic
-    ) -> bool:
+    def holds(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> bool:
         """Whether a parameter is one of these."""
-        if optimizer is not self.optimizer or number != self.number:
-            return False
-        mine, others = (scalars(optimizer.state[p]) for p in (self.parameters[0], parameter))
-        return mine == others and self.arithmetic.like(arithmetic)
+        return (
+            (optimizer, number) == (self.optimizer, self.number)
+            and arithmetic.scalars == self.arithmetic.scalars
+            and arithmetic.like(self.arithmetic)
+        )
 
 
 class Number(Added):
@@ -280,6 +338,25 @@ def _alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor)
     return shell
 
 
+class _BegunError(Exception):
+    pass
+
+
+def _begin(shell: Any) -> None:
+    """Have an optimizer make the state that its step begins with, and no step."""
+    make = getattr(shell, "_init_group", None)
+    if make is None:
+        return
+
+    def begun(*args: Any, **kwargs: Any) -> None:
+        make(*args, **kwargs)
+        raise _BegunError
+
+    shell._init_group = begun
+    with contextlib.suppress(_BegunError):
+        _unhooked(_of_torch(type(shell)).step)(shell)
+
+
 def _step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     step: Any = type(optimizer).step
     _unhooked(step)(_alone(optimizer, group, parameter))
@@ -302,7 +379,8 @@ class _Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item):
-            return 1.0  # meta tensors have no values, sizes do not depend on them
+            # Those without memory have no values; sizes do not depend on them.
+            return 1.0 if args[0].is_meta else func(*args)
         given = {one.untyped_storage()._cdata for one in tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))
         for one in tensors(result):
