@@ -235,6 +235,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.compiler._is_compiling_flag",
         "torch.ops.aten._local_scalar_dense",
         "torch.ops.aten._local_scalar_dense.default",
+        "torch.ops.aten._native_batch_norm_legit.no_stats",
+        "torch.ops.aten._native_batch_norm_legit_functional.default",
         "torch.ops.aten._unsafe_view.default",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",

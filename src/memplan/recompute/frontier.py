@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memplan.recompute.planner import Clock, Planner
+from memplan.recompute.evaluate import Evaluator
+from memplan.recompute.planner import Clock, NoClock, Planner
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
 
@@ -17,6 +18,12 @@ EFFORT = 4
 SMALL_EFFORT = 1500
 POINT_SECONDS = 1.2
 """Of search for one budget at most: the chain's plans are good, and there are many budgets."""
+CHOICE_BUDGETS = 16
+"""That `choices` searches for."""
+CHOICE_STEPS = 2000
+"""Annealing steps a start, at least."""
+CHOICE_KEEP_SET_EFFORT = 0.05
+"""CP-SAT's deterministic time for one question."""
 
 
 @dataclass(frozen=True)
@@ -75,3 +82,65 @@ def _envelope(planner: Planner, budgets: Sequence[int]) -> list[Point]:
                 )
             )
     return points
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A selection that no other one found is better than in all of these."""
+
+    selection: Selection
+    flops: int
+    """That it adds."""
+    cost: float
+    """What it adds in the graph's seconds, whatever they are."""
+    peak_bytes: int
+
+
+def choices(graph: StepGraph) -> list[Choice]:
+    """Selections of rising FLOPs, of equals of rising cost, and of falling peaks. The first drops
+    nothing; the last has the least peak that was found.
+
+    The same graph gives the same ones on every machine: the search ends after its steps, however
+    long they take. Raises ValueError for a graph that contradicts itself.
+    """
+    planner = Planner(graph, NoClock(), CHOICE_KEEP_SET_EFFORT)
+    if graph.ops.flops.any():
+        without = Planner(_without_flops(graph), NoClock(), CHOICE_KEEP_SET_EFFORT)
+        _improve(without)
+        planner.add(candidate.selection for candidate in without.candidates)
+    _improve(planner)
+    flops = replace(graph, ops=replace(graph.ops, seconds=graph.ops.flops.astype(np.float64)))
+    count = Evaluator(flops)
+    every = (
+        Choice(
+            one.selection, int(count.evaluate(one.selection).added_seconds), one.seconds, one.peak
+        )
+        for one in planner.candidates
+    )
+    found: list[Choice] = []
+    for one in sorted(every, key=lambda choice: (choice.flops, choice.cost, choice.peak_bytes)):
+        if not found or one.peak_bytes < found[-1].peak_bytes:
+            found.append(one)
+    return found
+
+
+def _improve(planner: Planner) -> None:
+    effort = min(SMALL_EFFORT, max(EFFORT, CHOICE_STEPS // max(1, len(planner.drops))))
+    clock = NoClock()
+    planner.improve(0, clock, effort)
+    least, plain = planner.lowest().peak, planner.plain.peak
+    for budget in np.linspace(least, plain, CHOICE_BUDGETS).round().astype(int).tolist():
+        planner.improve(budget, clock, effort)
+
+
+def _without_flops(graph: StepGraph) -> StepGraph:
+    """The same, but that nothing runs again which has FLOPs."""
+    replayable = graph.ops.replayable & (graph.ops.flops == 0)
+    kept = {v for row in np.flatnonzero(~replayable).tolist() for v in graph.ops.writes_of(row)}
+    droppable = graph.values.droppable.copy()
+    droppable[list(kept)] = False
+    return replace(
+        graph,
+        ops=replace(graph.ops, replayable=replayable),
+        values=replace(graph.values, droppable=droppable),
+    )

@@ -56,6 +56,7 @@ PROVED = 1e-4
 """Fraction above the bound that is as good as the optimum."""
 POLL_SECONDS = 0.05
 """Between two looks at whether a search was cancelled."""
+_FOREVER_SECONDS = 1e9
 PATIENCE = 4.0
 """Seconds by the clock that a search may take for each processor second it was given."""
 
@@ -117,15 +118,39 @@ class Clock:
             thread.join()
 
 
+class NoClock(Clock):
+    """Never ends: each search ends after its steps, so that the same graph gets the same answer on
+    every machine."""
+
+    def __init__(self) -> None:
+        super().__init__(_FOREVER_SECONDS, None)
+
+    @property
+    def left(self) -> float:
+        return _FOREVER_SECONDS
+
+    def part(self, _parts: int, _most_seconds: float = math.inf) -> Clock:
+        return self
+
+    @contextmanager
+    def stopping(self, _stop: Callable[[], None]) -> Iterator[None]:
+        yield
+
+
 class Planner:
     """Finds selections of one graph. What it has seen serves every later budget."""
 
-    def __init__(self, graph: StepGraph, clock: Clock) -> None:
+    def __init__(
+        self, graph: StepGraph, clock: Clock, keep_set_effort: float | None = None
+    ) -> None:
+        """`keep_set_effort`: CP-SAT's deterministic time for one question."""
         self.evaluator = Evaluator(graph)
         self.graph = graph
         self.bounds = Bounds(graph)
         self.drops = np.flatnonzero(graph.values.droppable).tolist()
         self.small = len(self.drops) <= SMALL
+        usual = SMALL_KEEP_SET_EFFORT if self.small else KEEP_SET_EFFORT
+        self.keep_set_effort = usual if keep_set_effort is None else keep_set_effort
         self.holds: list[int] = []
         self.candidates: list[Candidate] = []
         self.ladders: list[_Ladder] = []
@@ -229,7 +254,7 @@ class Planner:
             answer = self.keep_sets.choose(
                 budget_bytes,
                 rows,
-                effort=SMALL_KEEP_SET_EFFORT if self.small else KEEP_SET_EFFORT,
+                effort=self.keep_set_effort,
                 deadline_seconds=share.left,
                 hint=self._best_or_lowest(budget_bytes).selection,
                 stopping=share.stopping,
@@ -329,6 +354,6 @@ class _Ladder:
 def _options(blocks: list[Block], clock: Clock) -> list[BlockOptions]:
     """Equal blocks are searched once, with at most a quarter of the time for all."""
     distinct = {block.signature: block for block in blocks}
-    each = 0.2 * clock.left / len(distinct)
-    found = {name: options_of(block, min(each, 2.0)) for name, block in distinct.items()}
+    each = clock.part(5 * len(distinct), 2.0).left
+    found = {name: options_of(block, each) for name, block in distinct.items()}
     return [judge(block, found[block.signature]) for block in blocks]

@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
+from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.eager_kernels import every_draw
 from memplan.runtime.graph.execute import Executable
@@ -22,8 +23,9 @@ from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint
 from memplan.runtime.graph.ordering import Ordering, choose_order
+from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import program_of
-from memplan.runtime.graph.recompute import Attempt, least, within_budget
+from memplan.runtime.graph.recompute import least, within_budget
 from memplan.runtime.graph.region import Region, region
 from memplan.types.device import parse_size
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
@@ -160,6 +162,16 @@ def _say_once(words: str) -> None:
     log.warning("%s", words)
 
 
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    region: Region
+    ordering: Ordering
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.ordering.ordered_peak_bytes
+
+
 class _Parts:
     """The parts of one graph, as AOTAutograd asks for them: first how to divide it, then what runs
     each part."""
@@ -178,7 +190,7 @@ class _Parts:
             chosen, ordering = self._choose(joint)
         except ValueError as error:
             self._refuse(error)
-            return joint.parts(frozenset())
+            return joint.parts()
         parts = chosen.forward, chosen.backward
         executables = chosen.executables(ordering.nodes)
         self._made = {_code(part): one for part, one in zip(parts, executables, strict=True)}
@@ -214,24 +226,23 @@ class _Parts:
         return _boxed(Executable(ordering.nodes, inputs, graph.program.output, grad_mode=False))
 
     def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
-        options = self._options
-        made: dict[frozenset[str], tuple[Region, Ordering]] = {}
+        def attempt(replays: tuple[Again, ...]) -> _Attempt:
+            return self._attempt(joint, replays)
 
-        def attempt(recomputed: frozenset[str]) -> Attempt:
-            one = region(joint, recomputed)
-            ordering = self._ordering(operators(in_place(program_of(one.module))))
-            made[recomputed] = one, ordering
-            return Attempt(ordering.ordered_peak_bytes, recomputed)
+        def plain() -> Pass:
+            module = region(joint, saves=False).module
+            return pass_of(operators(program_of(module)))
 
-        chosen = attempt(frozenset())
-        limit, seconds = options.budget_bytes, options.deadline_seconds
-        if options.budget == LEAST or (limit is not None and chosen.peak_bytes > limit):
-            plain = operators(program_of(region(joint, frozenset(), saves=False).module))
-            if limit is None:
-                chosen = least(plain, chosen, attempt, deadline_seconds=seconds)
-            else:
-                chosen = within_budget(plain, chosen, limit, attempt, deadline_seconds=seconds)
-        return made[chosen.recomputed]
+        limit = self._options.budget_bytes
+        if limit is not None:
+            chosen = within_budget(plain, attempt, limit)
+        else:
+            chosen = least(plain, attempt) if self._options.budget == LEAST else attempt(())
+        return chosen.region, chosen.ordering
+
+    def _attempt(self, joint: Joint, replays: tuple[Again, ...]) -> _Attempt:
+        one = region(joint, replays)
+        return _Attempt(one, self._ordering(operators(in_place(program_of(one.module)))))
 
     def _ordering(self, graph: Any) -> Ordering:
         return choose_order(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -14,7 +13,7 @@ from torch import fx
 
 from memplan.capture.compiled.origins import origin_of
 from memplan.capture.context import ORIGINS, BufferOrigin
-from memplan.runtime.graph.program import facts_of
+from memplan.runtime.graph.program import facts_of, is_element
 from memplan.types.trace import Phase
 
 _LITERALS = (type(None), bool, int, str)
@@ -44,7 +43,7 @@ class Executable:
         are called. `whole_step`: nobody but the graph knows which is backward. Raises ValueError
         for an order that is none."""
         self._sets_grad_mode = grad_mode
-        self._nodes = [node for node in order if not _is_element(node) and node.op != "get_attr"]
+        self._nodes = [node for node in order if not is_element(node) and node.op != "get_attr"]
         self._space: dict[str, Any] = {}
         self._constants: dict[int, str] = {}
         self._kept: list[Any] = []
@@ -109,7 +108,7 @@ class Executable:
         given = set(inputs)
         elements: dict[fx.Node, list[fx.Node]] = {}
         for node in names:
-            if _is_element(node) and node not in given:
+            if is_element(node) and node not in given:
                 elements.setdefault(_origin(node), []).append(node)
         last = _last_lines(self._nodes, elements, output)
         dropped: dict[int, list[str]] = {}
@@ -196,16 +195,6 @@ def _origin_of(node: fx.Node, *, whole_step: bool) -> BufferOrigin:
     )
 
 
-def _is_element(node: fx.Node) -> bool:
-    """Whether a node takes an element of an operator's result."""
-    return (
-        node.op == "call_function"
-        and node.target is operator.getitem
-        and isinstance(node.args[0], fx.Node)
-        and (node.args[0].op == "call_function" or _is_element(node.args[0]))
-    )
-
-
 def _is_view(node: fx.Node) -> bool:
     """Whether a node has no kernel: a view, or arithmetic of Python numbers."""
     return node.op == "call_function" and facts_of(node).free
@@ -216,7 +205,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    while _is_element(node):
+    while is_element(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         node = source

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.report.text import format_bytes
+from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.inductor import (
     Given,
@@ -25,8 +28,9 @@ from memplan.runtime.graph.inductor import (
     uncached,
 )
 from memplan.runtime.graph.joint import Joint, copied
-from memplan.runtime.graph.program import RANDOM, chains_of, program_of
-from memplan.runtime.graph.recompute import Attempt, least, tag, within_budget
+from memplan.runtime.graph.passes import Pass, pass_of
+from memplan.runtime.graph.program import facts_of, program_of
+from memplan.runtime.graph.recompute import least, within_budget
 from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError, UsageError
 
@@ -85,10 +89,11 @@ class Parts(CustomPartitionerFn):
         self._results = results = kwargs.pop("num_fwd_outputs")
         kwargs.pop("compiler", None)  # other partitioners do not know it
         joint = Joint(gm, joint_inputs, results, kwargs)
-        if self._budget_bytes is not None or self._to_the_least:
-            self.recomputed = self._choose(joint).recomputed
-            _tag(gm.graph, self.recomputed)
-        return self._cut(joint, gm)
+        if self._budget_bytes is None and not self._to_the_least:
+            return self._cut(joint, gm)
+        chosen = self._choose(joint)
+        self.recomputed = chosen.recomputed
+        return chosen.parts
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """In the place of `compile_fx_inner`."""
@@ -125,24 +130,25 @@ class Parts(CustomPartitionerFn):
             module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
         )
 
-    def _choose(self, joint: Joint) -> Attempt:
-        def attempt(recomputed: frozenset[str]) -> Attempt:
+    def _choose(self, joint: Joint) -> _Attempt:
+        def attempt(replays: tuple[Again, ...]) -> _Attempt:
             module = copied(joint.module)
-            _tag(module.graph, recomputed)
-            return Attempt(self._look(self._cut(joint, module)), recomputed)
+            names = _names(joint, replays)
+            _tag(module.graph, names)
+            parts = self._cut(joint, module)
+            return _Attempt(self._look(parts), parts, names)
 
-        first = attempt(frozenset())
-        limit = self._budget_bytes
-        if limit is not None and first.peak_bytes <= limit:
-            return first
-        try:
-            plain = operators(program_of(region(joint, frozenset(), saves=False).module))
-        except ValueError as error:
-            self._refuse(str(error))
-            raise
-        if limit is None:
-            return least(plain, first, attempt, deadline_seconds=self._seconds)
-        return within_budget(plain, first, limit, attempt, deadline_seconds=self._seconds)
+        def plain() -> Pass:
+            try:
+                module = region(joint, saves=False).module
+                return pass_of(operators(program_of(module)))
+            except ValueError as error:
+                self._refuse(str(error))
+                raise
+
+        if self._budget_bytes is None:
+            return least(plain, attempt)
+        return within_budget(plain, attempt, self._budget_bytes)
 
     def _look(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
         """The peak over forward and backward."""
@@ -170,6 +176,13 @@ class Parts(CustomPartitionerFn):
         """Raises UsageError where something was promised."""
         if self._budget_bytes is not None or self._to_the_least:
             raise UsageError(f"no budget for this graph: {why}", "no budget")
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    peak_bytes: int
+    parts: tuple[fx.GraphModule, fx.GraphModule]
+    recomputed: frozenset[str]
 
 
 class Part:
@@ -240,14 +253,24 @@ class Memory:
                 self._saved[name] = Given(one.storage, one.bytes, lasts)
 
 
+def _names(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
+    """Nodes of forward that run again, with the views of what they make."""
+    if not replays:
+        return frozenset()
+    forward, _ = joint.parts()
+    program_of(forward)
+    nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
+    run = {name for one in replays for name in one.operators}
+    made = {index for node in nodes if node.name in run for index in facts_of(node).makes}
+    return frozenset(n.name for n in nodes if {*facts_of(n).makes, facts_of(n).shows} & made)
+
+
 def _tag(graph: fx.Graph, names: frozenset[str]) -> None:
-    """What draws random numbers is kept: in Inductor's graphs these are seeds, or masks."""
-    random = {node.name for node in graph.nodes if RANDOM in _chains(node)}
-    tag(graph, names - random)
-
-
-def _chains(node: fx.Node) -> list[str]:
-    return list(chains_of(node.target)) if isinstance(node.target, torch._ops.OpOverload) else []
+    """Have PyTorch's partitioner run these nodes again in the backward pass."""
+    for node in graph.nodes:
+        if node.name in names:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
 
 
 def _layout(value: Any) -> Any:

@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.runtime.graph.again import Again, made_again
 from memplan.runtime.graph.arithmetic import (
     DEVICE,
     GRADIENT,
@@ -30,6 +32,7 @@ from memplan.runtime.graph.arithmetic import (
 )
 from memplan.runtime.graph.program import (
     BACKWARD,
+    NAME,
     OF_PARAMETER,
     UPDATE,
     Added,
@@ -37,7 +40,6 @@ from memplan.runtime.graph.program import (
     is_random_wrapper,
     program_of,
 )
-from memplan.runtime.graph.recompute import tag
 from memplan.runtime.graph.updates import Number, State, TakeGradient, Updates
 from memplan.types.errors import UsageError
 
@@ -62,10 +64,18 @@ class Joint:
         places = (node for node in self.module.graph.nodes if node.op == "placeholder")
         return {node.name for node in places if node.meta["desc"] in told}
 
-    def parts(self, recomputed: frozenset[str]) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward; nodes of these names run again in the latter."""
+    def parts(self, replays: Sequence[Again] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward; the latter makes again what the replays say."""
+        forward, backward = self._parts
+        if not replays:
+            return forward, backward
+        root = constants(forward, backward)
+        return made_again(forward, backward, self.results, replays, root, _has_effects)
+
+    @cached_property
+    def _parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """As PyTorch divides the graph."""
         module = copied(self.module)
-        tag(module.graph, recomputed)
         _take_elements(module.graph)
         # Else a generator on a GPU is an input of both parts.
         with functorch_config.patch(graphsafe_rng_functionalization=False):
@@ -117,7 +127,7 @@ class Bernoulli(Added):
 
 def whole_step(
     joint: Joint,
-    recomputed: frozenset[str],
+    replays: Sequence[Again],
     updates: Updates,
     scaler: torch.amp.GradScaler | None,
     primals: Sequence[Any],
@@ -130,7 +140,7 @@ def whole_step(
 
     Raises UsageError where the graph has another gradient to start with than that of one number.
     """
-    forward, backward = joint.parts(recomputed)
+    forward, backward = joint.parts(replays)
     if any(map(is_random_wrapper, forward.graph.nodes)):
         raise ValueError("random numbers that a checkpoint draws a second time")
     graph = fx.Graph()
@@ -198,7 +208,8 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, copied)
-    graph.output(output)
+    *_, last = module.graph.nodes
+    copied[last] = graph.output(output)
     for old, new in copied.items():
         new.meta = copy.copy(old.meta)
     return fx.GraphModule(module, graph)
@@ -228,7 +239,7 @@ def _add(
         new = graph.node_copy(node, lambda needed: here[needed.name])
         if Bernoulli.needed(node):
             new.target = Bernoulli()
-        new.meta = {**node.meta, BACKWARD: backward}
+        new.meta = {**node.meta, BACKWARD: backward, NAME: node.name}
         here[node.name] = new
     raise AssertionError("a graph without an output")
 

@@ -1,107 +1,99 @@
-"""The forward and backward passes of a captured step, as the graphs that recomputation plans on."""
+"""Forward and backward of a captured step, as the graph that recomputation plans on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
-from memplan.order.evaluate import held, lifetimes, program_order
-from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.program import Facts, facts_of
+from memplan.order.evaluate import lifetimes, program_order
+from memplan.recompute.replays import replays
+from memplan.recompute.selection import Selection
+from memplan.runtime.graph.again import Again, without_statistics
+from memplan.runtime.graph.dependencies import Operators, csr
+from memplan.runtime.graph.program import BACKWARD, NAME, Facts, facts_of, is_element, tensors
 from memplan.runtime.tape.replayable import traits_of
-from memplan.types.step_graph import GraphOps, GraphValues, StepGraph
+from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64
-
-FLOPS_PER_BYTE = 50.0
-"""What a processor can compute while it moves a byte: only how costs compare matters here."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Rows `[begin, end)` of a program's operators: a forward and its backward."""
+    """A program's forward and what follows it."""
 
-    begin: int
-    backward: int
-    """The first row that autograd runs."""
-    end: int
+    operators: Operators
     graph: StepGraph
+    """Its rows are those of `operators`. An operator's `seconds` are what running it again costs:
+    FLOPs, and bytes that it moves, which decide where there are none."""
     storages: list[int]
     """Of each value of the graph: its index in `Program.storages`."""
 
+    def replays(self, selection: Selection) -> tuple[Again, ...]:
+        """What a selection has run again, in names of nodes of forward and backward."""
+        nodes = self.operators.nodes
 
-def passes_of(operators: Operators) -> list[Pass]:
-    """The passes of a step, each planned with what is held beside it."""
-    spans = _spans([facts_of(node) for node in operators.nodes])
-    return [_pass(operators, *span, spans) for span in spans]
+        roots = self._roots()
 
+        def names(values: frozenset[int]) -> frozenset[str]:
+            return frozenset(name for v in values for name in roots.get(self.storages[v], ()))
 
-def _spans(facts: list[Facts]) -> list[tuple[int, int, int]]:
-    """First row of forward, first row of backward, end."""
-    spans = []
-    begin, backward, end = 0, -1, 0
-    for row, one in enumerate(facts):
-        if one.backward:
-            backward, end = (row if backward < 0 else backward), row + 1
-        elif (
-            backward >= 0
-            and not one.update
-            and not any(later.backward for later in facts[row : row + _BETWEEN])
-        ):
-            spans.append((begin, backward, end))
-            begin, backward = row, -1
-    if backward >= 0:
-        spans.append((begin, backward, end))
-    return spans
-
-
-_BETWEEN = 8
-"""Operators of Python code between those of backward do not end it: hooks, a checkpoint's own."""
-
-
-def _pass(
-    operators: Operators,
-    begin: int,
-    backward: int,
-    end: int,
-    spans: list[tuple[int, int, int]],
-) -> Pass:
-    graph = operators.graph
-    order = program_order(graph)
-    start, stop = lifetimes(graph, order)
-    maker = graph.maker
-    facts = [facts_of(node) for node in operators.nodes[begin:end]]
-    inside = (maker >= begin) & (maker < end)
-    touched = sorted({index for one in facts for index in _touched(one)})
-    value_of = {storage: value for value, storage in enumerate(operators.storages)}
-    values = {storage: number for number, storage in enumerate(touched)}
-
-    def column(what: I64, outside: int) -> I64:
-        rows = [value_of.get(storage, -1) for storage in touched]
-        return np.array(
-            [int(what[row]) if row >= 0 and inside[row] else outside for row in rows], np.int64
+        return tuple(
+            Again(
+                str(nodes[one.before].meta.get(NAME, "")),
+                tuple(nodes[row].meta[NAME] for row in one.rows),
+                names(one.makes),
+                names(one.gives),
+            )
+            for one in replays(self.graph, selection)
         )
 
-    around = _bytes_around(operators, start, stop, inside, begin, end)
-    all_rows = held(graph, order)
-    rest = np.ones(len(graph), bool)
-    for first, _, last in spans:
-        rest[first:last] = False
-    replayable = _replayable(operators, begin, backward, end)
-    reads_start, reads = _csr([sorted({values[s] for s in f.reads}) for f in facts])
-    writes_start, writes = _csr([sorted({values[s] for s in (*f.writes, *f.makes)}) for f in facts])
-    count = end - begin
-    alloc = column(maker - begin, -1)
-    step_graph = StepGraph(
+    def _roots(self) -> dict[int, list[str]]:
+        """Of each storage that forward makes: the operator whose result lies there, and elements
+        of results that do."""
+        roots: dict[int, list[str]] = {}
+        for node in self.operators.program.graph_module.graph.nodes:
+            if node.op != "call_function" or NAME not in node.meta or node.meta[BACKWARD]:
+                continue
+            facts = facts_of(node)
+            if facts.shows is not None and (facts.makes or is_element(node)):
+                roots.setdefault(facts.shows, []).append(node.meta[NAME])
+        return roots
+
+
+def pass_of(operators: Operators) -> Pass:
+    """Of a program in which nothing is in place and `between` does not hold what is saved."""
+    facts = [facts_of(node) for node in operators.nodes]
+    forward = next((row for row, one in enumerate(facts) if one.backward), len(facts))
+    touched = sorted({index for one in facts for index in _touched(one)})
+    values = {storage: number for number, storage in enumerate(touched)}
+    start, stop = lifetimes(operators.graph, program_order(operators.graph))
+    made = {
+        storage: value
+        for value, storage in enumerate(operators.storages)
+        if operators.graph.maker[value] >= 0
+    }
+
+    def column(of_values: I64, otherwise: int) -> I64:
+        found = (made.get(storage) for storage in touched)
+        return np.array([otherwise if v is None else of_values[v] for v in found], np.int64)
+
+    count = len(facts)
+    alloc = column(start, -1)
+    replayable = _replayable(operators.nodes, forward)
+    reads_start, reads = csr([{values[s] for s in f.reads} for f in facts])
+    writes_start, writes = csr([{values[s] for s in (*f.writes, *f.makes)} for f in facts])
+    graph = StepGraph(
         ops=GraphOps(
-            name=graph.name[begin:end],
-            call=np.where(np.arange(count) < backward - begin, 0, -1).astype(np.int64),
+            name=operators.graph.name,
+            call=np.where(np.arange(count) < forward, 0, -1).astype(np.int64),
             nth=np.arange(count, dtype=np.int64),
             module=[""] * count,
-            source=graph.source[begin:end],
-            seconds=np.array([_cost(operators, f) for f in facts]),
-            flops=np.array([getattr(f, "flops", 0) for f in facts], np.int64),
+            source=operators.graph.source,
+            seconds=np.array([_cost(operators, one) for one in facts]),
+            flops=np.array([one.flops for one in facts], np.int64),
             replayable=replayable,
             reads_start=reads_start,
             reads=reads,
@@ -109,101 +101,82 @@ def _pass(
             writes=writes,
         ),
         values=GraphValues(
-            bytes=column(graph.bytes, 0),
+            bytes=column(operators.graph.bytes, 0),
             alloc=alloc,
-            free=np.minimum(column(np.asarray(stop), end) - begin, count),
-            droppable=_droppable(operators, touched, alloc, begin, backward, end, replayable),
+            free=column(stop, count),
+            droppable=_droppable(operators, facts, touched, alloc, forward, replayable),
             name=[operators.program.storages[storage].name for storage in touched],
         ),
-        forward_ops=backward - begin,
-        base_bytes=around,
-        rest_peak_bytes=int(all_rows[rest].max(initial=0)),
+        forward_ops=forward,
+        base_bytes=operators.graph.base_bytes,
+        rest_peak_bytes=0,
     )
-    return Pass(begin, backward, end, step_graph, touched)
+    return Pass(operators, graph, touched)
 
 
 def _touched(facts: Facts) -> set[int]:
     return {*facts.reads, *facts.writes, *facts.makes}
 
 
-def _bytes_around(
-    operators: Operators, start: I64, stop: I64, inside: np.ndarray, begin: int, end: int
-) -> int:
-    """The most that is held during the pass and not made by it."""
-    graph = operators.graph
-    change = np.zeros(end - begin + 1, np.int64)
-    outside = ~inside & (stop > begin) & (start < end)
-    np.add.at(change, np.maximum(start[outside] - begin, 0), graph.bytes[outside])
-    np.add.at(change, np.minimum(stop[outside], end) - begin, -graph.bytes[outside])
-    return graph.base_bytes + int(np.cumsum(change[:-1]).max(initial=0))
-
-
-def _replayable(operators: Operators, begin: int, backward: int, end: int) -> np.ndarray:
-    """Which forward rows give their result again at any time in this pass's backward."""
-    written: dict[int, int] = {}
-    for row, node in enumerate(operators.nodes[:end]):
+def _replayable(nodes: list[fx.Node], forward: int) -> Bools:
+    """Which forward rows give their result again at any time in backward."""
+    written: dict[int | None, int] = {}
+    for row, node in enumerate(nodes):
         written.update(dict.fromkeys(facts_of(node).writes, row))
-    result = np.zeros(end - begin, bool)
-    for row in range(begin, backward):
-        node = operators.nodes[row]
+    result = np.zeros(len(nodes), np.bool_)
+    for row, node in enumerate(nodes[:forward]):
         facts = facts_of(node)
-        result[row - begin] = (
+        without = without_statistics(node)
+        used = node.all_input_nodes if without is None else _nodes(without[1])
+        result[row] = (
             not facts.chains
-            and not facts.writes
+            and (without is not None or not facts.writes)
             and isinstance(node.target, torch._ops.OpOverload)
-            and traits_of(node.target).replayable
-            and not traits_of(node.target).uninitialised
-            and all(written.get(storage, -1) <= row for storage in facts.reads)
+            and _repeats(node)
+            and all(written.get(facts_of(one).shows, -1) <= row for one in used)
         )
     return result
 
 
+def _nodes(args: tuple[Any, ...]) -> list[fx.Node]:
+    return [one for one in args if isinstance(one, fx.Node)]
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether an operator gives the same bits again."""
+    traits = traits_of(node.target)
+    made = tensors(node.meta.get("val"))
+    races = traits.races_on_cuda and any(one.device.type == "cuda" for one in made)
+    return traits.replayable and not traits.uninitialised and not races
+
+
 def _droppable(
     operators: Operators,
+    facts: list[Facts],
     touched: list[int],
     alloc: I64,
-    begin: int,
-    backward: int,
-    end: int,
-    replayable: np.ndarray,
-) -> np.ndarray:
+    forward: int,
+    replayable: Bools,
+) -> Bools:
     """Values that forward makes again on request, that backward reads and nobody else does."""
-    facts = [facts_of(node) for node in operators.nodes]
-    lasting = {
-        storage
-        for storage, lasts in zip(operators.storages, operators.graph.lasts, strict=True)
-        if lasts
-    }
-    read_in_backward: set[int] = set()
-    spoiled = set(lasting)
+    lasts = zip(operators.storages, operators.graph.lasts, strict=True)
+    spoiled = {storage for storage, lasting in lasts if lasting}
+    read: set[int] = set()
     for row, one in enumerate(facts):
-        if row >= end:
-            spoiled |= _touched(one)
-        elif row >= backward:
-            read_in_backward |= {*one.reads}
+        if row >= forward:
+            read |= {*one.reads}
             spoiled |= {*one.writes}
-        elif row >= begin and not replayable[row - begin]:
+        elif not replayable[row]:
             spoiled |= {*one.writes, *one.makes}
     return np.array(
         [
-            alloc[number] >= 0
-            and alloc[number] < backward - begin
-            and storage in read_in_backward
-            and storage not in spoiled
+            0 <= alloc[number] < forward and storage in read and storage not in spoiled
             for number, storage in enumerate(touched)
         ],
-        bool,
+        np.bool_,
     )
 
 
 def _cost(operators: Operators, facts: Facts) -> float:
-    """In the time of a byte's way to memory."""
     storages = operators.program.storages
-    moved = sum(storages[index].bytes for index in _touched(facts))
-    return max(float(moved), float(getattr(facts, "flops", 0)) / FLOPS_PER_BYTE)
-
-
-def _csr(rows: list[list[int]]) -> tuple[I64, I64]:
-    start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=start[1:])
-    return start, np.array([item for row in rows for item in row], np.int64)
+    return float(sum(storages[index].bytes for index in _touched(facts)) + facts.flops)

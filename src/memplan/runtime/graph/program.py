@@ -24,6 +24,8 @@ FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
 BACKWARD = "memplan_backward"
 """Key in `node.meta`: whether a node belongs to the backward pass."""
+NAME = "memplan_name"
+"""Key in `node.meta`: what a node is called in the part of the graph that it comes from."""
 RANDOM = "random numbers"
 """The chain of what draws them."""
 UPDATE = "memplan_update"
@@ -125,6 +127,16 @@ def program_of(module: fx.GraphModule, base_bytes: int = 0) -> Program:
         elif node.op != "output":
             node.meta[FACTS] = reader.facts(node)
     return Program(module, inputs, reader.storages, base_bytes)
+
+
+def is_element(node: fx.Node) -> bool:
+    """Whether a node takes an element of an operator's result."""
+    return (
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[0], fx.Node)
+        and (node.args[0].op == "call_function" or is_element(node.args[0]))
+    )
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.joint import Joint, add_backward, add_forward, constants, is_tangent
 from memplan.runtime.graph.program import BACKWARD, Added
@@ -72,10 +73,10 @@ class Region:
         )
 
 
-def region(joint: Joint, recomputed: frozenset[str], *, saves: bool = True) -> Region:
-    """Nodes of these names run again in backward. `saves`: False leaves out that what backward
+def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -> Region:
+    """Backward makes again what the replays say. `saves`: False leaves out that what backward
     needs is held in between, for those who are to choose what is."""
-    forward, backward = joint.parts(recomputed)
+    forward, backward = joint.parts(replays)
     graph = fx.Graph()
     returned = add_forward(graph, forward)
     places = [node for node in backward.graph.nodes if node.op == "placeholder"]

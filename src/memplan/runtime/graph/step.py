@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, Generic, NoReturn, ParamSpec, Protocol
 
@@ -20,6 +20,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 
 from memplan.capture.told_steps import tell
+from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
@@ -28,8 +29,9 @@ from memplan.runtime.graph.guarded import Guarded, refusal, strict
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
 from memplan.runtime.graph.ordering import Ordering, choose_order
+from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import OF_PARAMETER, Program, facts_of, program_of
-from memplan.runtime.graph.recompute import Attempt, within_budget
+from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.updates import SameArithmetic, Updates
 from memplan.types.errors import MemplanError, UsageError
@@ -47,13 +49,23 @@ _MOST_MADE_AGAIN = 8
 class _Made:
     """A graph in its order."""
 
-    executable: Executable
     program: Program
     ordering: Ordering
     recomputed: int
+    """Operators that run a second time."""
     classes: list[SameArithmetic]
     first_only: bool
     """Made without the state of some optimizer, whose later steps are others."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.ordering.ordered_peak_bytes
+
+    @cached_property
+    def executable(self) -> Executable:
+        nodes = self.program.graph_module.graph.nodes
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        return Executable(self.ordering.nodes, inputs, self.program.output, whole_step=True)
 
 
 @dataclass(eq=False)
@@ -400,7 +412,7 @@ class CompiledStep(Generic[P]):
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
             refuse(joint, num_fwd_outputs)
             joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
-            forward, backward = joints[0].parts(frozenset())
+            forward, backward = map(copied, joints[0].parts())
             gradients = len(_output(backward))
             return forward_alone(forward, backward, num_fwd_outputs, gradients)
 
@@ -460,16 +472,20 @@ class CompiledStep(Generic[P]):
 
     def _make(self, joint: Joint, primals: list[Any]) -> _Made:
         options = self._options
-        made: dict[frozenset[str], tuple[Operators, Ordering, list[SameArithmetic], bool]] = {}
 
-        def step(recomputed: frozenset[str]) -> Any:
+        def program(replays: tuple[Again, ...]) -> Program:
             module = whole_step(
-                joint, recomputed, self._updates, self._scaler, primals, keep=self._keeps()
+                joint, replays, self._updates, self._scaler, primals, keep=self._keeps()
             )
             return program_of(module, self._held_bytes())
 
-        def attempt(recomputed: frozenset[str]) -> Attempt:
-            graph = operators(in_place(step(recomputed)))
+        def plain() -> Pass:
+            graph = operators(program(()))
+            self._updates.take_classes()
+            return pass_of(graph)
+
+        def attempt(replays: tuple[Again, ...]) -> _Made:
+            graph = operators(in_place(program(replays)))
             classes, first_only = self._updates.take_classes()
             ordering = choose_order(
                 graph,
@@ -477,28 +493,14 @@ class CompiledStep(Generic[P]):
                 deadline_seconds=options.deadline_seconds,
                 seed=options.seed,
             )
-            made[recomputed] = graph, ordering, classes, first_only
-            return Attempt(ordering.ordered_peak_bytes, recomputed)
+            recomputed = sum(len(one.operators) for one in replays)
+            return _Made(graph.program, ordering, recomputed, classes, first_only)
 
         if self._only_looks:
-            raise _LookedError(operators(in_place(step(frozenset()))))
-        chosen = attempt(frozenset())
-        if options.budget_bytes is not None and chosen.peak_bytes > options.budget_bytes:
-            plain = operators(step(frozenset()))
-            self._updates.take_classes()
-            chosen = within_budget(
-                plain,
-                chosen,
-                options.budget_bytes,
-                attempt,
-                deadline_seconds=options.deadline_seconds,
-            )
-        graph, ordering, classes, first_only = made[chosen.recomputed]
-        nodes = graph.program.graph_module.graph.nodes
-        inputs = [node for node in nodes if node.op == "placeholder"]
-        executable = Executable(ordering.nodes, inputs, graph.program.output, whole_step=True)
-        again = len(graph.graph) - len(made[frozenset()][0].graph)
-        return _Made(executable, graph.program, ordering, again, classes, first_only)
+            raise _LookedError(operators(in_place(program(()))))
+        if options.budget_bytes is None:
+            return attempt(())
+        return within_budget(plain, attempt, options.budget_bytes)
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:

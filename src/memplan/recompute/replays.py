@@ -1,0 +1,82 @@
+"""What a selection runs again, and when: the replays that `evaluate` counts, op by op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from memplan.recompute.selection import Selection, check_selection, replayable_ops
+from memplan.types.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One group's. Rows and values are numbers of the graph."""
+
+    before: int
+    """The backward row right before which it runs."""
+    rows: tuple[int, ...]
+    """Forward rows, in their order."""
+    makes: frozenset[int]
+    """Values that are not there when it begins. What else its rows make is a second copy."""
+    gives: frozenset[int]
+    """Of these, what backward reads, and later replays may."""
+
+
+def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
+    """In the order they run. The graph's replayable ops write nothing but what they make.
+
+    Raises ValueError for a selection that says what cannot be.
+    """
+    check_selection(graph, selection)
+    first = _first_uses(graph)
+    group_of = {value: group for group in selection.groups for value in group & first.keys()}
+    alloc, can = graph.values.alloc.tolist(), replayable_ops(graph).tolist()
+    of: dict[int, list[int]] = defaultdict(list)
+    for value, row in enumerate(alloc):
+        of[row].append(value)
+    there = {
+        value
+        for value, row in enumerate(alloc)
+        if value not in selection.dropped
+        and (
+            not (0 <= row < graph.forward_ops and can[row])
+            or value in first
+            or value in selection.held
+        )
+    }
+    found = []
+    for row in range(graph.forward_ops, len(graph)):
+        for group in dict.fromkeys(group_of[v] for v in _touched(graph, row) if v in group_of):
+            gives = frozenset(group & first.keys())
+            if min(first[value] for value in gives) == row:
+                rows = _rows(graph, gives, there)
+                made = frozenset(value for op in rows for value in of[op])
+                found.append(Replay(row, rows, made - there, gives))
+                there |= gives
+    return found
+
+
+def _touched(graph: StepGraph, row: int) -> list[int]:
+    return [*graph.ops.reads_of(row), *graph.ops.writes_of(row)]
+
+
+def _first_uses(graph: StepGraph) -> dict[int, int]:
+    """The first backward row that reads or writes a value, where there is one."""
+    first: dict[int, int] = {}
+    for row in range(graph.forward_ops, len(graph)):
+        for value in _touched(graph, row):
+            first.setdefault(value, row)
+    return first
+
+
+def _rows(graph: StepGraph, targets: frozenset[int], there: set[int]) -> tuple[int, ...]:
+    """Forward rows that make the targets out of what is there."""
+    rows: set[int] = set()
+    waiting = list(targets)
+    while waiting:
+        row = int(graph.values.alloc[waiting.pop()])
+        if row not in rows:
+            rows.add(row)
+            waiting += [value for value in graph.ops.reads_of(row) if value not in there]
+    return tuple(sorted(rows))
