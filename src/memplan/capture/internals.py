@@ -240,6 +240,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.ops.aten._unsafe_view.default",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         "torch.utils._pytree",
     ),
     "runtime/planned": (

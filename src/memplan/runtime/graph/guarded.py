@@ -24,6 +24,7 @@ import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.symbolic_convert import is_stdlib
 from torch._dynamo.types import GuardFilterEntry
+from torch.nn.parallel import DistributedDataParallel
 
 from memplan.capture import patching
 
@@ -59,6 +60,10 @@ def refusal(module: torch.fx.GraphModule) -> str:
         given = node.meta.get("grapharg")
         if node.op == "placeholder" and given is not None and given.pass_arg_as_tensor:
             return f"a number of Python or NumPy that PyTorch captures as a tensor: {node.name}"
+    for node in module.graph.nodes:
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+            if isinstance(kind, type) and issubclass(kind, DistributedDataParallel):
+                return "DistributedDataParallel, whose hooks a graph does not run"
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.target in (torch.bernoulli, "bernoulli"):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from memplan.runtime.graph.again import Again
@@ -97,7 +98,7 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
     gradients = add_backward(graph, backward, [*saved, *tangents])
     copied = [
         _bytes(gradient)
-        for gradient, node in zip(gradients, inputs, strict=False)
+        for gradient, node in zip(gradients, joint.module.graph.nodes, strict=False)
         if isinstance(gradient, fx.Node) and not _lies_as(gradient, node)
     ]
     accumulate = graph.call_function(Accumulate(max(copied, default=0)), (tuple(gradients),))
@@ -111,7 +112,9 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
 def _lies_as(gradient: fx.Node, given: fx.Node) -> bool:
     """Whether autograd takes a gradient as it is."""
     val, of = gradient.meta["val"], given.meta["val"]
-    return bool(val.stride() == of.stride() and val.dtype == of.dtype)
+    if not isinstance(val, torch.Tensor):
+        return True  # a mesh, say
+    return isinstance(of, torch.Tensor) and val.stride() == of.stride() and val.dtype == of.dtype
 
 
 def _bytes(node: fx.Node) -> int:

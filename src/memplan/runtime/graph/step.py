@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan.capture.told_steps import tell
 from memplan.runtime.graph.again import Again
@@ -247,7 +249,7 @@ class CompiledStep(Generic[P]):
                 return error.inner_exception.found
             raise UsageError(f"no graph: {error.inner_exception}", "another function") from error
         except TorchDynamoException as error:
-            raise UsageError(f"no graph: {_first_line(error)}", "another function") from error
+            raise UsageError(f"no graph: {_reason(error)}", "another function") from error
         finally:
             self._only_looks = self._updates.ahead = False
             self._updates.take_classes()
@@ -260,6 +262,8 @@ class CompiledStep(Generic[P]):
         self._updates.in_graph = last and self._can_update_in_graph()
         if why := _not_only_a_leaf(pytree.tree_leaves((args, kwargs))):
             return self._give_up(why, args, kwargs)  # PyTorch's compiler detaches them
+        if not self._programs and (why := _of_several(self._updates.parameters())):
+            return self._give_up(why, args, kwargs)
         known = len(self._programs)
         if self._guarded.changed():
             self._captures += 1
@@ -276,7 +280,7 @@ class CompiledStep(Generic[P]):
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, MemplanError):
                 raise inner from None
-            return self._give_up(_first_line(inner), args, kwargs)
+            return self._give_up(_reason(inner), args, kwargs)
         if known and len(self._programs) > known:
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
@@ -396,7 +400,7 @@ class CompiledStep(Generic[P]):
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
-        if why := refusal(module) or _not_only_a_leaf(primals):
+        if why := refusal(module) or _not_only_a_leaf(primals) or _of_several(primals):
             raise UncapturedError(why)
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
@@ -579,6 +583,14 @@ def _not_only_a_leaf(inputs: Iterable[Any]) -> str:
     return ""
 
 
+def _of_several(inputs: Iterable[Any]) -> str:
+    """Whether an input is made of other tensors, which a graph has in its place."""
+    for one in inputs:
+        if isinstance(one, torch.Tensor) and is_traceable_wrapper_subclass(one):
+            return f"a {type(one).__name__} among inputs and parameters; compile the model instead"
+    return ""
+
+
 def _generators() -> list[tuple[torch.Generator, torch.Generator]]:
     """Each device's, and a copy: no tensor, which would count among the step's."""
     on_cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
@@ -594,5 +606,8 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _reason(error: BaseException) -> str:
+    """An error's first line, and what Dynamo explains."""
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    explained = re.search(r"^ *Explanation: (.*)", str(error), re.MULTILINE)
+    return f"{first}: {explained[1]}" if explained else first

@@ -1,0 +1,159 @@
+"""Compiled regions and steps of two processes: DDP, FSDP2, tensor parallel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import memplan
+
+ROOT = Path(__file__).parents[3]
+KINDS = ("ddp", "fsdp", "tensor parallel")
+EAGER: dict[str, Any] = {"codegen": "eager", "deadline_seconds": 0.2}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "a graph": EAGER,
+    "a graph, least": {**EAGER, "budget": "least"},
+    "blocks": EAGER,
+    "blocks, least": {**EAGER, "budget": "least"},
+    "a step": None,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def parallel(kind: str) -> tuple[nn.Module, list[Any]]:
+    """A model of this rank, and its blocks."""
+    torch.manual_seed(0)
+    blocks: list[Any] = [Block(), Block()]
+    model = nn.Sequential(*blocks, nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "ddp":
+        return DistributedDataParallel(model), blocks
+    for block in blocks:
+        if kind == "fsdp":
+            fully_shard(block, mesh=mesh)
+        else:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh)
+    return model, blocks
+
+
+def trained(kind: str, way: str | None, rank: int) -> tuple[list[Tensor], str]:
+    """Losses and weights after three steps, and why a step runs plainly."""
+    torch._dynamo.reset()
+    model, blocks = parallel(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    run: Any = model
+    if way is not None and WAYS[way] is not None:
+        options: Any = {"backend": "memplan", "options": WAYS[way], "dynamic": False}
+        if way.startswith("blocks"):
+            for block in blocks:
+                block.compile(**options)
+        else:
+            run = torch.compile(model, **options)
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(run(x), y)
+
+    step = memplan.compile(loss_fn, optimizer=optimizer, order=False) if way == "a step" else None
+    torch.manual_seed(1 if kind == "tensor parallel" else 1 + rank)
+    losses = []
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(4, (6,))
+        if step is not None:
+            losses.append(step(x, y))
+            continue
+        optimizer.zero_grad()
+        loss = loss_fn(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    weights: list[Any] = [getattr(one, "_local_tensor", one) for one in model.parameters()]
+    reason = "" if step is None else step.report().fallback
+    return [*losses, *(one.detach() for one in weights)], reason
+
+
+def work(rank: int, out: Path) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        plain, _ = trained(kind, None, rank)
+        for way in WAYS:
+            compiled, reason = trained(kind, way, rank)
+            same = all(map(torch.equal, plain, compiled))
+            found[f"{kind}: {way}"] = [same, reason]
+    out.with_suffix(f".{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of both ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *command, __file__, str(folder / "found")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_are_those_of_the_same_without_compile(
+    kind: str, way: str, found: list[dict[str, Any]]
+) -> None:
+    for of_rank in found:
+        same, reason = of_rank[f"{kind}: {way}"]
+        assert same
+        assert bool(reason) == (way == "a step")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("ddp", "Logger|DistributedDataParallel"),
+        ("fsdp", "DTensor"),
+        ("tensor parallel", "DTensor"),
+    ],
+)
+def test_a_step_says_why_it_runs_plainly(
+    kind: str, words: str, found: list[dict[str, Any]]
+) -> None:
+    """Gradients that are reduced between ranks must not be lost."""
+    reason = found[0][f"{kind}: a step"][1]
+    assert any(word in reason for word in words.split("|")), reason
+
+
+if __name__ == "__main__":
+    work(int(os.environ["RANK"]), Path(sys.argv[1]))
