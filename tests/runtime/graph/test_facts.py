@@ -102,7 +102,7 @@ class Watcher:
                 self.faults.append(f"{node.format_node()}: writes what it does not say")
         for result in results:
             mine = result.untyped_storage()._cdata in shown
-            if mine and facts.shows in facts.makes:
+            if mine and facts.makes and facts.shows in (None, *facts.makes):
                 self.faults.append(f"{node.format_node()}: gives a view, not a new storage")
             if not mine and facts.free and operands:
                 self.faults.append(f"{node.format_node()}: gives new memory, not a view")

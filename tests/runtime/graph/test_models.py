@@ -92,6 +92,21 @@ class Written(nn.Module):
         return self.noise(h) + torch.rand_like(h) + torch.randn(4) / count
 
 
+class Halves(nn.Module):
+    """Lists of views: what they are views of is needed once more, and could be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.layer(x) + 1
+        first, second = whole.chunk(2, -1)
+        turned = whole * 0.5 + torch.cat((-second, first), -1)
+        one, two = (turned * 1).unflatten(-1, (2, 4)).unbind(1)
+        return (turned * 2).unflatten(-1, (4, 2)).sum(-1) + one * two
+
+
 class Shared(nn.Module):
     """Two parameters whose gradients are one tensor, and one whose gradient is expanded."""
 
@@ -149,6 +164,7 @@ MODELS: dict[str, Callable[[], Job]] = {
     "lstm": lambda: classifier(lambda: Recurrent(nn.LSTM), adam),
     "gru": lambda: classifier(lambda: Recurrent(nn.GRU), adam),
     "views": lambda: classifier(Written, adam),
+    "halves": lambda: classifier(Halves, adam),
     "shared gradients": lambda: classifier(Shared, adam),
     "experts": lambda: classifier(Experts, adam),
     "u-net": lambda: classifier(Convolutions, adam, IMAGES),

@@ -254,19 +254,27 @@ def _aliases(node: fx.Node) -> dict[int, list[fx.Node]]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return {}
-    if target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+    if target.overloadpacket in _VIEWS_UNSAID:
         return {0: node.all_input_nodes[:1]}
     found: dict[int, list[fx.Node]] = {}
     for place, result in enumerate(target._schema.returns):
         if result.alias_info is None:
             continue
-        names = set(result.alias_info.before_set)
+        names = set(result.alias_info.before_set)  # empty for a list of views, as of split
         for number, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and names & set(argument.alias_info.before_set):
+            known = argument.alias_info
+            if known is not None and (not names or names & set(known.before_set)):
                 given = node.args[number] if number < len(node.args) else None
                 leaves = pytree.tree_leaves([given, node.kwargs.get(argument.name)])
                 found.setdefault(place, []).extend(n for n in leaves if isinstance(n, fx.Node))
     return found
+
+
+_VIEWS_UNSAID = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
+)
+"""Their results are views; their schemas do not say so, for autograd's sake."""
 
 
 def is_random_wrapper(node: fx.Node) -> bool:
