@@ -11,11 +11,11 @@ from hypothesis import given, settings
 
 from memplan.order import inductor
 from memplan.order.baselines import baseline_orders, best
-from memplan.order.exhaustive import exhaustive_order
 from memplan.order.inductor_source import inductor_functions
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from memplan.types.graph_file import save_graph
+from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph
 from tests.order.test_solve import training_step
 

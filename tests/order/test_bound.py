@@ -13,8 +13,8 @@ from memplan.order.bound import lower_bound
 from memplan.order.certificate import Amounts, Certificate, Flow, Forced
 from memplan.order.check_bound import check_bound
 from memplan.order.evaluate import program_order
-from memplan.order.exhaustive import exhaustive_order
 from memplan.types.graph import Graph
+from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
 
 

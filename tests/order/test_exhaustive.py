@@ -5,9 +5,9 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 
-from memplan.order.exhaustive import MOST_OPERATORS, exhaustive_order
 from memplan.order.validate import order_fault, slow_peak
 from memplan.types.graph import Graph
+from tests.order.exhaustive import MOST_OPERATORS, exhaustive_order
 from tests.order.graphs import graphs, make_graph
 
 

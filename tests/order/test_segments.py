@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import held, peak, program_order
-from memplan.order.exhaustive import exhaustive_order
 from memplan.order.leaf import exact_order
 from memplan.order.search import Clock
 from memplan.order.segments import fixed_operators, segments, windows
 from memplan.order.tree import leaves
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
+from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
 
 

@@ -23,7 +23,6 @@ from memplan.order.certificate import Amounts, Certificate, Flow
 from memplan.order.check_bound import check_bound
 from memplan.order.compose import part_of
 from memplan.order.evaluate import peak, program_order
-from memplan.order.exhaustive import exhaustive_order
 from memplan.order.search import Clock, Improved, improve, patiently
 from memplan.order.solve import solve
 from memplan.order.updates import early_updates
@@ -31,6 +30,7 @@ from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
+from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
 
 
