@@ -37,6 +37,11 @@ from memplan.types.errors import InfeasibleError, UsageError
 log = logging.getLogger("memplan")
 
 
+PARAMETER = "parameter_"
+"""Begins the names of inputs of a backward pass that are inputs of forward: what forward saves of
+these may be copies that lie in another way."""
+
+
 def fused_region(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -124,6 +129,9 @@ class Parts(CustomPartitionerFn):
         """Before forward is compiled."""
         return Memory(results)
 
+    def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
+        """Before backward is compiled, when forward's code is known."""
+
     def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         """As Inductor does it."""
         return min_cut_rematerialization_partition(
@@ -155,8 +163,10 @@ class Parts(CustomPartitionerFn):
         memory, most = self._no_memory(self._results), 0
         for module, backward in zip(parts, (False, True), strict=True):
             mine = copied(module)
+            if backward:
+                self._complete(mine, memory)
             nodes = list(mine.graph.nodes)
-            inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+            inputs = memory.as_they_lie(mine)
             seen = range(0 if backward else self._results or 0)
             nodes[-1].meta["user_visible_output_idxs"] = [
                 place for place in seen if isinstance(nodes[-1].args[0][place], fx.Node)
@@ -209,12 +219,29 @@ class Memory:
         self._held: dict[str, int] = {}
         """Storages that the caller holds."""
         self._layouts: list[Any] = []
+        self._strides: dict[str, tuple[int, ...]] = {}
 
     def given(self, part: Part, *, backward: bool) -> list[Given | None]:
         """Of each input of a part, in what memory it lies."""
         if not backward:
             return part.inputs
         return [None if one is None else self._saved.get(one.storage, one) for one in part.inputs]
+
+    def lie_in(self, name: str) -> str | None:
+        """The name of the storage of what forward saves."""
+        found = self._saved.get(name)
+        return None if found is None else found.storage
+
+    def as_they_lie(self, module: fx.GraphModule) -> list[Any]:
+        """Of a part's inputs: those that forward's code saves are laid out as it has them."""
+        found = []
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                value, strides = node.meta["val"], self._strides.get(node.name)
+                if strides is not None and value.stride() != strides:
+                    value = value.as_strided(value.size(), strides)
+                found.append(value)
+        return found
 
     def peak(
         self, part: Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
@@ -243,13 +270,17 @@ class Memory:
     def _forward(self, part: Part, given: Sequence[Given | None], kernels: Kernels) -> None:
         self._layouts = part.layouts
         self._held = {one.storage: one.bytes for one in given if one is not None}
+        for held, size in self._held.items():
+            self._saved[PARAMETER + held] = Given(held, size, True)
         results = len(kernels.returned) if self._results is None else self._results
         for one in kernels.returned[:results]:
             if one is not None:
                 self._held[one.storage] = one.bytes
-        for name, one in zip(part.outputs, kernels.returned, strict=True):
+        for place, (name, one) in enumerate(zip(part.outputs, kernels.returned, strict=True)):
             if name is not None and one is not None:
                 lasts = one.storage in self._held
+                if (strides := kernels.strides[place]) is not None:
+                    self._strides[name] = strides
                 self._saved[name] = Given(one.storage, one.bytes, lasts)
 
 

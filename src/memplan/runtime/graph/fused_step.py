@@ -19,13 +19,13 @@ from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
-from memplan.runtime.graph.fused import Memory, Part, Parts
+from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts
 from memplan.runtime.graph.inductor import SCRATCH, Given, compiled, uncached
 from memplan.runtime.graph.joint import (
-    Joint,
     LossGradient,
     copied,
     forward_alone,
+    is_tangent,
     lies_as,
     loss_gradient,
 )
@@ -35,16 +35,16 @@ from memplan.runtime.graph.updates import TakeGradient, Updates
 _takers: WeakValueDictionary[int, TakeGradient] = WeakValueDictionary()
 _library = torch.library.Library("memplan", "FRAGMENT")
 _library.define(
-    "take_gradient(Tensor(a!) parameter, Tensor gradient, int taker) -> ()",
+    "take_gradient(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] views, int taker) -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
 
-def _take(parameter: torch.Tensor, gradient: torch.Tensor, taker: int) -> None:
+def _take(parameter: torch.Tensor, gradient: torch.Tensor, _views: Any, taker: int) -> None:
     _takers[taker](parameter, gradient)
 
 
-def _take_nothing(_parameter: torch.Tensor, _gradient: torch.Tensor, _taker: int) -> None:
+def _take_nothing(*_args: Any) -> None:
     """Of tensors without memory."""
 
 
@@ -107,6 +107,8 @@ class StepParts(Parts):
         """Until the code is there."""
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
+        self._primals: list[fx.Node] = []
+        """The joint graph's."""
         self._takers: dict[int, TakeGradient] = {}
         """By the place of the parameter among the primals."""
         self._extra: list[int] = []
@@ -121,6 +123,8 @@ class StepParts(Parts):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._refuse_graph(gm, kwargs["num_fwd_outputs"])
+        places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._primals = places[: len(places) - len([one for one in places if is_tangent(one)])]
         self._start = LossGradient(loss_gradient(gm), self._scaler)
         gradients = len(_returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
@@ -147,8 +151,9 @@ class StepParts(Parts):
         shown = _output(module).meta.get("user_visible_output_idxs", ())
         memory, runs = self._no_memory(self._results), []
         for part, backward in zip(self._parts, (False, True), strict=True):
-            places = [node for node in part.graph.nodes if node.op == "placeholder"]
-            inputs = [node.meta["val"] for node in places]
+            if backward:
+                self._complete(part, memory)
+            inputs = memory.as_they_lie(part)
             _output(part).meta["user_visible_output_idxs"] = [] if backward else shown
             about = Part(part, inputs)
             given = memory.given(about, backward=backward)
@@ -170,37 +175,39 @@ class StepParts(Parts):
         self._runs = runs[0], runs[1]
         self._parts = None
         self._parameters.clear()
+        self._primals.clear()
 
     def _no_memory(self, results: int | None) -> Memory:
         return Memory(results, self._base_bytes)
 
-    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = super()._cut(joint, module)
-        if not self._keep:
-            self._take_gradients(forward, backward)
-        return forward, backward
+    def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
+        """Gradients are taken by backward itself, which returns nothing.
 
-    def _take_gradients(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Gradients are taken by backward itself, which returns nothing."""
-        graph = backward.graph
-        primals = [node for node in forward.graph.nodes if node.op == "placeholder"]
-        places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-        last = list(places.values())[-1]
+        What forward saved of a parameter is read before that is updated: to Inductor, whatever lies
+        in its memory is written, too.
+        """
+        if self._keep:
+            return
+        graph, output = backward.graph, _output(backward)
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        views: dict[str | None, list[fx.Node]] = {}
+        for node in places:
+            views.setdefault(memory.lie_in(node.name), []).append(node)
+        last = places[-1]
         self._extra.clear()
-        output = _output(backward)
         for place, gradient in enumerate(_returned(backward)):
             parameter = self._parameters.get(place)
             if not isinstance(gradient, fx.Node) or parameter is None:
                 continue
-            name = primals[place].name
-            if name not in places:
-                with graph.inserting_after(last):
-                    last = places[name] = graph.placeholder(name)
-                last.meta = dict(primals[place].meta)
-                self._extra.append(place)
+            name = self._primals[place].name
+            with graph.inserting_after(last):
+                last = graph.placeholder(PARAMETER + name)
+            last.meta = dict(self._primals[place].meta)
+            self._extra.append(place)
             taker = self._takers.setdefault(place, self._taker(parameter, gradient))
             with graph.inserting_before(output):
-                graph.call_function(_TAKE, (places[name], gradient, id(taker))).meta["val"] = None
+                given = last, gradient, views.get(name, []), id(taker)
+                graph.call_function(_TAKE, given).meta["val"] = None
         output.args = ((),)
         backward.recompile()
 

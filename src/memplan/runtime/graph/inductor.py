@@ -61,6 +61,8 @@ class Kernels:
     """With all inputs, and nothing else of the caller's. Scratch memory of kernels is not in it."""
     returned: list[Given | None]
     """Of each output, what it lies in; None where it is no tensor."""
+    strides: list[tuple[int, ...] | None]
+    """Of each output: Inductor chooses those that no user sees."""
     calls: int = 0
     """Of kernels."""
 
@@ -143,7 +145,8 @@ def _without_kernels(module: fx.GraphModule, given: Sequence[Given | None]) -> K
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     of = dict(zip(places, given, strict=True))
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    return Kernels(_held(given), [of.get(one) for one in output.args[0]])
+    returned = [of.get(one) for one in output.args[0]]
+    return Kernels(_held(given), returned, [None] * len(returned))
 
 
 def _held(given: Iterable[Given | None]) -> int:
@@ -196,7 +199,8 @@ def _kernels(graph: Any, given: Sequence[Given | None], nested: int) -> Kernels 
     try:
         made = read.graph(guess=False)
         most = _peak(made, program_order(made), graph.scheduler.nodes)
-        return Kernels(most + nested, read.returned(), len(graph.scheduler.nodes))
+        strides = [_strides(one) for one in graph.graph_outputs]
+        return Kernels(most + nested, read.returned(), strides, len(graph.scheduler.nodes))
     except _UnknownSizeError:
         return None
 
@@ -472,6 +476,12 @@ def _name_of(output: Any) -> str | None:
     if isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
         return None
     return str(output.get_name())
+
+
+def _strides(output: Any) -> tuple[int, ...] | None:
+    if _name_of(output) is None or not output.has_tensor_output():
+        return None
+    return tuple(map(int, output.get_layout().stride))
 
 
 def _chains(node: Any) -> Iterator[str]:
