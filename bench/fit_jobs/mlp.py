@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -41,9 +42,11 @@ def main() -> None:
     batch = torch.randn(args.batch_size, args.width, device=args.device)
     labels = torch.randint(0, 10, (args.batch_size,), device=args.device)
 
+    run = torch.compile(model) if args.compile else model
+
     def step() -> None:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch), labels)
+        loss = nn.functional.cross_entropy(run(batch), labels)
         loss.backward()
         optimizer.step()
         print("loss", float(loss.item()).hex())

@@ -27,7 +27,7 @@ from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
-from memplan.types.plan import Plan
+from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.plan_file import load_plan
 
 if TYPE_CHECKING:
@@ -152,9 +152,12 @@ def _capture(
         from memplan.runtime.in_effect import plan_in_effect
 
         said: list[str] = []
+        regions: list[CompiledRegion] = []
         words = [job.target.name, *job.target.argv]
-        trace = capture_script(job.target, options, plan_in_effect(plan, words, said.append))
-        meta = msgspec.structs.replace(trace.meta, notes=[*trace.meta.notes, *said])
+        in_effect = plan_in_effect(plan, words, said.append, regions.append)
+        trace = capture_script(job.target, options, in_effect)
+        notes = [*trace.meta.notes, *dict.fromkeys(said)]
+        meta = msgspec.structs.replace(trace.meta, notes=notes, regions=regions)
         return replace(trace, meta=meta)
 
 

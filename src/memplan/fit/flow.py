@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
@@ -15,6 +15,8 @@ from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.plans import Planned, Planner, Solver, envelope
+from memplan.fit.regions import Regions, RegionSearch
+from memplan.fit.regions import promised as promised_inside
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
@@ -69,8 +71,11 @@ def fit(
         answer = _answer(plain, found, notes=notes, seconds=time.monotonic() - began)
         return Fitted(answer, found.plan(program, plain, profile))
     lowest, order = found.chosen, found.early.part if found.early else None
+    regions = found.regions.part if found.regions else None
     reference = found.base
-    changes, tried = nearest_changes(program, reference, lowest, profile, capture, progress, order)
+    changes, tried = nearest_changes(
+        program, reference, lowest, profile, capture, progress, order, regions
+    )
     answer = _answer(
         plain,
         found,
@@ -94,10 +99,24 @@ class _Found:
     verdict: Verdict
     """With what is in effect."""
     early: Early | None = None
+    regions: Regions | None = None
     chosen: Planned | None = None
     """The plan that is kept; where none fits, the one of the least peak."""
     planner: Planner | None = None
+    tried: Sequence[Regions] = ()
     note: str = ""
+
+    @property
+    def added_seconds(self) -> float:
+        inside = self.regions.part.added_seconds if self.regions else 0.0
+        return inside + (self.chosen.evaluation.added_seconds if self.chosen else 0.0)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Of forward and backward, without recomputation."""
+        if self.regions:
+            return self.regions.plain_seconds
+        return self.chosen.evaluation.plain_seconds if self.chosen else None
 
     def plan(self, program: ScriptTarget, plain: Captured, profile: DeviceProfile) -> Plan:
         forward_ops = self.planner.graph.forward_ops if self.planner and self.chosen else 0
@@ -108,6 +127,7 @@ class _Found:
             alloc_conf=self.verdict.alloc_conf,
             part=self.chosen.part if self.chosen else None,
             order=promised(self.early.part, self.verdict) if self.early else None,
+            regions=promised_inside(self.regions.part, self.verdict) if self.regions else None,
             forward_ops=forward_ops,
         )
 
@@ -128,17 +148,25 @@ class _Search:
         if verdict.fits:
             return _Found(base, verdict, early)
         order = early.part if early else None
+        search = RegionSearch(self.program, base, verdict, self.profile, self.capture, order)
+        inside = search.run()
+        if inside is not None:
+            base, verdict = inside.captured, inside.verdict
+        found = _Found(base, verdict, early, inside, tried=search.tried)
+        if verdict.fits:
+            return found
+        regions = inside.part if inside else None
         try:
             planner = Planner(
-                self.program, base, verdict, self.profile, self.capture, self.solver, order
+                self.program, base, verdict, self.profile, self.capture, self.solver, order, regions
             )
         except NoAnswerError as error:
             note = f"Nothing can be recomputed: {error.message}."
-            return _Found(base, verdict, early, note=note)
+            return replace(found, note=note)
         chosen = planner.search() if planner.graph.values.droppable.any() else None
         chosen = chosen or planner.lowest()
         verdict = chosen.verdict if chosen else verdict
-        return _Found(base, verdict, early, chosen, planner)
+        return replace(found, verdict=verdict, chosen=chosen, planner=planner)
 
 
 def _answer(
@@ -153,9 +181,10 @@ def _answer(
 ) -> Fit:
     estimate, verdict = plain.estimate, found.verdict
     assert estimate.gpu is not None
-    evaluation = found.chosen.evaluation if found.chosen else None
+    plain_seconds, added = found.plain_seconds, found.added_seconds
     planned = found.planner.planned if found.planner else []
-    with_plan = found.chosen or found.early or verdict.alloc_conf
+    attempts = [*(one.attempt() for one in found.tried), *(one.attempt() for one in planned)]
+    with_plan = found.chosen or found.early or found.regions or verdict.alloc_conf
     return Fit(
         memplan_version=__version__,
         torch_version=estimate.torch_version,
@@ -164,13 +193,13 @@ def _answer(
         before=estimate,
         after=verdict.estimate if with_plan else None,
         least_card_bytes=least_card_bytes,
-        step_seconds=evaluation.plain_seconds if evaluation else None,
-        added_seconds=evaluation.added_seconds if evaluation else 0.0,
-        added_fraction=evaluation.added_fraction if evaluation else 0.0,
+        step_seconds=plain_seconds,
+        added_seconds=added,
+        added_fraction=added / plain_seconds if plain_seconds else 0.0,
         levers=_levers(found),
         changes=changes or [],
         tried=tried or [],
-        attempts=[p.attempt() for p in planned],
+        attempts=attempts,
         plan=None,
         seconds=seconds,
         notes=notes or [],
@@ -186,6 +215,8 @@ def _levers(found: _Found) -> list[Lever]:
         )
     if found.early is not None:
         levers.append(found.early.lever())
+    if found.regions is not None:
+        levers.append(found.regions.lever())
     if chosen is not None:
         levers += recompute_levers(chosen.evaluator, chosen.selection, chosen.part)
     return levers

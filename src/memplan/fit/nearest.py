@@ -18,7 +18,7 @@ from memplan.fit.what_if import shard_optimizer
 from memplan.report.text import peak_text
 from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
-from memplan.types.plan import Fingerprint, OrderPart, Plan
+from memplan.types.plan import Fingerprint, OrderPart, Plan, RegionsPart
 from memplan.types.trace import Role
 
 _WORDS: dict[Kind, str] = {
@@ -40,12 +40,13 @@ def nearest_changes(
     capture: CaptureProgram,
     progress: Callable[[str], None],
     order: OrderPart | None = None,
+    regions: RegionsPart | None = None,
 ) -> tuple[list[Change], list[str]]:
     """Changes that fit, nearest first, and sentences about what was tried in vain.
 
     `lowest`: the plan with the least peak, which is kept in effect: operators are named by their
-    place in the step, so it serves other shapes as well. `order`: in effect in `plain` and in
-    `lowest`, and kept as well.
+    place in the step, so it serves other shapes as well. `order`, `regions`: in effect in `plain`
+    and in `lowest`, and kept as well.
     """
     changes: list[Change] = []
     tried: list[str] = []
@@ -57,9 +58,9 @@ def nearest_changes(
             missing.append(words)
             continue
         plan = None
-        if lowest or order:
+        if lowest or order or regions:
             part = lowest.part if lowest else None
-            plan = Plan(memplan_version=__version__, recompute=part, order=order)
+            plan = Plan(memplan_version=__version__, recompute=part, order=order, regions=regions)
         search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
         change, reason = search.run(_share(reference, profile))
         changes += [change] if change else []
@@ -172,7 +173,7 @@ class _KnobSearch:
             peak_bytes=found.peak_bytes,
             low_bytes=found.low_bytes,
             high_bytes=found.high_bytes,
-            recompute=self.plan is not None and self.plan.recompute is not None,
+            recompute=self.plan is not None and _recomputes(self.plan),
             alloc_conf=self.seen[value].alloc_conf,
             verified=f"{how} and {_in_effect(self.plan)}" if self.plan else how,
             command=[program.name, *program.argv],
@@ -180,7 +181,11 @@ class _KnobSearch:
 
 
 def _in_effect(plan: Plan) -> str:
-    return "the least-peak plan" if plan.recompute else "early weight updates"
+    return "the least-peak plan" if _recomputes(plan) else "early weight updates"
+
+
+def _recomputes(plan: Plan) -> bool:
+    return plan.recompute is not None or plan.regions is not None
 
 
 def _sharded(

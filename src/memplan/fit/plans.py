@@ -17,7 +17,7 @@ from memplan.phases import find_steps, plain_peak, request_signature, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.device import DeviceProfile
-from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart
+from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart, RegionsPart
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
@@ -88,11 +88,13 @@ class Planner:
         capture: CaptureProgram,
         solver: Solver,
         order: OrderPart | None = None,
+        regions: RegionsPart | None = None,
     ) -> None:
-        """`order`: in effect in `plain`, and in every plan."""
+        """`order`, `regions`: in effect in `plain`, and in every plan."""
         self._program = program
         self._plain = plain
         self.order = order
+        self._regions = regions
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._capture = capture
         self._solver = solver
@@ -163,6 +165,7 @@ class Planner:
             self._profile,
             part=part(evaluation.peak_bytes),
             order=self.order,
+            regions=self._regions,
         )
         captured = self._capture(self._program, first, quiet=True)
         verdict = judge(captured.trace, self._profile, captured.estimate)
@@ -204,6 +207,7 @@ def envelope(
     alloc_conf: str = "",
     part: RecomputePart | None = None,
     order: OrderPart | None = None,
+    regions: RegionsPart | None = None,
     forward_ops: int = 0,
 ) -> Plan:
     """The plan as a file holds it, with what it was made from."""
@@ -220,6 +224,7 @@ def envelope(
         alloc_conf=alloc_conf,
         recompute=part,
         order=order,
+        regions=regions,
     )
 
 

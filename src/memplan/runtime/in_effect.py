@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memplan.types.plan import Plan
+from memplan.types.plan import CompiledRegion, Plan
 
 if TYPE_CHECKING:
     from memplan.runtime.early import Account
@@ -25,10 +25,14 @@ class InEffect:
 
 @contextmanager
 def plan_in_effect(
-    plan: Plan, command: list[str], on_note: Callable[[str], None]
+    plan: Plan,
+    command: list[str],
+    on_note: Callable[[str], None],
+    on_region: Callable[[CompiledRegion], None] | None = None,
 ) -> Iterator[InEffect]:
     """Recomputation and early weight updates, where the plan has them. `command`: the program's
-    name and arguments. `on_note` is told, in a sentence, what of the plan cannot be followed."""
+    name and arguments. `on_note` is told, in a sentence, what of the plan cannot be followed;
+    `on_region` what is done to each compiled graph."""
     found = InEffect()
 
     def note(text: str) -> None:
@@ -40,6 +44,10 @@ def plan_in_effect(
             from memplan.runtime.apply import AppliedEverywhere
 
             stack.enter_context(AppliedEverywhere(plan.recompute, note))
+        if plan.regions is not None:
+            from memplan.runtime.graph.planned import PlannedRegions
+
+            stack.enter_context(PlannedRegions(plan.regions, note, on_region))
         if plan.order is not None:
             from memplan.runtime.early import EarlyUpdates
 

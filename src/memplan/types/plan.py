@@ -48,6 +48,32 @@ class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Expected per step."""
 
 
+class CompiledRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A graph that `torch.compile` captured, and what is recomputed in it."""
+
+    graph: str
+    """Hex digest of the names and operators of the joint graph's nodes, shapes left out."""
+    name: str
+    """For people: the line that its first operator is from."""
+    recomputed: list[str]
+    """Names of the nodes of forward that backward runs again."""
+
+
+class RegionsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is recomputed inside the graphs that PyTorch Inductor compiles. A graph that is not
+    named runs as without a plan."""
+
+    version: int = 1
+    regions: list[CompiledRegion] = []
+    share: float = 0.0
+    """Asked of a capture, for graphs that are not named: how far to go from no recomputation (0) to
+    the least peak (1)."""
+    peak_bytes: int = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+    added_seconds: float = 0.0
+    """Expected per step."""
+
+
 class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Weight updates early: each parameter is updated in the backward pass, as soon as its gradient
     is complete, and the gradient is released. The run does it only where that changes no number."""
@@ -126,6 +152,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     the environment or the script sets its own."""
     recompute: RecomputePart | None = None
     order: OrderPart | None = None
+    regions: RegionsPart | None = None
     allocation: AllocationPart | None = None
     """Made from a capture with the rest of the plan in effect: recomputation and order change
     requests."""

@@ -18,6 +18,7 @@ MAX_BYTES = 64 << 20
 _SCHEMA_VERSION = 1
 _RECOMPUTE_VERSION = 1
 _ORDER_VERSION = 1
+_REGIONS_VERSION = 1
 _MAX_GROUPS = 100_000
 
 
@@ -70,6 +71,10 @@ def _check(plan: Plan, path: Path) -> None:
         )
     if plan.recompute is not None:
         _check_recompute(plan.recompute, path)
+    if plan.regions is not None:
+        _check_version("regions", plan.regions.version, _REGIONS_VERSION, path)
+        if not 0 <= plan.regions.share <= 1:
+            raise FormatError(f"{path}: its regions part has a share of {plan.regions.share}")
     if plan.order is not None:
         _check_order(plan.order, path)
     if plan.allocation is not None:

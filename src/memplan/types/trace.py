@@ -20,6 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from memplan.types.plan import CompiledRegion
+
 I64: TypeAlias = npt.NDArray[np.int64]
 I32: TypeAlias = npt.NDArray[np.int32]
 I16: TypeAlias = npt.NDArray[np.int16]
@@ -225,6 +227,8 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     card_processes: int = 1
     """Processes of the job that have their memory on the card numbered 0, this one included."""
     initial_segments: list[Segment] = []
+    regions: list[CompiledRegion] = []
+    """Of compiled graphs: what the plan in effect recomputed in each."""
     notes: list[str] = []
 
 

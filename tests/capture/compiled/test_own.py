@@ -36,7 +36,7 @@ class Residual(nn.Module):
 
 
 def region(model: nn.Module) -> Callable[[Tensor], object]:
-    options: Any = {"codegen": "eager", "budget": "least", "deadline_seconds": 0.5}
+    options: Any = {"codegen": "eager", "budget": "least", "deadline_seconds": 60.0}
     run: Any = torch.compile(model, backend="memplan", dynamic=False, options=options)
     return lambda x: run(x).backward()
 

@@ -133,16 +133,13 @@ class Parts(CustomPartitionerFn):
         """Before backward is compiled, when forward's code is known."""
 
     def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """As Inductor does it."""
-        return min_cut_rematerialization_partition(
-            module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
-        )
+        return cut(joint, module)
 
     def _choose(self, joint: Joint) -> _Attempt:
         def attempt(replays: tuple[Again, ...]) -> _Attempt:
             module = copied(joint.module)
-            names = _names(joint, replays)
-            _tag(module.graph, names)
+            names = names_again(joint, replays)
+            tag(module.graph, names)
             parts = self._cut(joint, module)
             return _Attempt(self._look(parts), parts, names)
 
@@ -284,7 +281,14 @@ class Memory:
                 self._saved[name] = Given(one.storage, one.bytes, lasts)
 
 
-def _names(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
+def cut(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """As Inductor does it."""
+    return min_cut_rematerialization_partition(
+        module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
+    )
+
+
+def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
     """Nodes of forward that run again, with the views of what they make."""
     if not replays:
         return frozenset()
@@ -296,7 +300,7 @@ def _names(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
     return frozenset(n.name for n in nodes if {*facts_of(n).makes, facts_of(n).shows} & made)
 
 
-def _tag(graph: fx.Graph, names: frozenset[str]) -> None:
+def tag(graph: fx.Graph, names: frozenset[str]) -> None:
     """Have PyTorch's partitioner run these nodes again in the backward pass."""
     for node in graph.nodes:
         if node.name in names:

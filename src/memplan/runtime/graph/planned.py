@@ -1,0 +1,152 @@
+"""A plan's part about compiled regions, in effect on all that PyTorch Inductor compiles.
+
+Inductor asks for a partitioner of joint graphs (`config.custom_partitioner_fn`). Graphs that the
+plan names are divided as it says; others as PyTorch divides them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from memplan.capture.compiled.origins import origin_of
+from memplan.types.plan import CompiledRegion, RegionsPart
+
+if TYPE_CHECKING:
+    from memplan.runtime.graph.joint import Joint
+
+
+class PlannedRegions(CustomPartitionerFn):
+    """A context manager. `on_note` is told, in a sentence, what of the plan cannot be followed;
+    `on_region` what is done to each graph."""
+
+    def __init__(
+        self,
+        part: RegionsPart,
+        on_note: Callable[[str], None],
+        on_region: Callable[[CompiledRegion], None] | None = None,
+    ) -> None:
+        self._part = part
+        self._known = {region.graph: region for region in part.regions}
+        self._on_note = on_note
+        self._on_region = on_region
+        self._met: set[str] = set()
+        self._before: Any = None
+
+    def __enter__(self) -> PlannedRegions:
+        self._before = config.custom_partitioner_fn
+        config.custom_partitioner_fn = self
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if config.custom_partitioner_fn is self:
+            config.custom_partitioner_fn = self._before
+        missed = len(self._known.keys() - self._met)
+        if missed and not _taken_from_cache():
+            self._on_note(
+                f"{missed} of the {len(self._known)} compiled graphs of the plan were not compiled "
+                "in this run"
+            )
+
+    def uuid(self) -> bytes:
+        """Of PyTorch's caches: graphs with this plan are others than those without."""
+        return hashlib.blake2b(msgspec.json.encode(self._part)).digest()
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        # Inductor is there by now; it takes seconds to import.
+        from memplan.runtime.graph.fused import cut, tag
+        from memplan.runtime.graph.joint import Joint, copied
+
+        results = kwargs.pop("num_fwd_outputs")
+        kwargs.pop("compiler", None)  # other partitioners do not know it
+        joint = Joint(gm, joint_inputs, results, kwargs)
+        digest = _digest(gm)
+        region = self._known.get(digest) or self._chosen(joint, digest)
+        if region is None:
+            return cut(joint, gm)
+        self._met.add(digest)
+        drawn = {node.name for node in gm.graph.nodes if _draws(node)}
+        tagged = copied(gm)
+        tag(tagged.graph, frozenset(region.recomputed) - drawn)
+        try:
+            parts = cut(joint, tagged)
+        except Exception:  # the plan file was changed: PyTorch finds no such partition
+            self._on_note(f"the compiled graph of {region.name} cannot run with this plan")
+            return cut(joint, gm)
+        if self._on_region is not None:
+            self._on_region(region)
+        return parts
+
+    def _chosen(self, joint: Joint, digest: str) -> CompiledRegion | None:
+        """What to recompute in a graph that the plan does not name; None where it says nothing, or
+        where not all of the graph is known."""
+        name = _name(joint.module)
+        if not self._part.share:
+            self._on_note(
+                f"the compiled graph of {name} is not one of the plan's, and runs as without it: "
+                "was the plan made for other arguments, or another version of PyTorch?"
+            )
+            return None
+        if any(map(_is_symbolic, joint.module.graph.find_nodes(op="placeholder"))):
+            self._on_note(f"the compiled graph of {name} has shapes that may change: none is")
+            return None
+        from memplan.recompute.frontier import choices
+        from memplan.runtime.graph.dependencies import operators
+        from memplan.runtime.graph.fused import names_again
+        from memplan.runtime.graph.passes import pass_of
+        from memplan.runtime.graph.program import program_of
+        from memplan.runtime.graph.region import region
+
+        try:
+            module = region(joint, saves=False).module
+            whole = pass_of(operators(program_of(module)))
+        except ValueError as error:
+            self._on_note(f"nothing is recomputed in the compiled graph of {name}: {error}")
+            return None
+        row = choices(whole.graph)
+        number = round(self._part.share * (len(row) - 1))
+        again = whole.replays(row[number].selection) if number else ()
+        found = CompiledRegion(digest, name, sorted(names_again(joint, again)))
+        self._known[digest] = found
+        return found
+
+
+def _taken_from_cache() -> bool:
+    """Whether graphs were not compiled because PyTorch had them on disk, divided as `uuid` says."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return False
+    return bool(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def _digest(module: fx.GraphModule) -> str:
+    words = "\n".join(f"{node.op} {node.name} {node.target}" for node in module.graph.nodes)
+    return hashlib.blake2b(words.encode(), digest_size=16).hexdigest()
+
+
+def _name(module: fx.GraphModule) -> str:
+    lines = (origin_of(node).source for node in module.graph.nodes if node.op == "call_function")
+    return next(filter(None, lines), "the job")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it gives others each time, whatever a plan says."""
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    return isinstance(value, torch.SymInt)
