@@ -13,6 +13,7 @@ import builtins
 import contextlib
 import functools
 import operator
+import random
 import sys
 import types
 from collections import OrderedDict, defaultdict
@@ -25,6 +26,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.symbolic_convert import is_stdlib
 from torch._dynamo.types import GuardFilterEntry
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from memplan.capture import patching
 
@@ -71,6 +73,25 @@ def refusal(module: torch.fx.GraphModule) -> str:
     return ""
 
 
+def unguarded() -> str:
+    """Why guards of the installed PyTorch are not enough for any capture; empty where they are."""
+    if TorchVersion(torch.__version__) >= "2.13":
+        return ""
+    return (
+        f"guards of PyTorch {torch.__version__} leave out attributes of classes and defaults of "
+        "functions; those of 2.13 do not"
+    )
+
+
+def _advances(value: Any) -> str:
+    """Whether using a value changes what it gives next, which newer releases capture once."""
+    if isinstance(value, types.GeneratorType):
+        return f"a generator: {value.__qualname__}"
+    if value is random and TorchVersion(torch.__version__) >= "2.14":
+        return "Python's random module"
+    return ""
+
+
 class Guarded:
     """What captures depend on and no guard compares: methods of classes, metaclasses, what is
     registered with abstract classes, names among the builtins, limits of the interpreter."""
@@ -88,6 +109,7 @@ class Guarded:
             if entry.has_value:
                 for value in _within(entry.value):
                     self._see(value)
+                    self.refusal = self.refusal or _advances(value)
                 if _is_mapping_of_its_own(entry.value) and _looked_into(entry.name, entries):
                     kind = type(entry.value).__name__
                     self.refusal = f"attributes of a {kind}, a kind of dict, which are not guarded"

@@ -27,7 +27,7 @@ from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
 from memplan.runtime.graph.execute import Executable
-from memplan.runtime.graph.guarded import Guarded, refusal, strict
+from memplan.runtime.graph.guarded import Guarded, refusal, strict, unguarded
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
 from memplan.runtime.graph.ordering import Ordering, choose_order
@@ -196,7 +196,7 @@ class CompiledStep(Generic[P]):
         """Of those that are never run again."""
         self._micro = 0
         self._plain_calls = 0
-        self._fallback = ""
+        self._fallback = unguarded()
         self._only_looks = False
         self._ran: _Runs | None = None
         """What began to run in this call."""
@@ -204,6 +204,8 @@ class CompiledStep(Generic[P]):
         """Of all, anew, because of what no guard compares."""
         self._guarded = Guarded()
         self._graph: Callable[..., Any] = self._captured()
+        if self._fallback:
+            log.warning("memplan: %s runs plainly: %s", self.__name__, self._fallback)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         if self._micro == 0:
