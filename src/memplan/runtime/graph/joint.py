@@ -55,7 +55,7 @@ class Joint:
     options: dict[str, Any]
     """More that the partitioner is given."""
 
-    @property
+    @cached_property
     def changed(self) -> set[str]:
         """Names of primals that forward changes: their new values are among its results, and are
         put there when it has returned."""
