@@ -139,7 +139,7 @@ def test_the_least_budget_of_a_step_is_reached_exactly() -> None:
     model, x = NETS["unet"]()
     again = copy.deepcopy(model)
 
-    def compiled_step(net: nn.Module, budget: int | None) -> Any:
+    def compiled_step(net: nn.Module, budget: int | str) -> Any:
         torch._dynamo.reset()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=False)
         return memplan.compile(Squared(net), optimizer=optimizer, budget=budget, codegen="eager")
@@ -149,6 +149,8 @@ def test_the_least_budget_of_a_step_is_reached_exactly() -> None:
     least = int(str(caught.value).split("try: budget=")[1].split(",")[0])
     with pytest.raises(InfeasibleError):
         compiled_step(copy.deepcopy(model), least - 1)(x)
+    (to_the_least := compiled_step(copy.deepcopy(model), "least"))(x)
+    assert to_the_least.report().programs[0].ordered_peak_bytes == least
     step, optimizer = compiled_step(again, least), torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()

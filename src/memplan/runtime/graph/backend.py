@@ -15,6 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
+from memplan.runtime.graph.compile import parse_budget
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.eager_kernels import every_draw
 from memplan.runtime.graph.execute import Executable
@@ -25,14 +26,12 @@ from memplan.runtime.graph.joint import Joint
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import program_of
-from memplan.runtime.graph.recompute import least, within_budget
+from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.region import Region, region
-from memplan.types.device import parse_size
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
 log = logging.getLogger("memplan")
 
-LEAST = "least"
 EAGER, INDUCTOR = "eager", "inductor"
 CODEGENS = (EAGER, INDUCTOR)
 
@@ -48,13 +47,6 @@ class Options:
     deadline_seconds: float = 20.0
     """The longest that one search for an order takes."""
 
-    @property
-    def budget_bytes(self) -> int | None:
-        """None where none is given."""
-        if self.budget is None or self.budget == LEAST:
-            return None
-        return parse_size(self.budget) if isinstance(self.budget, str) else self.budget
-
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Raises UsageError for what is no option, or no value of one."""
@@ -62,12 +54,7 @@ class Options:
         for name in given:
             if name not in known:
                 raise UsageError(f"an option {name!r}", f"one of {', '.join(known)}")
-        options = cls(**given)
-        limit = options.budget_bytes
-        if limit is not None and (type(limit) is not int or limit <= 0):
-            raise UsageError(
-                f"a budget of {limit!r}", 'whole bytes, a size such as "8GiB", or "least"'
-            )
+        options = cls(**{**given, "budget": parse_budget(given.get("budget"))})
         if options.codegen not in (None, *CODEGENS):
             raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")
         seconds = options.deadline_seconds
@@ -123,8 +110,7 @@ def memplan(
         return fused_region(
             module,
             inputs,
-            budget_bytes=chosen.budget_bytes,
-            to_the_least=chosen.budget == LEAST,
+            budget=chosen.budget,
             deadline_seconds=chosen.deadline_seconds,
         )
     if dynamic:
@@ -213,8 +199,8 @@ class _Parts:
             self._refuse(error)
             return _plainly(module)
         ordering = self._ordering(graph)
-        limit = self._options.budget_bytes
-        if limit is not None and ordering.ordered_peak_bytes > limit:
+        limit = self._options.budget
+        if isinstance(limit, int) and ordering.ordered_peak_bytes > limit:
             raise InfeasibleError(
                 f"forward alone needs {format_bytes(ordering.ordered_peak_bytes)} "
                 f"of {format_bytes(limit)}",
@@ -233,11 +219,7 @@ class _Parts:
             module = region(joint, saves=False).module
             return pass_of(operators(program_of(module)))
 
-        limit = self._options.budget_bytes
-        if limit is not None:
-            chosen = within_budget(plain, attempt, limit)
-        else:
-            chosen = least(plain, attempt) if self._options.budget == LEAST else attempt(())
+        chosen = within_budget(plain, attempt, self._options.budget)
         return chosen.region, chosen.ordering
 
     def _attempt(self, joint: Joint, replays: tuple[Again, ...]) -> _Attempt:

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+LEAST = "least"
+Budget = int | str | None
+"""Bytes; `LEAST` for the smallest budget that can be kept to; None for no recomputation."""
+
 
 @dataclass(frozen=True)
 class Options:
     """What `compile` was asked for."""
 
-    budget_bytes: int | None
+    budget: Budget
     clip_grad_norm: float | None
     accumulate: int
     keep_gradients: bool
@@ -65,10 +69,10 @@ def compile(
     reason, once.
 
     `budget`: bytes, or a size such as "8GiB", that the step's storages (weights, optimizer state,
-    inputs, gradients, activations) must not exceed; activations are recomputed where that is
-    needed. `clip_grad_norm`, the largest norm of all gradients together, and `scaler`, of mixed
-    precision, want all gradients before the first update. `accumulate`: calls for one update; the
-    loss is not divided by it. `keep_gradients` leaves gradients in `.grad` until the next call
+    inputs, gradients, activations) must not exceed, or "least"; activations are recomputed where
+    that is needed. `clip_grad_norm`, the largest norm of all gradients together, and `scaler`, of
+    mixed precision, want all gradients before the first update. `accumulate`: calls for one update;
+    the loss is not divided by it. `keep_gradients` leaves gradients in `.grad` until the next call
     begins; else each is freed after its update. `order=False` leaves the operators in their order;
     `deadline_seconds` is the longest that the search for an order takes, once for each set of
     shapes, and `seed` that of its random choices. `codegen="inductor"` runs the fused kernels of
@@ -89,9 +93,7 @@ def compile(
                 f"{type(one).__name__} calls the loss several times a step",
                 "another optimizer, or the plain loop",
             )
-    limit = parse_size(budget) if isinstance(budget, str) else budget
-    if limit is not None and (type(limit) is not int or limit <= 0):
-        raise UsageError(f"a budget of {limit!r}", 'whole bytes, or a size such as "8GiB"')
+    limit = parse_budget(budget)
     if type(accumulate) is not int or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", "calls for one update, such as 4")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -107,6 +109,16 @@ def compile(
         limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed, codegen
     )
     return CompiledStep(loss_fn, optimizers, scaler, options)
+
+
+def parse_budget(given: int | str | None) -> Budget:
+    """Raises UsageError for what is none."""
+    if given is None or given == LEAST:
+        return given
+    limit = parse_size(given) if isinstance(given, str) else given
+    if type(limit) is not int or limit <= 0:
+        raise UsageError(f"a budget of {limit!r}", 'whole bytes, a size such as "8GiB", or "least"')
+    return limit
 
 
 def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:

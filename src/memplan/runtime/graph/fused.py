@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
+from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.inductor import (
     Given,
@@ -30,7 +31,7 @@ from memplan.runtime.graph.inductor import (
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import facts_of, program_of
-from memplan.runtime.graph.recompute import least, within_budget
+from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError, UsageError
 
@@ -46,8 +47,7 @@ def fused_region(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    budget_bytes: int | None,
-    to_the_least: bool,
+    budget: Budget,
     deadline_seconds: float,
 ) -> Callable[..., Any]:
     """What `torch.compile` makes of a graph, within a budget.
@@ -57,7 +57,7 @@ def fused_region(
     the budget is that of the code. Raises InfeasibleError, and UsageError for a budget of a graph
     of which not all is known.
     """
-    parts = Parts(budget_bytes, to_the_least, deadline_seconds)
+    parts = Parts(budget, deadline_seconds)
     with uncached(), config.patch(custom_partitioner_fn=parts):
         run: Any = compile_fx(module, inputs, inner_compile=parts.compile)
     code: Callable[..., Any] = run
@@ -68,11 +68,8 @@ class Parts(CustomPartitionerFn):
     """Of one graph, as `compile_fx` asks for them: first how to divide it, then the code of each
     part."""
 
-    def __init__(
-        self, budget_bytes: int | None, to_the_least: bool, deadline_seconds: float
-    ) -> None:
-        self._budget_bytes = budget_bytes
-        self._to_the_least = to_the_least
+    def __init__(self, budget: Budget, deadline_seconds: float) -> None:
+        self._budget = budget
         self._seconds = deadline_seconds
         self._results: int | None = None
         self._memory = Memory(0)
@@ -94,7 +91,7 @@ class Parts(CustomPartitionerFn):
         self._results = results = kwargs.pop("num_fwd_outputs")
         kwargs.pop("compiler", None)  # other partitioners do not know it
         joint = Joint(gm, joint_inputs, results, kwargs)
-        if self._budget_bytes is None and not self._to_the_least:
+        if self._budget is None:
             return self._cut(joint, gm)
         chosen = self._choose(joint)
         self.recomputed = chosen.recomputed
@@ -117,8 +114,8 @@ class Parts(CustomPartitionerFn):
 
     def _promise(self, peak: int) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)
-        limit = self._budget_bytes
-        if limit is not None and peak > limit:
+        limit = self._budget
+        if isinstance(limit, int) and peak > limit:
             raise InfeasibleError(
                 f"a graph needs {format_bytes(peak)} of {format_bytes(limit)}",
                 f"budget={peak}, or a smaller batch",
@@ -151,9 +148,7 @@ class Parts(CustomPartitionerFn):
                 self._refuse(str(error))
                 raise
 
-        if self._budget_bytes is None:
-            return least(plain, attempt)
-        return within_budget(plain, attempt, self._budget_bytes)
+        return within_budget(plain, attempt, self._budget)
 
     def _look(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
         """The peak over forward and backward."""
@@ -181,7 +176,7 @@ class Parts(CustomPartitionerFn):
 
     def _refuse(self, why: str) -> None:
         """Raises UsageError where something was promised."""
-        if self._budget_bytes is not None or self._to_the_least:
+        if self._budget is not None:
             raise UsageError(f"no budget for this graph: {why}", "no budget")
 
 

@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
+from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts
 from memplan.runtime.graph.inductor import SCRATCH, Given, compiled, uncached
 from memplan.runtime.graph.joint import (
@@ -85,7 +86,7 @@ class StepParts(Parts):
         *,
         keep: bool,
         base_bytes: int,
-        budget_bytes: int | None,
+        budget: Budget,
         deadline_seconds: float,
         refuse: Callable[[fx.GraphModule, int], None],
         wrap: Callable[[StepParts], Callable[[list[Any]], list[Any]]],
@@ -95,7 +96,7 @@ class StepParts(Parts):
         `refuse` is told the joint graph, and how many
         results forward has, and raises where it is not the step; `wrap` gives what
         PyTorch is to call; `without_gradient` raises for a graph that has no backward."""
-        super().__init__(budget_bytes, False, deadline_seconds)
+        super().__init__(budget, deadline_seconds)
         self._updates = updates
         self._scaler = scaler
         self._keep = keep
@@ -253,12 +254,10 @@ class StepParts(Parts):
         """Inputs other than trained parameters that the step had begun to write, by name."""
         return self._written
 
-    def report(self, budget_bytes: int | None) -> ProgramReport:
+    def report(self) -> ProgramReport:
         peak = self.promised_bytes
         again = len(self.recomputed)
-        return ProgramReport(
-            self.kernels, peak, peak, 0, 0.0, budget_bytes, recomputed=again, calls=self.calls
-        )
+        return ProgramReport(self.kernels, peak, peak, 0, 0.0, recomputed=again, calls=self.calls)
 
 
 @contextmanager

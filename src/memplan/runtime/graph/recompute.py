@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from memplan.recompute.frontier import Choice, choices
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
+from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.passes import Pass
 from memplan.types.errors import InfeasibleError
 
@@ -28,7 +29,7 @@ T = TypeVar("T", bound=Attempt)
 
 
 def within_budget(
-    plain: Callable[[], Pass], attempt: Callable[[tuple[Again, ...]], T], budget_bytes: int
+    plain: Callable[[], Pass], attempt: Callable[[tuple[Again, ...]], T], budget: Budget
 ) -> T:
     """The attempt with little work that keeps its peak within the budget: what `attempt` makes of
     the graph when it runs these operators again.
@@ -37,24 +38,22 @@ def within_budget(
     smaller budget never gets the higher peak, nor a larger one more FLOPs: see `Search`. Raises
     InfeasibleError, with the least peak that was found, where none keeps to it.
     """
+    if budget is None:
+        return attempt(())
     search = Search(plain, attempt)
-    found = search.within(budget_bytes)
+    if isinstance(budget, str):
+        search.within(-1)
+        return search.lowest()
+    found = search.within(budget)
     if found is not None:
         return found
     lowest = search.lowest()
     raise InfeasibleError(
-        f"no order and recomputation found keeps the step within {format_bytes(budget_bytes)}; "
+        f"no order and recomputation found keeps the step within {format_bytes(budget)}; "
         f"the least found is {format_bytes(lowest.peak_bytes)} "
         f"(it is {format_bytes(search.attempt(0).peak_bytes)} without recomputation)",
         f"budget={lowest.peak_bytes}, a smaller batch or shorter sequences",
     )
-
-
-def least(plain: Callable[[], Pass], attempt: Callable[[tuple[Again, ...]], T]) -> T:
-    """The attempt with the least peak: the smallest budget that `within_budget` keeps to."""
-    search = Search(plain, attempt)
-    search.within(-1)
-    return search.lowest()
 
 
 class Search(Generic[T]):

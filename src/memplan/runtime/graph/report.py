@@ -21,7 +21,6 @@ class ProgramReport:
     lower_bound_bytes: int
     """No order needs less, with the same recomputation; 0 where none was proved."""
     order_seconds: float
-    budget_bytes: int | None = None
     recomputed: int = 0
     """Operators that run a second time."""
     calls: int = 0

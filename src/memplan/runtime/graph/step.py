@@ -103,7 +103,7 @@ class Compiled:
         failed = executable.failed_at(error)
         return executable.nodes if failed is None else executable.nodes[: failed + 1]
 
-    def report(self, budget_bytes: int | None) -> ProgramReport:
+    def report(self) -> ProgramReport:
         ordering = self.made.ordering
         return ProgramReport(
             operators=ordering.operators,
@@ -111,7 +111,6 @@ class Compiled:
             ordered_peak_bytes=ordering.ordered_peak_bytes,
             lower_bound_bytes=ordering.lower_bound_bytes,
             order_seconds=ordering.seconds,
-            budget_bytes=budget_bytes,
             recomputed=self.made.recomputed,
             calls=self.calls,
         )
@@ -159,7 +158,7 @@ class _Runs(Protocol):
 
     def written_until(self, error: BaseException) -> list[str]: ...
 
-    def report(self, budget_bytes: int | None) -> ProgramReport: ...
+    def report(self) -> ProgramReport: ...
 
 
 class UncapturedError(Exception):
@@ -234,7 +233,7 @@ class CompiledStep(Generic[P]):
         return CompileReport([*self._past, *self._reports()], self._plain_calls, self._fallback)
 
     def _reports(self) -> list[ProgramReport]:
-        return [one.report(self._options.budget_bytes) for one in self._programs]
+        return [one.report() for one in self._programs]
 
     def operators(self, *args: P.args, **kwargs: P.kwargs) -> Operators:
         """The whole step as a graph in program order, for these arguments; it is not run.
@@ -451,7 +450,7 @@ class CompiledStep(Generic[P]):
                 self._scaler,
                 keep=self._keeps(),
                 base_bytes=self._held_bytes(),
-                budget_bytes=self._options.budget_bytes,
+                budget=self._options.budget,
                 deadline_seconds=self._options.deadline_seconds,
                 refuse=refuse,
                 wrap=self._boxed,
@@ -504,9 +503,7 @@ class CompiledStep(Generic[P]):
 
         if self._only_looks:
             raise _LookedError(operators(in_place(program(()))))
-        if options.budget_bytes is None:
-            return attempt(())
-        return within_budget(plain, attempt, options.budget_bytes)
+        return within_budget(plain, attempt, options.budget)
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
