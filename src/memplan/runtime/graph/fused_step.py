@@ -213,8 +213,11 @@ class StepParts(Parts):
         backward.recompile()
 
     def _taker(self, parameter: torch.Tensor, gradient: fx.Node) -> TakeGradient:
-        taker = _Take(self._updates, not lies_as(gradient, parameter))
-        _, taker.scratch_bytes = self._updates.state_bytes(parameter)
+        copies = not lies_as(gradient, parameter)
+        taker = _Take(self._updates, copies)
+        taker.scratch_bytes = self._updates.scratch_bytes(parameter)
+        if copies:
+            taker.scratch_bytes += parameter.numel() * parameter.element_size()
         _takers[id(taker)] = taker
         return taker
 
@@ -231,6 +234,7 @@ class StepParts(Parts):
         made = list(forward(given))
         results = made[: self._results]
         made = [*made[self._results :], self._start(), *(trained[place] for place in self._extra)]
+        self._updates.begin_in_pieces(trained.values())
         with torch._C._DisableAutocast():
             gradients = backward(made)
         if self._keep:

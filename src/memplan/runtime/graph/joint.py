@@ -279,7 +279,8 @@ def _take(
     for place, gradient in enumerate(gradients):
         if not isinstance(gradient, fx.Node):
             continue
-        made = None if keep else updates.arithmetic(primals[place])
+        as_a_whole = keep or updates.whole or not updates.in_graph
+        made = None if as_a_whole else updates.arithmetic(primals[place])
         if made is not None:
             _update(graph, places[place], gradient, updates, primals[place], *made)
             continue

@@ -11,6 +11,7 @@ import contextlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from memplan.runtime.graph.arithmetic import (
     scalars,
     without_memory,
 )
+from memplan.runtime.graph.pieces import Pointwise, pointwise
 from memplan.runtime.graph.program import Added, tensors
 
 Optimizer = torch.optim.Optimizer
+_MOST_LOOKED = 8
+"""Times that pieces are looked for anew because the arithmetic of an update changed."""
 _OF_NUMBERS = 16
 """Bytes of the tensors that Python's numbers become while an operator runs."""
 _NOT_EACH_BY_ITSELF = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -56,6 +60,12 @@ class Updates:
         """Whether that graph has updates which are others once there is a state."""
         self._begun: list[tuple[Optimizer, torch.Tensor]] = []
         """Whose state was made in this call."""
+        self._in_pieces: list[SameArithmetic] | None = None
+        """Classes of parameters that are updated in pieces; None until these are looked for."""
+        self._piecewise: dict[int, SameArithmetic] = {}
+        """By the id of a parameter."""
+        self._looked = 0
+        """Times that they were looked for."""
         self._sizes: dict[Any, tuple[int, int]] = {}
 
     def begin(self) -> None:
@@ -90,7 +100,8 @@ class Updates:
             return
         optimizer, number = found
         self.done.add(id(parameter))
-        _step(optimizer, optimizer.param_groups[number], parameter)
+        if not self._in_pieces_if_it_can(optimizer, parameter):
+            _step(optimizer, optimizer.param_groups[number], parameter)
         if not self.keep_gradients:
             parameter.grad = None
 
@@ -100,6 +111,47 @@ class Updates:
             if parameter.grad is not None and id(parameter) not in self.done:
                 self.update(parameter)
 
+    # In pieces
+
+    def begin_in_pieces(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Before the updates of a step that may be done in pieces."""
+        if not self.in_graph:
+            return
+        if self._in_pieces is None or not self.refresh(self._in_pieces):
+            self._in_pieces, self._piecewise = [], {}
+            if self._looked < _MOST_LOOKED:
+                self._look_for_pieces(parameters)
+
+    def _look_for_pieces(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._looked += 1
+        for parameter in parameters:
+            self.arithmetic(parameter)
+        classes, first_only = self.take_classes()
+        classes = [one for one in classes if one.pointwise is not None]
+        if self.refresh(classes):
+            self._in_pieces = None if first_only else classes
+            self._piecewise = {id(p): one for one in classes for p in one.parameters}
+
+    def _in_pieces_if_it_can(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+        one = self._piecewise.get(id(parameter))
+        if one is None or one.pointwise is None or parameter.grad is None:
+            return False
+        state = optimizer.state.get(parameter, {})
+        return one.pointwise.run(parameter, parameter.grad, state, one.numbers)
+
+    def scratch_bytes(self, parameter: torch.Tensor) -> int:
+        """What an update that may be done in pieces asks for and frees, in bytes."""
+        self.arithmetic(parameter)
+        classes, _ = self.take_classes()
+        update = classes[0].pointwise if classes else None
+        if update is None or not update.fits(parameter):
+            return self.state_bytes(parameter)[1]
+        with as_in_a_step():
+            tensors, meter = update.without_memory(parameter), _Meter()
+            with meter:
+                update.each(*tensors, *classes[0].numbers)
+        return meter.peak + _OF_NUMBERS
+
     # Arithmetic in the graph
 
     def arithmetic(
@@ -108,7 +160,7 @@ class Updates:
         """A parameter's update as operators, and what gives the numbers in it when the graph runs.
         None where it is to be run as a whole."""
         found = self._groups.get(id(parameter))
-        if found is None or self.whole or not self.in_graph:
+        if found is None:
             return None
         optimizer, number = found
         made = self._arithmetic_of(optimizer, number, parameter)
@@ -283,6 +335,11 @@ class SameArithmetic:
         self.arithmetic = arithmetic
         self.numbers = list(arithmetic.numbers)
         self.parameters: list[torch.Tensor] = []
+
+    @cached_property
+    def pointwise(self) -> Pointwise | None:
+        """What does these updates in pieces; None where that would be another update."""
+        return pointwise(self.arithmetic, self.parameters[0])
 
     def holds(self, optimizer: Optimizer, number: int, arithmetic: Arithmetic) -> bool:
         """Whether a parameter is one of these."""
