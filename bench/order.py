@@ -22,11 +22,11 @@ from bench.order_jobs.models import CASES, Case
 from bench.results import write_result
 from memplan.api import compile as compile_step
 from memplan.order.baselines import baseline_orders, best
-from memplan.order.check_bound import check_bound
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
+from tests.oracles.check_bound import check_bound
 
 DEADLINE = {"gpt2_xl": 120.0}
 OTHERS_DEADLINE = 60.0

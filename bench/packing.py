@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import omnimalloc
 
+from bench.layout.greedy import greedy_by_size
 from bench.results import ROOT, write_result
-from memplan.layout.greedy import greedy_by_size
 from memplan.layout.problem import Problem, make_problem
 from memplan.layout.problem_file import read_problem
 from memplan.layout.solve import fit_capacity, minimise
-from memplan.layout.validate import validate
 from memplan.types.solution import Infeasible, Solved
+from tests.oracles.layout_fault import validate
 
 MINIMALLOC_CAPACITY = 1_048_576
 DECIDE_SECONDS = 10.0

@@ -8,6 +8,7 @@ bytes per second.
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -19,10 +20,9 @@ from typing import Any
 
 from bench.results import ROOT, write_result
 from memplan.phases.step_graph import step_graph
-from memplan.recompute.baselines import BytesPerSecond, chen, equal_segments, every_block
+from memplan.recompute.baselines import BytesPerSecond, equal_segments
 from memplan.recompute.blocks import blocks_of
 from memplan.recompute.evaluate import Evaluation, Evaluator, evaluate
-from memplan.recompute.exact import exact_peak, exact_seconds
 from memplan.recompute.frontier import Point, frontier
 from memplan.recompute.segments import Chain
 from memplan.recompute.selection import Selection
@@ -30,6 +30,7 @@ from memplan.recompute.solve import least_peak, solve
 from memplan.types.solution import Solved
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace_file import load_trace
+from tests.oracles.exact_selection import exact_peak, exact_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
 
 PROOF_SECONDS = 60.0
@@ -107,9 +108,9 @@ def large_result(graph: StepGraph) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     blocks = Chain(graph, blocks_of(graph, 1), [])
     judge = Evaluator(graph).evaluate
-    full, root = judge(every_block(blocks)), judge(chen(blocks))
-    simple = [full, root]
-    simple += [judge(equal_segments(blocks, n)) for n in range(2, len(blocks.blocks))]
+    count = len(blocks.blocks)
+    simple = [judge(equal_segments(blocks, n)) for n in range(1, count + 1)]
+    full, root = simple[-1], simple[max(1, round(math.sqrt(count))) - 1]
     greedy = BytesPerSecond(blocks)
     simple += [
         judge(greedy.first(count)) for count in range(1, len(greedy), len(greedy) // 100 + 1)

@@ -2,5 +2,5 @@
 
 `train` with `models` is the jobs' script, ordinary and unaware; `jobs` lists its command lines;
 `context` and `scratch` measure what no tensor shows: the CUDA context and kernels' own memory.
-`memplan.runtime.measure` runs a job for real, `memplan.phases.divergence` compares its requests.
+`memplan.runtime.measure` runs a job for real, `bench.divergence` compares its requests.
 """

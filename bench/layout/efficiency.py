@@ -14,17 +14,17 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from memplan.layout.problem import Layout
-from memplan.layout.rounds import Round, free_problem, make_round, offsets_of, round_problem
-from memplan.layout.serve import serve
+from bench.layout.serve import serve
+from bench.layout.stalloc import stalloc
+from memplan.layout.problem import Layout, Problem, make_problem
+from memplan.layout.rounds import Round, make_round, offsets_of, round_problem
 from memplan.layout.solve import fit_capacity, minimise
 from memplan.layout.spaces import Windows, dynamic_windows
-from memplan.layout.stalloc import stalloc
 from memplan.layout.static_plan import CLOSE, allocation_part
 from memplan.layout.step import step_requests
 from memplan.phases.steps import find_steps
 from memplan.simulate import AllocatorSettings, simulate
-from memplan.types.allocation import rounded
+from memplan.types.allocation import ROUNDING, rounded
 from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64, EventKind, Phase, Trace
 
@@ -102,6 +102,20 @@ def planned_by_stalloc(captured: Trace, run: Trace) -> Outcome:
     offsets = np.full(len(made), -1, np.int64)
     offsets[made.planned] = layout.offsets
     return _under_plan(run, made, windows, offsets, none, layout, spent)
+
+
+def free_problem(made: Round) -> Problem:
+    """The round's problem without twins, for planners that know none: what lives across the cut is
+    in use over the whole round. Rows are those of `planned`."""
+    planned = made.planned
+    lower, upper = made.lower[planned], made.upper[planned]
+    around = upper > made.end
+    return make_problem(
+        np.where(around, made.start, lower),
+        np.minimum(upper, made.end),
+        rounded(made.bytes[planned]),
+        alignment=np.full(len(planned), ROUNDING, np.int64),
+    )
 
 
 def release_phases(trace: Trace, made: Round) -> tuple[I64, I64]:

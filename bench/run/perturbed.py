@@ -22,10 +22,10 @@ import numpy as np
 
 from bench.layout.efficiency import EXPANDABLE, allocated_peak, online
 from bench.layout.rows import ROWS, Row, row_trace
+from bench.layout.serve import phase_entries
 from bench.planned_speed import build_library
 from bench.results import write_result
 from bench.run.perturbation import perturbed, with_evaluation, with_last_batch
-from memplan.layout.serve import phase_entries
 from memplan.layout.static_plan import static_plan
 from memplan.layout.streams import lifetimes
 from memplan.runtime.planned.library import DRIVER_VARIABLE, Library

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <string>
 
 #include "columns.hpp"
 #include "packing/solve.hpp"
@@ -32,21 +31,16 @@ const char* name_of(Status status) {
 nb::dict pack(const Column& lower, const Column& upper, const Column& size,
               const Column& alignment, const Column& fixed, const Column& twin,
               std::int64_t capacity, double within, double seconds, std::uint64_t seed, int threads,
-              const std::string& strategy, const Flag& cancel, const OutColumn& offsets) {
+              const Flag& cancel, const OutColumn& offsets) {
   const Columns columns{view(lower), view(upper), view(size), view(alignment), view(fixed),
                         view(twin)};
   if (offsets.shape(0) != lower.shape(0)) throw std::invalid_argument("columns differ in length");
-  if (strategy != "auto" && strategy != "skyline" && strategy != "search") {
-    throw std::invalid_argument("strategy: auto, skyline or search");
-  }
   Question question;
   question.capacity = capacity;
   question.within = within;
   question.seconds = seconds;
   question.seed = seed;
   question.threads = threads;
-  question.dive = strategy != "search";
-  question.search = strategy != "skyline";
   const std::uint8_t* flag = cancel.data();
   question.cancelled = [flag] {
     return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0;
@@ -62,7 +56,6 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
   result["height_bytes"] = answer.height;
   result["bound_bytes"] = answer.bound;
   result["witness"] = answer.witness;
-  result["strategy"] = answer.found_by;
   return result;
 }
 
@@ -71,8 +64,7 @@ nb::dict pack(const Column& lower, const Column& upper, const Column& size,
 void bind(nb::module_& m) {
   m.def("pack", &pack, nb::arg("lower"), nb::arg("upper"), nb::arg("size"), nb::arg("alignment"),
         nb::arg("fixed"), nb::arg("twin"), nb::arg("capacity"), nb::arg("within"), nb::arg("seconds"),
-        nb::arg("seed"), nb::arg("threads"), nb::arg("strategy"),
-        nb::arg("cancel").noconvert(), nb::arg("offsets").noconvert());
+        nb::arg("seed"), nb::arg("threads"), nb::arg("cancel").noconvert(), nb::arg("offsets").noconvert());
 }
 
 }  // namespace memplan::packing

@@ -169,11 +169,10 @@ class Solver {
     return answer;
   }
 
-  void offer(std::int64_t height, const Offsets& offsets, const char* by) {
+  void offer(std::int64_t height, const Offsets& offsets) {
     if (height < 0 || (height_ >= 0 && height >= height_)) return;
     height_ = height;
     offsets_ = offsets;
-    found_by_ = by;
   }
 
   std::vector<double> dive_score(const DiveTaste& weights) const {
@@ -190,13 +189,15 @@ class Solver {
     return score;
   }
 
-  std::int64_t dive(int thread, const Skyline::Manner& manner, Offsets& offsets) {
+  std::int64_t dive(int thread, const Skyline::Manner& manner, const std::atomic<bool>& stop,
+                    Offsets& offsets) {
     auto& skyline = skylines_[static_cast<std::size_t>(thread)];
     if (!skyline) skyline = std::make_unique<Skyline>(problem_);
-    return skyline->fill(manner, watch_.stop(), offsets);
+    return skyline->fill(manner, stop, offsets);
   }
 
-  // One of every kind, until one reaches the bound.
+  // One of every kind, until one reaches the bound. The first one goes to its end however little
+  // time there is, so that there always is a layout.
   void first_dives() {
     skylines_.resize(static_cast<std::size_t>(threads_));
     for (const DiveTaste& taste : kDives) {
@@ -205,15 +206,17 @@ class Solver {
     }
     std::vector<std::int64_t> heights(manners_.size(), -1);
     const auto step = static_cast<std::size_t>(threads_);
-    for (std::size_t next = 0; next < heights.size() && !done() && !watch_.stopped();
-         next += step) {
+    const std::atomic<bool> never{false};
+    for (std::size_t next = 0;
+         next < heights.size() && !done() && (next == 0 || !watch_.stopped()); next += step) {
       const std::size_t count = std::min(step, heights.size() - next);
       std::vector<Offsets> offsets(count);
       together(static_cast<int>(count), [&](int t) {
         const auto i = static_cast<std::size_t>(t);
-        heights[next + i] = dive(t, manners_[next + i], offsets[i]);
+        const std::atomic<bool>& stop = next + i > 0 ? watch_.stop() : never;
+        heights[next + i] = dive(t, manners_[next + i], stop, offsets[i]);
       });
-      for (std::size_t i = 0; i < count; ++i) offer(heights[next + i], offsets[i], "skyline");
+      for (std::size_t i = 0; i < count; ++i) offer(heights[next + i], offsets[i]);
     }
     by_height_.resize(heights.size());
     std::iota(by_height_.begin(), by_height_.end(), std::size_t{0});
@@ -240,7 +243,7 @@ class Solver {
         place(i);
       }
     });
-    for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i], "first fit");
+    for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i]);
   }
 
   // Each thread has a line of them, begun where the first ones came out lowest; a new one where it
@@ -252,14 +255,14 @@ class Solver {
       Skyline::Manner manner = manners_[line.manner];
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
         manner.score = score;
-        return dive(t, manner, offsets);
+        return dive(t, manner, watch_.stop(), offsets);
       };
       const std::int64_t before = line.shake.height();
       line.shake.run(run, kDivesOfRound, goal_ < 0 ? low_enough() : goal_);
       line.stale = line.shake.height() == before ? line.stale + 1 : 0;
     });
     for (Line& line : lines_) {
-      offer(line.shake.height(), line.shake.offsets(), "skyline");
+      offer(line.shake.height(), line.shake.offsets());
       if (line.stale >= kStaleRounds) line = new_line();
     }
   }
@@ -275,7 +278,7 @@ class Solver {
       if (repair.height() != before) repair.begin(offsets_);
       repair.run(kRepairWork, goal_ < 0 ? low_enough() : goal_, watch_.stop());
     });
-    for (const Repair& one : repairs_) offer(one.height(), one.offsets(), "repair");
+    for (const Repair& one : repairs_) offer(one.height(), one.offsets());
     return height_ < before;
   }
 
@@ -351,7 +354,7 @@ class Solver {
         for (std::size_t i = 0; i < offsets.size(); ++i) {
           height = std::max(height, offsets[i] + problem_.items[i].size);
         }
-        offer(height, offsets, "search");
+        offer(height, offsets);
         return outcomes[t];
       }
     }
@@ -362,7 +365,6 @@ class Solver {
     Answer answer;
     answer.bound = (impossible_ ? goal_ + 1 : bound_) * problem_.unit;
     answer.height = height_ < 0 ? -1 : height_ * problem_.unit;
-    answer.found_by = found_by_;
     for (const std::int64_t offset : offsets_) answer.offsets.push_back(offset * problem_.unit);
     if (impossible_) {
       answer.status = Status::kInfeasible;
@@ -386,7 +388,6 @@ class Solver {
   std::int64_t bound_;
   std::int64_t height_ = -1;
   Offsets offsets_;
-  const char* found_by_ = "";
   bool impossible_ = false;
 
   std::vector<std::unique_ptr<Skyline>> skylines_;  // by thread

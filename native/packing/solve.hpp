@@ -28,7 +28,6 @@ struct Answer {
   std::int64_t bound = 0;             // bytes; no layout is lower
   std::vector<std::int64_t> offsets;  // bytes, one a buffer; empty: nothing found
   std::vector<int> witness;           // rows that cannot fit together, where infeasible
-  const char* found_by = "";
 };
 
 // The same question, seed and number of threads give the same answer, time permitting.

@@ -14,7 +14,7 @@ namespace {
 using Column = memplan::Column<std::int64_t>;
 using OutColumn = memplan::OutColumn<std::int64_t>;
 
-// Numbers as in memplan.layout.serve.
+// Numbers as in bench.layout.serve.
 enum Action : std::int64_t { kRequest = 0, kRelease = 1, kPhase = 2 };
 
 // Never converted: the plan points into the array, and a copy would not outlive this call.

@@ -75,13 +75,11 @@ class Packing(TypedDict):
     status: str
     """`solved`, `infeasible`, `timed_out` or `cancelled`."""
     height_bytes: int
-    """Of what is in `offsets`; -1: nothing was found."""
+    """Of what is in `offsets`; -1 where it is infeasible."""
     bound_bytes: int
     """No layout is lower."""
     witness: list[int]
     """Rows that cannot be placed together; empty unless infeasible."""
-    strategy: str
-    """What found it."""
 
 def pack(
     lower: npt.NDArray[np.int64],
@@ -95,7 +93,6 @@ def pack(
     seconds: float,
     seed: int,
     threads: int,
-    strategy: str,
     cancel: npt.NDArray[np.uint8],
     offsets: npt.NDArray[np.int64],
 ) -> Packing:
@@ -104,7 +101,7 @@ def pack(
 
     `fixed` holds offsets that are given, `twin` rows that must have the same offset, else -1. Stops
     soon after `cancel[0]` is no longer 0. Releases the GIL. Raises ValueError for columns that
-    contradict each other and for a strategy that there is not.
+    contradict each other.
     """
 
 class OrderCuts:

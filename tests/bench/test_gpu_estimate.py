@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bench import gpu_estimate
+from bench.divergence import compare_requests
 from bench.gpu_estimate import Suite, errors, gpu_argument, main, run_jobs, summarize
 from bench.gpu_jobs.jobs import JOBS
-from memplan.phases.divergence import compare_requests
 from memplan.runtime import nvml
 
 GIB = 2**30

@@ -15,7 +15,7 @@ import pytest
 from memplan import _native
 from memplan.cli import main
 from memplan.layout.problem_file import read_problem
-from memplan.layout.validate import validate
+from tests.oracles.layout_fault import validate
 
 TIGHT = "id,lower,upper,size\na,0,4,6\nb,2,8,4\nc,4,9,6\nd,8,9,4\n"
 

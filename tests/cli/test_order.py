@@ -21,9 +21,8 @@ from memplan.layout import solve as layout_solve
 from memplan.order import baselines, solve
 from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.phases.op_graph import op_graph
-from memplan.types.graph_file import save_graph
 from memplan.types.trace_file import load_trace
-from tests.order.graphs import make_graph
+from tests.order.graphs import make_graph, write_graph
 from tests.order.test_solve import random_graph, training_step, weak_bound
 
 SCRIPT = """
@@ -51,7 +50,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def graph_file(tmp_path: Path) -> Path:
     path = tmp_path / "step.graph"
-    save_graph(training_step(20, batch=1), path)
+    write_graph(training_step(20, batch=1), path)
     return path
 
 
@@ -126,7 +125,7 @@ def test_the_baselines_are_computed_once(
     monkeypatch.setattr(baselines, "baseline_orders", counted)
     for graph in (training_step(20, batch=1), random_graph(30)):  # the second needs a search
         path = tmp_path / f"{len(graph)}.graph"
-        save_graph(graph, path)
+        write_graph(graph, path)
         asked.clear()
         assert main(["order", "--json", str(path)]) == 0
         answer = json.loads(capfd.readouterr().out)
@@ -139,7 +138,7 @@ def test_out_of_time_before_anything_is_known(
 ) -> None:
     """Ctrl-C at once: neither PyTorch's orders nor a bound."""
     path = tmp_path / "step.graph"
-    save_graph(make_graph([set(), set()], [(3, 0, {1}, False)]), path)
+    write_graph(make_graph([set(), set()], [(3, 0, {1}, False)]), path)
 
     def cancelled() -> Any:
         return np.ones(1, np.uint8)
@@ -154,7 +153,7 @@ def test_out_of_time_before_anything_is_known(
 
 def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     path = tmp_path / "step.graph"
-    save_graph(random_graph(600), path)
+    write_graph(random_graph(600), path)
     running = subprocess.Popen(
         [sys.executable, "-c", WAITS, "order", "--json", "--timeout", "500", str(path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

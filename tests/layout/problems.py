@@ -7,9 +7,6 @@ from hypothesis import strategies as st
 
 from memplan.layout.problem import Problem, make_problem
 
-STRATEGIES = ("auto", "skyline", "search")
-"""Every switch of the solver."""
-
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 14) -> Problem:

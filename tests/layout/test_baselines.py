@@ -7,14 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.layout.best_fit import best_fit
+from bench.layout.greedy import greedy_by_size
+from bench.layout.stalloc import stalloc
 from memplan.layout.check import check_layout
-from memplan.layout.greedy import greedy_by_size
 from memplan.layout.problem import Problem, ProblemError, make_layout, make_problem
-from memplan.layout.stalloc import stalloc
-from memplan.layout.validate import validate
 from memplan.types.errors import InternalError
 from tests.layout.problems import problems
+from tests.oracles.layout_fault import validate
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -47,19 +46,13 @@ def test_the_fast_check_agrees_with_the_slow_one(problem: Problem, data: st.Data
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(problems(most=25), st.data())
-def test_online_best_fit_and_stalloc_are_valid(problem: Problem, data: st.DataObject) -> None:
+def test_stalloc_is_valid(problem: Problem, data: st.DataObject) -> None:
     numbers = st.lists(st.integers(0, 3), min_size=len(problem), max_size=len(problem))
     first = np.array(data.draw(numbers), np.int64)
     last = first + data.draw(st.integers(0, 2))
-    for layout in (best_fit(problem), stalloc(problem, first, last)):
-        assert validate(problem, layout.offsets, layout.height) == ""
-        assert layout.height >= problem.max_load
-
-
-def test_best_fit_joins_free_neighbours() -> None:
-    # 4 and 6 bytes are freed; the 10 that follow fit where both were.
-    problem = make_problem([0, 0, 0, 3], [2, 2, 9, 5], [4, 6, 1, 10])
-    assert best_fit(problem).offsets.tolist() == [0, 4, 10, 0]
+    layout = stalloc(problem, first, last)
+    assert validate(problem, layout.offsets, layout.height) == ""
+    assert layout.height >= problem.max_load
 
 
 def test_what_the_validator_says() -> None:

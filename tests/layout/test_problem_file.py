@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.layout.greedy import greedy_by_size
 from memplan.layout import problem_file
-from memplan.layout.greedy import greedy_by_size
 from memplan.layout.problem_file import read_problem, write_layout
-from memplan.layout.validate import validate
 from memplan.types.errors import FormatError, UsageError
+from tests.oracles.layout_fault import validate
 
 HEADER = "id,lower,upper,size\n"
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from memplan.layout.serve import Kind, Served, check_served, serve
+from bench.layout.serve import Kind, Served, check_served, serve
 from memplan.layout.static_plan import StaticPlan, static_plan
 from memplan.types.allocation import rounded
 from memplan.types.errors import FormatError

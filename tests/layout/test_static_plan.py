@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memplan.layout.best_fit import best_fit
+from bench.layout.efficiency import free_problem
+from bench.layout.serve import Served, serve
+from bench.layout.stalloc import stalloc
 from memplan.layout.dynamic import data_dependent, matched
-from memplan.layout.rounds import Blocks, free_problem, make_round, round_problem
-from memplan.layout.serve import Served, serve
-from memplan.layout.stalloc import stalloc
+from memplan.layout.rounds import Blocks, make_round, round_problem
 from memplan.layout.static_plan import StaticPlan, plan_of, static_plan
 from memplan.layout.step import step_requests
 from memplan.layout.streams import NEVER, lifetimes
-from memplan.layout.validate import validate
 from memplan.types.allocation import check_allocation, read_requests, rounded
 from memplan.types.errors import NoAnswerError
 from memplan.types.trace import EventKind, Phase, Trace
 from tests.layout.jobs import KIB, JobMaker, training
+from tests.oracles.layout_fault import validate
 
 NO_BLOCKS = Blocks(*(np.zeros(0, np.int64) for _ in range(3)))
 
@@ -171,11 +171,10 @@ def test_the_planners_that_know_no_fixed_rows_have_a_problem_of_their_own() -> N
     made = make_round(step_requests(training(hold_output=True)))
     problem = free_problem(made)
     phase = np.maximum(made.phase[made.planned], 0)
-    for layout in (best_fit(problem), stalloc(problem, phase, phase)):
-        assert validate(problem, layout.offsets, layout.height) == ""
-        assert layout.height >= problem.max_load
+    layout = stalloc(problem, phase, phase)
+    assert validate(problem, layout.offsets, layout.height) == ""
+    assert layout.height >= problem.max_load
     ours, rows = round_problem(made, NO_BLOCKS)
     assert len(ours) == len(rows) >= len(problem)
-    for baseline in (best_fit, lambda p: stalloc(p, phase, phase)):
-        with pytest.raises(ValueError, match="fixed"):
-            baseline(ours)
+    with pytest.raises(ValueError, match="fixed"):
+        stalloc(ours, phase, phase)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
@@ -48,6 +50,36 @@ def make_graph(
     )
     graph.check()
     return graph
+
+
+def write_graph(graph: Graph, path: Path) -> None:
+    """As `load_graph` reads it; values are named by their numbers."""
+    lines: list[dict[str, object]] = [{"memplan_graph": 1, "base_bytes": graph.base_bytes}]
+    sizes = {f"v{value}": int(nbytes) for value, nbytes in enumerate(graph.bytes)}
+    makes: list[list[str]] = [[] for _ in range(len(graph))]
+    uses: list[list[str]] = [[] for _ in range(len(graph))]
+    for value, maker in enumerate(graph.maker.tolist()):
+        for user in graph.users_of(value).tolist():
+            uses[user].append(f"v{value}")
+        if maker >= 0:
+            makes[maker].append(f"v{value}")
+        else:
+            lasts = bool(graph.lasts[value])
+            lines.append({"value": f"v{value}", "bytes": sizes[f"v{value}"], "lasts": lasts})
+    for op, name in enumerate(graph.name):
+        makers = {int(graph.maker[int(value[1:])]) for value in uses[op]}
+        lines.append(
+            {
+                "op": name,
+                "id": str(op),
+                "scratch": int(graph.scratch[op]),
+                "makes": {value: sizes[value] for value in makes[op]},
+                "lasts": [value for value in makes[op] if graph.lasts[int(value[1:])]],
+                "uses": uses[op],
+                "after": [str(row) for row in graph.before_of(op).tolist() if row not in makers],
+            }
+        )
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
 @st.composite

@@ -14,9 +14,8 @@ from memplan.order.baselines import baseline_orders, best
 from memplan.order.inductor_source import inductor_functions
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
-from memplan.types.graph_file import save_graph
 from tests.order.exhaustive import exhaustive_order
-from tests.order.graphs import graphs, make_graph
+from tests.order.graphs import graphs, make_graph, write_graph
 from tests.order.test_solve import training_step
 
 
@@ -98,7 +97,7 @@ assert "torch" not in sys.modules
 def test_the_functions_are_had_without_importing_torch(tmp_path: Path) -> None:
     """The same orders as those of the imported module."""
     graph = training_step(5, batch=2)
-    save_graph(graph, tmp_path / "step.graph")
+    write_graph(graph, tmp_path / "step.graph")
     words = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "step.graph")]
     told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     from torch._inductor import memory

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from memplan.order.bound import lower_bound
 from memplan.order.certificate import Amounts, Certificate, Flow, Forced
-from memplan.order.check_bound import check_bound
 from memplan.order.evaluate import program_order
 from memplan.types.graph import Graph
+from tests.oracles.check_bound import check_bound
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
 

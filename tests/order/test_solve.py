@@ -20,7 +20,6 @@ from memplan.order import solve as solve_module
 from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import Bound
 from memplan.order.certificate import Amounts, Certificate, Flow
-from memplan.order.check_bound import check_bound
 from memplan.order.compose import part_of
 from memplan.order.evaluate import peak, program_order
 from memplan.order.search import Clock, Improved, improve, patiently
@@ -30,6 +29,7 @@ from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
+from tests.oracles.check_bound import check_bound
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
 

@@ -16,8 +16,8 @@ from memplan.recompute.evaluate import evaluate
 from memplan.recompute.frontier import Choice, choices
 from memplan.recompute.replays import replays
 from memplan.recompute.selection import Selection
-from memplan.recompute.validate import evaluate_slowly
 from memplan.types.step_graph import StepGraph
+from tests.oracles.played_selection import evaluate_slowly
 from tests.recompute.graphs import arbitrary_graph, arbitrary_selection, chain, llama, unet
 
 

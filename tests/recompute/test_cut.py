@@ -16,8 +16,8 @@ from memplan.recompute.chain import is_monotone, least_peak, walk_peak
 from memplan.recompute.cut import Cut, chain_of, least_peak_chain, predicted_peak, selection_for
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection
-from memplan.recompute.validate import evaluate_slowly
 from memplan.types.step_graph import StepGraph
+from tests.oracles.played_selection import evaluate_slowly
 from tests.recompute import graphs
 
 seeds = st.integers(0, 2**32 - 1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from memplan.recompute.evaluate import Evaluator, evaluate, from_arrays, to_arrays
 from memplan.recompute.selection import Selection, to_part
-from memplan.recompute.validate import evaluate_slowly
 from memplan.types.step_graph import StepGraph
+from tests.oracles.played_selection import evaluate_slowly
 from tests.recompute.graphs import (
     GraphDraft,
     TrainingStep,

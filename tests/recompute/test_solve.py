@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.recompute.baselines import BytesPerSecond, chen, every_block
+from memplan.recompute.baselines import BytesPerSecond, equal_segments
 from memplan.recompute.blocks import blocks_of
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.evaluate import Evaluator, SearchSettings, evaluate, to_arrays
-from memplan.recompute.exact import exact_peak, exact_seconds
 from memplan.recompute.frontier import frontier
 from memplan.recompute.keep_set import KeepSetProblem
 from memplan.recompute.options import judge
@@ -28,6 +27,7 @@ from memplan.recompute.solve import least_peak, solve
 from memplan.types.solution import Infeasible, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
+from tests.oracles.exact_selection import exact_peak, exact_seconds
 from tests.recompute.graphs import (
     TrainingStep,
     arbitrary_graph,
@@ -141,7 +141,7 @@ def test_never_worse_than_the_simple_ways_and_monotone() -> None:
         assert judged.added_fraction == point.added_fraction
     blocks = Chain(graph, blocks_of(graph, 1), [])
     greedy = BytesPerSecond(blocks)
-    simple = [every_block(blocks), chen(blocks)]
+    simple = [equal_segments(blocks, count) for count in range(1, len(blocks.blocks) + 1)]
     simple += [greedy.first(count) for count in range(1, len(greedy), 5)]
     peaks = sorted({evaluate(graph, selection).peak_bytes for selection in simple})
     ours = {point.budget_bytes: point for point in frontier(graph, peaks, deadline_seconds=30)}
@@ -152,7 +152,8 @@ def test_never_worse_than_the_simple_ways_and_monotone() -> None:
 
 def test_full_checkpointing_saves_and_costs_about_a_forward() -> None:
     graph = replace(llama(6), rest_peak_bytes=0)
-    judged = evaluate(graph, every_block(Chain(graph, blocks_of(graph, 1), [])))
+    blocks = Chain(graph, blocks_of(graph, 1), [])
+    judged = evaluate(graph, equal_segments(blocks, len(blocks.blocks)))
     plain = evaluate(graph, Selection())
     forward = float(graph.ops.seconds[: graph.forward_ops].sum())
     assert judged.peak_bytes - graph.base_bytes < 0.7 * (plain.peak_bytes - graph.base_bytes)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.graph import Graph
-from memplan.types.graph_file import MAX_TOTAL_BYTES, load_graph, save_graph
-from tests.order.graphs import graphs, make_graph
+from memplan.types.graph_file import MAX_TOTAL_BYTES, load_graph
+from tests.order.graphs import graphs, write_graph
 
 EXAMPLE = """\
 {"memplan_graph": 1, "base_bytes": 1000}
@@ -49,7 +49,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
 @given(graphs())
 def test_what_is_written_is_read(tmp_path: Path, graph: Graph) -> None:
     path = tmp_path / "graph.jsonl"
-    save_graph(graph, path, overwrite=True)
+    write_graph(graph, path)
     read = load_graph(path)
     # Values come in another order: those that are there first, the others by maker.
     rank = np.lexsort((np.arange(graph.values), graph.maker))
@@ -63,16 +63,6 @@ def test_what_is_written_is_read(tmp_path: Path, graph: Graph) -> None:
         "name", "source", "scratch", "before_start", "before", "base_bytes", "bytes", "maker",
         "lasts", "users_start", "users", "value_name",
     }  # fmt: skip
-
-
-def test_values_with_the_same_name_get_their_own(tmp_path: Path) -> None:
-    graph = make_graph([[]], [(1, 0, [], False)] * 4)
-    graph = replace(graph, value_name=["w", "w", "", "w.1"])
-    save_graph(graph, tmp_path / "graph.jsonl")
-    names = load_graph(tmp_path / "graph.jsonl").value_name
-    assert names[0] == "w" and len(set(names)) == 4
-    with pytest.raises(UsageError, match="exists"):
-        save_graph(graph, tmp_path / "graph.jsonl")
 
 
 def line(**parts: Any) -> str:

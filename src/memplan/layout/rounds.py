@@ -203,20 +203,6 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
     return problem, np.concatenate((planned, planned[rest]))
 
 
-def free_problem(made: Round) -> Problem:
-    """The same without twins, for planners that know none: what lives across the cut is in use
-    over the whole round. Rows are those of `planned`."""
-    planned = made.planned
-    lower, upper = made.lower[planned], made.upper[planned]
-    around = upper > made.end
-    return make_problem(
-        np.where(around, made.start, lower),
-        np.minimum(upper, made.end),
-        rounded(made.bytes[planned]),
-        alignment=np.full(len(planned), ROUNDING, np.int64),
-    )
-
-
 def offsets_of(made: Round, blocks: Blocks, rows: I64, layout: Layout) -> tuple[I64, I64]:
     """By row of the round its offset, -1 where it is not planned; and those of the blocks."""
     offsets = np.full(len(made) + len(blocks), -1, np.int64)

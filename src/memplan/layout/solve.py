@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 import memplan._native as _native
-from memplan.layout.best_fit import best_fit
 from memplan.layout.check import check_layout
 from memplan.layout.problem import MOST_BYTES, Layout, Problem, make_layout
 from memplan.types.errors import InternalError, UsageError
@@ -33,25 +32,20 @@ def minimise(
     within: float = 0.0,
     seed: int = 0,
     threads: int = 2,
-    strategy: str = "auto",
     cancel: Cancel | None = None,
 ) -> Solution[Layout]:
     """The lowest layout found within `seconds`.
 
     `Solved` when it is proved that none is lower, or lower by more than the part `within` of the
-    bound; `TimedOut` with the best found and the bound
-    proved when time ran out or `cancel` was set; `Infeasible` when fixed buffers overlap. Costs and
-    bounds are heights in bytes. The same problem, seed and threads give the same layout unless time
-    runs out.
-
-    Raises UsageError for a strategy that there is not.
+    bound; `TimedOut` with the best found and the bound proved when time ran out or `cancel` was
+    set; `Infeasible` when fixed buffers overlap. Costs and bounds are heights in bytes. The same
+    problem, seed and threads give the same layout unless time runs out. A first layout is made
+    whatever the time.
     """
-    answer, layout = _pack(problem, -1, within, seconds, seed, threads, strategy, cancel)
-    if answer["status"] == "infeasible":
+    answer, layout = _pack(problem, -1, within, seconds, seed, threads, cancel)
+    if layout is None:
         return _infeasible(answer, "the fixed buffers overlap")
     bound = max(answer["bound_bytes"], problem.lower_bound)
-    if layout is None:
-        return TimedOut(None, bound)
     if layout.height <= bound + int(bound * within):
         return Solved(layout, layout.height, min(bound, layout.height))
     return TimedOut(layout, bound, layout.height)
@@ -64,24 +58,21 @@ def fit_capacity(
     seconds: float,
     seed: int = 0,
     threads: int = 2,
-    strategy: str = "auto",
     cancel: Cancel | None = None,
 ) -> Solution[Layout]:
     """A layout of at most `capacity` bytes.
 
     `Solved` with one; `Infeasible` when it is proved that there is none, with rows that cannot be
-    placed together; `TimedOut` when neither was found, with a layout that is too high if there is
-    one. Otherwise as `minimise`.
+    placed together; `TimedOut` when neither was found, with a layout that is too high. Otherwise
+    as `minimise`.
     """
     if capacity < 0:
         raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
     capacity = min(capacity, MOST_BYTES)
-    answer, layout = _pack(problem, capacity, 0.0, seconds, seed, threads, strategy, cancel)
-    if answer["status"] == "infeasible":
+    answer, layout = _pack(problem, capacity, 0.0, seconds, seed, threads, cancel)
+    if layout is None:
         return _infeasible(answer, "these buffers do not fit together")
     bound = max(answer["bound_bytes"], problem.lower_bound)
-    if layout is None:
-        return TimedOut(None, bound)
     if layout.height <= capacity:
         return Solved(layout, layout.height, bound)
     return TimedOut(layout, bound, layout.height)
@@ -98,10 +89,9 @@ def _pack(
     seconds: float,
     seed: int,
     threads: int,
-    strategy: str,
     cancel: Cancel | None,
 ) -> tuple[_native.Packing, Layout | None]:
-    """The native answer, and its layout, checked."""
+    """The native answer, and its layout, checked; None where it is proved that there is none."""
     offsets = np.full(len(problem), -1, np.int64)
     answers: list[_native.Packing] = []
     errors: list[BaseException] = []
@@ -112,8 +102,7 @@ def _pack(
             answers.append(
                 _native.pack(
                     problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
-                    problem.twin, capacity, within, seconds, seed, threads, strategy,
-                    stop, offsets,
+                    problem.twin, capacity, within, seconds, seed, threads, stop, offsets,
                 )
             )  # fmt: skip
         except BaseException as error:
@@ -139,8 +128,6 @@ def _pack(
     answer = answers[0]
     if answer["status"] == "infeasible":
         return answer, None
-    if answer["height_bytes"] < 0 and len(problem):  # out of time before the first was complete
-        return answer, _without_search(problem)
     layout = make_layout(problem, offsets)
     if layout.height != max(answer["height_bytes"], 0):
         raise InternalError(
@@ -148,12 +135,3 @@ def _pack(
         )
     check_layout(problem, layout)
     return answer, layout
-
-
-def _without_search(problem: Problem) -> Layout | None:
-    """Best fit, which is high and soon there; None where some are fixed or twins."""
-    if (problem.fixed >= 0).any() or (problem.twin >= 0).any():
-        return None
-    layout = best_fit(problem)
-    check_layout(problem, layout)
-    return layout

@@ -7,23 +7,12 @@ second.
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
 
 from memplan.recompute.segments import Chain, every_unsaved_input, unsaved_inputs
 from memplan.recompute.selection import Selection
-
-
-def every_block(chain: Chain) -> Selection:
-    """Each block is replayed as a whole from what crosses its start."""
-    return equal_segments(chain, len(chain.blocks))
-
-
-def chen(chain: Chain) -> Selection:
-    """About the square root of all blocks as segments."""
-    return equal_segments(chain, round(math.sqrt(len(chain.blocks))))
 
 
 def equal_segments(chain: Chain, segments: int) -> Selection:

@@ -1,7 +1,7 @@
 """What a selection does to a step: its peak and the seconds it adds (docs/recompute.md, "Budgets").
 
-The native model does the work, in time about linear in ops and replayed ops; `validate.py` says the
-same the slow way.
+The native model does the work, in time about linear in ops and replayed ops; `tests/oracles`
+says the same the slow way.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +18,6 @@ import numpy as np
 
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.graph import Graph
-from memplan.types.output_file import write_file
 from memplan.types.trace import I64
 
 VERSION = 1
@@ -61,16 +59,6 @@ class _Operator(msgspec.Struct, forbid_unknown_fields=True):
     after: list[_Name] = []
 
 
-def save_graph(graph: Graph, path: Path | str, *, overwrite: bool = False) -> None:
-    """Write a graph; whole or not at all. Values without a name of their own get one.
-
-    Raises UsageError when `path` exists and `overwrite` is False, or cannot be written; ValueError
-    for a graph that contradicts itself.
-    """
-    graph.check()
-    write_file(Path(path), _lines(graph), overwrite=overwrite)
-
-
 def load_graph(path: Path | str) -> Graph:
     """Read a graph.
 
@@ -88,56 +76,6 @@ def load_graph(path: Path | str) -> Graph:
     reader = _Reader(path)
     reader.read(content)
     return reader.graph()
-
-
-# Writing
-
-
-def _lines(graph: Graph) -> Iterator[bytes]:
-    names = _value_names(graph)
-    makes: list[list[int]] = [[] for _ in range(len(graph))]
-    uses: list[list[int]] = [[] for _ in range(len(graph))]
-    yield _line(memplan_graph=VERSION, base_bytes=graph.base_bytes, operators=len(graph))
-    for value, maker in enumerate(graph.maker.tolist()):
-        for user in graph.users_of(value).tolist():
-            uses[user].append(value)
-        if maker >= 0:
-            makes[maker].append(value)
-            continue
-        lasts = {"lasts": True} if graph.lasts[value] else {}
-        yield _line(value=names[value], bytes=int(graph.bytes[value]), **lasts)
-    for op in range(len(graph)):
-        makers = {int(graph.maker[value]) for value in uses[op]}
-        parts = {
-            "source": graph.source[op],
-            "scratch": int(graph.scratch[op]),
-            "makes": {names[value]: int(graph.bytes[value]) for value in makes[op]},
-            "lasts": [names[value] for value in makes[op] if graph.lasts[value]],
-            "uses": [names[value] for value in uses[op]],
-            "after": [str(row) for row in graph.before_of(op).tolist() if row not in makers],
-        }
-        yield _line(op=graph.name[op], id=str(op), **{k: v for k, v in parts.items() if v})
-
-
-def _line(**parts: Any) -> bytes:
-    return json.dumps(parts, ensure_ascii=False).encode() + b"\n"
-
-
-def _value_names(graph: Graph) -> list[str]:
-    """The graph's where they are unlike, else with the value's number."""
-    given = graph.value_name or [""] * graph.values
-    taken: set[str] = set()
-    names = []
-    for value, name in enumerate(given):
-        name = name or "value"
-        while not name or name in taken:
-            name = f"{name}.{value}"
-        taken.add(name)
-        names.append(name)
-    return names
-
-
-# Reading
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.layout.greedy import lowest_gap
+from bench.layout.greedy import lowest_gap
 from memplan.layout.problem import Layout, Problem, make_layout
 from memplan.types.trace import I64
 
