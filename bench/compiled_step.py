@@ -28,7 +28,7 @@ from bench.gpu_order import budget_for
 from bench.gpu_order_jobs import measure
 from bench.gpu_recompute_jobs.models import SEED, Training, build
 from bench.results import ROOT, write_result
-from memplan.capture.packages import make_torchvision_importable
+from memplan.capture.standins.adapters import make_torchvision_importable
 
 DEADLINE_SECONDS = 60.0
 STEPS = 5

@@ -33,7 +33,7 @@ from bench.gpu_jobs.models import UNet
 from bench.gpu_measure import host_seconds
 from bench.recompute.tracker import measure, storage_bytes
 from bench.results import ROOT, write_result
-from memplan.capture.packages import make_torchvision_importable
+from memplan.capture.standins.adapters import make_torchvision_importable
 
 SEED = 1729
 STEPS = 11

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memplan.capture import session
-from memplan.capture.fake_cuda import fake_cuda_device
+from memplan.capture.cuda.device import fake_cuda_device
 
 
 class HostCuda(torch.Tensor):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.data import DataLoader, TensorDataset
 
-from memplan.capture import ending
+from memplan.capture.training import ending
 from memplan.types.errors import CaptureError
 from memplan.types.trace import Role
 from tests.capture.jobs import bytes_of, record

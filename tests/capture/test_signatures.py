@@ -11,7 +11,7 @@ import torch
 
 from memplan.capture import session
 from memplan.capture.options import CaptureOptions
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.session import CaptureSession
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError

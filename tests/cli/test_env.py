@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memplan import __version__
-from memplan.capture.internals import MissingNameError
+from memplan.capture.patches.internals import MissingNameError
 from memplan.cli import env, main
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.types.device import find_profile, known_profiles

@@ -398,7 +398,7 @@ def test_gpus_that_a_node_s_processes_see(
 
 
 def test_the_most_processes_of_a_node() -> None:
-    from memplan.capture.fake_cuda import MAX_DEVICES
+    from memplan.capture.cuda.device import MAX_DEVICES
 
     assert MOST_LOCAL == MAX_DEVICES
 

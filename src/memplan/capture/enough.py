@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from memplan.capture.context import shown_path
+from memplan.capture.recording.context import shown_path
 
 _PATIENCE = 8
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.answers import Answers, Assumptions
-from memplan.capture.context import Context, shown_path
-from memplan.capture.device_fake_mode import DeviceFakeMode
-from memplan.capture.host_memory import HostMemory
-from memplan.capture.recorder import Recorder
-from memplan.capture.values import Values, worth_keeping
+from memplan.capture.fake.device_fake_mode import DeviceFakeMode
+from memplan.capture.host.memory import HostMemory
+from memplan.capture.known_values.answers import Answers, Assumptions
+from memplan.capture.known_values.store import Values, worth_keeping
+from memplan.capture.recording.context import Context, shown_path
+from memplan.capture.recording.recorder import Recorder
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
 from memplan.types.trace import Role

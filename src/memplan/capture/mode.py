@@ -25,20 +25,20 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.capture.arguments import (
+from memplan.capture.enough import EnoughSeen
+from memplan.capture.fake.arguments import (
     dressed_among,
     flat,
     tensors_among,
     without_out,
     written_among,
 )
-from memplan.capture.enough import EnoughSeen
-from memplan.capture.fan_in import FanIn
-from memplan.capture.host_buffers import FACTORIES, holds_no_data
-from memplan.capture.host_rule import run_on_host
+from memplan.capture.fake.plain_class import undressed
+from memplan.capture.host.buffers import FACTORIES, holds_no_data
 from memplan.capture.job_tensors import JobTensors
-from memplan.capture.plain_class import undressed
-from memplan.capture.work import Work, moved_bytes
+from memplan.capture.operators.host_rule import run_on_host
+from memplan.capture.parity.fan_in import FanIn
+from memplan.capture.recording.work import Work, moved_bytes
 
 aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.copy_.default)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from memplan.capture.known_values.store import worth_keeping
 from memplan.capture.mode import CaptureMode, OnOp
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
-from memplan.capture.values import worth_keeping
 from memplan.types.errors import CaptureError, MemplanError
 from memplan.types.trace import Role, Trace
 

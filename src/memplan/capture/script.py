@@ -12,27 +12,27 @@ from pathlib import Path
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.spawn import ProcessException
 
-from memplan.capture import nvidia_smi
-from memplan.capture.caught import memplan_cause
-from memplan.capture.context import shown_path
-from memplan.capture.descendants import Descendants, adopting
+from memplan.capture.cuda import nvidia_smi
 from memplan.capture.distributed import files, peers
 from memplan.capture.enough import EnoughSeen, ended_whatever_it_catches
-from memplan.capture.oom_handlers import oom_note
-from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
-from memplan.capture.other_processes import device_error, end_children
-from memplan.capture.patching import Patches
-from memplan.capture.program import exit_with, run_program
-from memplan.capture.sandbox import lockdown, sandbox
-from memplan.capture.script_faults import (
+from memplan.capture.job.caught import memplan_cause
+from memplan.capture.job.descendants import Descendants, adopting
+from memplan.capture.job.faults import (
     DOWNLOADS,
     beginning,
     hint_of,
     place_of,
     short_message,
 )
+from memplan.capture.job.oom_handlers import oom_note
+from memplan.capture.job.other_processes import device_error, end_children
+from memplan.capture.job.run import exit_with, run_program
+from memplan.capture.job.unseen import Unseen
+from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.recording.context import shown_path
+from memplan.capture.sandbox import lockdown, sandbox
 from memplan.capture.session import CaptureSession
-from memplan.capture.unseen import Unseen
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
 

@@ -17,47 +17,36 @@ from torch.utils import _python_dispatch
 from torch.utils.data import dataloader
 
 import memplan
-from memplan.capture import (
-    bias,
-    constructors,
-    data_dependent,
-    foreach,
-    formulas,
-    fused,
-    host_memory,
-    host_methods,
-    lazy_modules,
-    nvml,
-    other_processes,
-    packages,
-    parameters,
-    resizing,
-    shape_rules,
-    torch_cuda,
-)
-from memplan.capture.arguments import tensors_among
-from memplan.capture.attention import Attention
-from memplan.capture.caught import Caught
 from memplan.capture.compiled import Compiled
+from memplan.capture.cuda import nvml, torch_cuda
+from memplan.capture.cuda.device import fake_cuda_device, self_test
 from memplan.capture.distributed import cards, files, peers
 from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
-from memplan.capture.ending import Ending
 from memplan.capture.enough import EnoughSeen
-from memplan.capture.fake_cuda import fake_cuda_device, self_test
-from memplan.capture.hand_updates import HandUpdates
-from memplan.capture.host_process import capture_peak_bytes
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.internals import require
-from memplan.capture.kernel_memory import KernelMemory
+from memplan.capture.fake.arguments import tensors_among
+from memplan.capture.host import memory as host_memory
+from memplan.capture.host.process import capture_peak_bytes
+from memplan.capture.job import other_processes
+from memplan.capture.job.caught import Caught
 from memplan.capture.mode import CaptureMode
+from memplan.capture.operators import data_dependent, foreach, shape_rules
+from memplan.capture.operators.attention import Attention
+from memplan.capture.operators.kernel_memory import KernelMemory
+from memplan.capture.operators.recurrent import Recurrent
 from memplan.capture.options import CaptureOptions
-from memplan.capture.patching import Patches
-from memplan.capture.recurrent import Recurrent
-from memplan.capture.repeats import Repeats
+from memplan.capture.parity import bias, formulas, fused
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
+from memplan.capture.patches.internals import require
 from memplan.capture.sandbox import overlay, report_device
+from memplan.capture.standins import adapters as packages
 from memplan.capture.standins.install import StandIns
-from memplan.capture.steps import StepWatcher
+from memplan.capture.tensors import constructors, host_methods, lazy_modules, parameters, resizing
+from memplan.capture.training.ending import Ending
+from memplan.capture.training.hand_updates import HandUpdates
+from memplan.capture.training.repeats import Repeats
+from memplan.capture.training.watcher import StepWatcher
 from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import CaptureError
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta

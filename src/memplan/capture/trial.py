@@ -8,10 +8,10 @@ from collections import Counter
 import torch
 from torch import nn
 
+from memplan.capture.cuda.device import SelfTest, self_test
 from memplan.capture.enough import EnoughSeen
-from memplan.capture.fake_cuda import SelfTest, self_test
-from memplan.capture.internals import refusal
 from memplan.capture.options import CaptureOptions
+from memplan.capture.patches.internals import refusal
 from memplan.capture.session import CaptureSession
 from memplan.types.device import DEFAULT_PROFILE, find_profile
 from memplan.types.errors import MemplanError

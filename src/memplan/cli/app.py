@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from memplan import __version__
-from memplan.capture.internals import refusal
+from memplan.capture.patches.internals import refusal
 from memplan.cli.command import EXIT_YES, Command, Parser
 from memplan.cli.program import split_program
 from memplan.cli.streams import write_answer

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from memplan import __version__
-from memplan.capture.internals import refusal
+from memplan.capture.patches.internals import refusal
 from memplan.cli.command import EXIT_YES
 from memplan.cli.machine import machine_gpu
 from memplan.cli.streams import stdout_to_stderr, write_answer, write_json

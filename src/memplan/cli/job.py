@@ -19,8 +19,8 @@ from memplan.types.errors import UsageError
 
 ALL_RANKS = "all"
 MOST_LOCAL = 16
-"""Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capture/fake_cuda.py`, which
-cannot be asked without importing torch."""
+"""Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capture/cuda/device.py`,
+which cannot be asked without importing torch."""
 
 
 @dataclass(frozen=True)

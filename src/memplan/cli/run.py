@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         plan, files, running = _prepare(args, program)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
-    from memplan.capture.program import run_program
+    from memplan.capture.job.run import run_program
     from memplan.runtime.in_effect import plan_in_effect
 
     def finish() -> None:

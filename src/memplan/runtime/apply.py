@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memplan.capture.internals import require
+from memplan.capture.patches.internals import require
 from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.capture.private_pools import COMPILED_GRAPHS
+from memplan.capture.cuda.private_pools import COMPILED_GRAPHS
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capture.jobs import allocations, assumed, frees, operators, record, sizes
 

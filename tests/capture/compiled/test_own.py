@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.capture.caught import memplan_cause
+from memplan.capture.job.caught import memplan_cause
 from memplan.types.errors import InfeasibleError
 from memplan.types.trace import Phase
 from tests.capture.jobs import allocations, assumed, record, sizes

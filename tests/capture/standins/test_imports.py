@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from memplan.capture.enough import EnoughSeen
+from memplan.capture.job.faults import hint_of
 from memplan.capture.options import CaptureOptions
-from memplan.capture.script_faults import hint_of
 from memplan.capture.session import CaptureSession
 from memplan.capture.standins.finder import DISTRIBUTIONS, VERSIONS, has_stand_in
 from memplan.types.device import find_profile

@@ -14,7 +14,7 @@ from torch.utils import _triton
 from memplan.capture.compiled.on_host import OnHost
 
 if TYPE_CHECKING:
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _ANSWERS = (
     "current_device",

@@ -39,10 +39,10 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.capture import patching
 from memplan.capture.compiled import flex
 from memplan.capture.compiled.on_host import OnHost
-from memplan.capture.context import shown_path
+from memplan.capture.patches import attributes as patching
+from memplan.capture.recording.context import shown_path
 from memplan.capture.standins.finder import PACKAGES, without_triton
 from memplan.capture.standins.registry import RuledOperator
 from memplan.capture.standins.rules import Rule
@@ -51,7 +51,7 @@ from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _CAPTURE = str(Path(__file__).parents[1]) + "/"
 _ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")

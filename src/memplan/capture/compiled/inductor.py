@@ -23,11 +23,11 @@ from memplan.capture.compiled import card, launches
 from memplan.capture.compiled.cudagraphs import Pool
 from memplan.capture.compiled.origins import origins
 from memplan.capture.compiled.tuning import Tuning
-from memplan.capture.context import GENERATED, ORIGINS
+from memplan.capture.recording.context import GENERATED, ORIGINS
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
     from memplan.types.device import DeviceProfile
 
 _TRITON_IMPORT = re.compile(r"^(?:import triton|from triton)\b.*$", re.MULTILINE)

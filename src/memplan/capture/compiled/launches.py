@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.context import generated_origin
+from memplan.capture.recording.context import generated_origin
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from memplan.capture.context import BufferOrigin, shown_path
+from memplan.capture.recording.context import BufferOrigin, shown_path
 
 _ASSIGNED = re.compile(r"\s*(\w+) = ")
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.capture.deferred_dynamo import dynamo
 from memplan.capture.distributed import peers
-from memplan.capture.internals import require
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.deferred_dynamo import dynamo
+from memplan.capture.patches.internals import require
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode

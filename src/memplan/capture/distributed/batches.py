@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
 from memplan.capture.distributed.works import RankWork
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.collectives import Collectives

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.enough import EnoughSeen
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import MemplanError
 
 if TYPE_CHECKING:

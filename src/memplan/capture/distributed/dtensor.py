@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 
 _MODULE = "torch.distributed.tensor._sharding_prop"
 _FLAG = "_propagate_use_strided_shard_flag"

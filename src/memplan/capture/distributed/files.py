@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torch import distributed
 
-from memplan.capture.answers import Assumptions
 from memplan.capture.distributed.peers import Peers
+from memplan.capture.known_values.answers import Assumptions
 from memplan.types.errors import CaptureError
 
 KEY = "files"

@@ -14,8 +14,8 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work, _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.collectives import Collectives

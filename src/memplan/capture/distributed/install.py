@@ -11,6 +11,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from memplan.capture.cuda.torch_cuda import FakeCuda
 from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric, uneven
 from memplan.capture.distributed.batches import Batches
 from memplan.capture.distributed.checkpoint import Checkpoints
@@ -25,13 +26,12 @@ from memplan.capture.distributed.place import environment, rank_environment
 from memplan.capture.distributed.sent import Broadcasts
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.internals import require
 from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
+from memplan.capture.patches.internals import require
 from memplan.capture.sandbox.patches import release_by_name, replace_by_name
-from memplan.capture.torch_cuda import FakeCuda
 from memplan.types.trace import Communicator
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from memplan.capture.fake_cuda import MAX_DEVICES
+from memplan.capture.cuda.device import MAX_DEVICES
 from memplan.capture.options import RankPlace
 from memplan.types.errors import UsageError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import math
 from types import ModuleType
 from typing import Any
 
-from memplan.capture.importing import ImportWatcher
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import ImportWatcher
 
 _MODULES = (
     "megatron_fsdp.uneven_dtensor",

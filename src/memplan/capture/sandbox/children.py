@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from typing import Any
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.sandbox import confine
 from memplan.capture.sandbox.launchers import refuse_launch
 from memplan.capture.sandbox.patches import replace_by_name

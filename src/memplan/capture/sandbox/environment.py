@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 
 _QUIET = {
     "WANDB_MODE": "disabled",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memplan.capture.importing import Adapter
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.imports import Adapter
 from memplan.capture.sandbox.changes import native_path
 from memplan.capture.sandbox.patches import replace_by_name
 from memplan.capture.sandbox.view import View

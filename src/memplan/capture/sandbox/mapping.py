@@ -7,7 +7,7 @@ import posix
 import stat
 from typing import Any
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.sandbox.view import View
 
 _READ_WRITE = posix.O_RDWR

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.sandbox.audit import Check
 
 _WHY = "refused by memplan's sandbox; --allow-network permits it"

@@ -13,7 +13,7 @@ import sys
 import types
 from typing import Any
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.sandbox.files import (
     make_directory_functions,
     make_listings,

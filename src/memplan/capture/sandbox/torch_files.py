@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.capture.sandbox.changes import native_path
 from memplan.capture.sandbox.patches import replace_by_name
 from memplan.capture.sandbox.saved import MARKER_BYTES, Saved, SavedObject

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import memplan
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 
 _PACKAGE_ROOT = str(Path(memplan.__file__).parent.parent)
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from memplan.capture.context import shown_path
+from memplan.capture.recording.context import shown_path
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from memplan.capture.standins.registry import rules_of_module
 from memplan.capture.standins.rules import running
 
 if TYPE_CHECKING:
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 
 class Kernels:

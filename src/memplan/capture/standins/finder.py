@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._triton import has_triton_package
 
-from memplan.capture.context import shown_path
-from memplan.capture.importing import WrappedLoader
+from memplan.capture.patches.imports import WrappedLoader
+from memplan.capture.recording.context import shown_path
 from memplan.capture.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError, UsageError
 

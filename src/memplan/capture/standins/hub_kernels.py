@@ -16,7 +16,7 @@ from memplan.capture.standins.rules import running
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _COMMUNITY = "kernels-community/"
 _SAME = {

@@ -46,9 +46,9 @@ from memplan.types.errors import CaptureError, MemplanError, UsageError
 if TYPE_CHECKING:
     import types
 
-    from memplan.capture.importing import Adapter, ImportWatcher
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
+    from memplan.capture.patches.imports import Adapter, ImportWatcher
 
 
 def _not_expected(record: logging.LogRecord) -> bool:

@@ -16,7 +16,7 @@ from memplan.capture.standins.rules import Call, acting, running
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _SAID = {
     "triton": "Triton kernels are not run: they allocate nothing, and what they write is not "

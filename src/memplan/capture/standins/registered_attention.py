@@ -16,7 +16,7 @@ from torch.nn.attention import _registry
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 
 _FA4 = (

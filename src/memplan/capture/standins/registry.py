@@ -17,9 +17,9 @@ from memplan.capture.standins.rules import Call, Rule
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from memplan.capture.importing import ImportWatcher
     from memplan.capture.mode import CaptureMode, Handler
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
+    from memplan.capture.patches.imports import ImportWatcher
 
 _PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
 """Namespaces of operators that are there wherever PyTorch is."""

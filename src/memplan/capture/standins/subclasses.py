@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.plain_class import dress, is_fake
+from memplan.capture.fake.plain_class import dress, is_fake
 
 if TYPE_CHECKING:
     from memplan.capture.mode import CaptureMode
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _AS_THEY_ARE = (
     torch.nn.Parameter,

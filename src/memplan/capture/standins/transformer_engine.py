@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils._triton import has_triton_package
 
-from memplan.capture.importing import WrappedLoader
+from memplan.capture.patches.imports import WrappedLoader
 from memplan.capture.standins.finder import StandInFinder, _empty, installed
 from memplan.capture.standins.registry import run_python_of_module
 from memplan.types.errors import CaptureError

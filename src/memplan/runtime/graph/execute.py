@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from memplan.capture.compiled.origins import origin_of
-from memplan.capture.context import ORIGINS, BufferOrigin
+from memplan.capture.recording.context import ORIGINS, BufferOrigin
 from memplan.runtime.graph.program import facts_of, is_element
 from memplan.types.trace import Phase
 

@@ -28,7 +28,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
-from memplan.capture import patching
+from memplan.capture.patches import attributes as patching
 
 _STRICT = {
     "torch._dynamo.config.allow_rnn": True,

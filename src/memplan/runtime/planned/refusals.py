@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from memplan.capture.patching import Patches
+from memplan.capture.patches.attributes import Patches
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import UsageError
 

@@ -14,7 +14,7 @@ import torch
 from memplan.capture.standins.rules import Call, Rule, running
 
 if TYPE_CHECKING:
-    from memplan.capture.patching import Patches
+    from memplan.capture.patches.attributes import Patches
 
 _ROWS_ALWAYS_FUSED, _ROWS_EVER_FUSED = 4, 1536
 _FLOAT = 4

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.data_dependent import assume_routing_map
+from memplan.capture.operators.data_dependent import assume_routing_map
 from memplan.capture.standins.extension_names import Extension
 from memplan.capture.standins.launch import record
 from memplan.capture.standins.packages.transformer_engine_torch.enums import (

@@ -1,0 +1,1 @@
+"""Fake tensors of PyTorch's own classes, made without asking for a device."""

@@ -1,0 +1,1 @@
+"""The host's RAM as the job's own process would use it."""

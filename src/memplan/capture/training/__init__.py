@@ -1,0 +1,1 @@
+"""The job's training steps, and when enough of them has been seen."""
