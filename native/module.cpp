@@ -147,5 +147,4 @@ NB_MODULE(_native, m) {
   memplan::packing::bind(m);
   memplan::planned::bind(m);
   memplan::recompute::bind(m);
-  memplan::recompute::bind_chain(m);
 }

@@ -5,6 +5,5 @@
 namespace memplan::recompute {
 
 void bind(nanobind::module_& m);
-void bind_chain(nanobind::module_& m);
 
 }  // namespace memplan::recompute

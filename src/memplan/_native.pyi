@@ -168,23 +168,6 @@ def serve(
     plan.
     """
 
-def least_peak_chain(
-    keep: npt.NDArray[np.int64],
-    kept: npt.NDArray[np.int64],
-    unsaved: npt.NDArray[np.int64],
-    backward: npt.NDArray[np.int64],
-    forward: npt.NDArray[np.int64],
-    replay: npt.NDArray[np.int64],
-    tail: npt.NDArray[np.int64],
-    end: npt.NDArray[np.int64],
-    entry: npt.NDArray[np.int64],
-    first: npt.NDArray[np.int64],
-    last: npt.NDArray[np.int64],
-) -> tuple[int, npt.NDArray[np.int64]]:
-    """Least peak in bytes, and its checkpoints, of a chain given by the terms of
-    `memplan.recompute.chain.traced`. Releases the GIL. Raises ValueError for columns that differ in
-    length or are empty."""
-
 class RecomputeModel:
     """What dropping and recomputing values does to a step; columns of a `StepGraph`, bytes beside
     its base bytes. Raises ValueError for columns that contradict each other."""

@@ -27,6 +27,8 @@ from memplan.types.trace import I64
 
 SHORTEST_REACH = 8
 """Rows: values in use over fewer are never set aside."""
+MOST_LAYERS = 20_000
+"""Of a cut whose checkpoints are looked for, which takes time quadratic in them."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,10 @@ def least_peak_chain(graph: StepGraph) -> Selection:
     layers = 0
     for longest in _reaches(graph.forward_ops):
         cut = chain_of(graph, longest)
-        if len(cut.chain) == layers:
+        if len(cut.chain) == layers or len(cut.chain) > MOST_LAYERS:
             continue
         layers = len(cut.chain)
-        tried = selection_for(graph, cut, least_peak(cut.chain).solution.checkpoints)
+        tried = selection_for(graph, cut, least_peak(cut.chain).checkpoints)
         judged = evaluator.evaluate(tried)
         if (judged.peak_bytes, judged.added_seconds) < (found.peak_bytes, found.added_seconds):
             best, found = tried, judged
@@ -125,11 +127,6 @@ def least_peak_chain(graph: StepGraph) -> Selection:
 def _reaches(rows: int) -> list[int]:
     halves = [rows >> shift for shift in range(1, rows.bit_length())]
     return [rows, *(reach for reach in halves if reach >= SHORTEST_REACH)]
-
-
-def predicted_peak(graph: StepGraph, chain_bytes: int) -> int:
-    """The step's peak in bytes, given that of its chain."""
-    return max(graph.rest_peak_bytes, graph.base_bytes + chain_bytes)
 
 
 @dataclass(frozen=True)

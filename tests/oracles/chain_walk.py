@@ -1,4 +1,4 @@
-"""A chain's step, allocation by allocation: the slow, obvious check of both objectives.
+"""A chain's step, allocation by allocation: the slow, obvious check of `least_peak`.
 
 It keeps a bag of what is alive and shares nothing with the formulas but the chain's columns.
 """
@@ -6,8 +6,9 @@ It keeps a bag of what is alive and shares nothing with the formulas but the cha
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations
 
-from memplan.recompute.chain.model import Chain
+from memplan.recompute.chain import Chain
 
 
 def walk_peak(chain: Chain, checkpoints: Iterable[int]) -> int:
@@ -17,19 +18,13 @@ def walk_peak(chain: Chain, checkpoints: Iterable[int]) -> int:
     return _Walk(chain, checkpoints).run()
 
 
-def walk_reserved_peak(chain: Chain, checkpoints: Iterable[int]) -> int:
-    """Peak bytes when room for all checkpoints is set aside for the whole step, and each segment in
-    turn, the last one first, is computed and differentiated beside it."""
-    walk = _Walk(chain, checkpoints)
-    peak = total = sum(int(chain.output[c]) for c in walk.starts)
-    for start, end in walk.segments():
-        held = 0
-        for k in range(start + 1, end + 1):
-            inside = walk.size(k - 1) if k - 1 > start and not walk.is_saved(k - 1) else 0
-            peak = max(peak, total + held + inside + int(chain.forward_saving[k - 1]))
-            peak = max(peak, total + held + int(chain.backward[k - 1]))
-            held += int(chain.saved[k - 1]) + (walk.size(k) if walk.is_saved(k) else 0)
-    return peak
+def least_peak_of_all(chain: Chain) -> int:
+    """Of every subset of boundaries. Raises ValueError for more than 2^15 of them."""
+    inner = range(1, len(chain))
+    if len(inner) > 15:
+        raise ValueError(f"too many subsets of {len(inner)} boundaries")
+    subsets = (subset for size in range(len(inner) + 1) for subset in combinations(inner, size))
+    return min(walk_peak(chain, subset) for subset in subsets)
 
 
 class _Walk:
