@@ -211,6 +211,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._dynamo.types.GuardFilterEntry",
         "torch._dynamo.utils.counters",
         "torch._dynamo.utils.preserve_rng_state",
+        "torch._dynamo.variables.constant.ConstantVariable",
+        "torch._dynamo.variables.misc.LoggingLoggerVariable",
         "torch._functorch.aot_autograd.aot_module_simplified",
         "torch._functorch.config",
         "torch._functorch.partitioners.default_partition",

@@ -17,7 +17,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.symbolic_convert import is_stdlib
 from torch._dynamo.types import GuardFilterEntry
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
@@ -52,8 +54,32 @@ def strict() -> Iterator[None]:
     """Have Dynamo guard also what it expects nobody to change: hooks, defaults of functions,
     aliases among parameters, what the standard library keeps in its modules."""
     everything = mock.patch.object(symbolic_convert, is_stdlib.__name__, lambda _module: False)
-    with torch._dynamo.config.patch(_SETTINGS), everything:
+    logs = mock.patch.object(LoggingLoggerVariable, "call_method", _call_of_a_logger)
+    with torch._dynamo.config.patch(_SETTINGS), everything, logs:
         yield
+
+
+_call_method: Callable[..., Any] = LoggingLoggerVariable.call_method
+
+
+def _call_of_a_logger(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What only the first call does is done while it is traced, and is no reason to refuse:
+    Transformers has `warning_once`."""
+    method: Any = getattr(getattr(self.value, name, None), "__func__", None)
+    known = all(one.is_python_constant() for one in (*args, *kwargs.values()))
+    if known and _is_memoized(method):
+        values = {key: one.as_python_constant() for key, one in kwargs.items()}
+        if method(self.value, *(one.as_python_constant() for one in args), **values) is None:
+            return ConstantVariable.create(None)
+    return _call_method(self, tx, name, args, kwargs)
+
+
+def _is_memoized(function: Any) -> bool:
+    """Whether it never runs twice for the same arguments."""
+    return isinstance(function, _LRU_CACHE) and function.cache_parameters()["maxsize"] is None
+
+
+_LRU_CACHE: Any = type(functools.cache(id))
 
 
 def refusal(module: torch.fx.GraphModule) -> str:

@@ -30,6 +30,7 @@ from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.guarded import Guarded, refusal, strict, unguarded
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
+from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import OF_PARAMETER, Program, facts_of, program_of
@@ -188,6 +189,7 @@ class CompiledStep(Generic[P]):
         self._options = options
         self._updates = Updates(optimizers)
         self._updates.keep_gradients = options.keep_gradients
+        self._leaves = Leaves()
         # The same graph with and without updates, and what Inductor does not fuse.
         self._updates.whole = options.accumulate > 1 or options.codegen == "inductor"
         self._programs: list[_Runs] = []
@@ -261,8 +263,10 @@ class CompiledStep(Generic[P]):
     def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
         self._updates.begin()
         self._updates.in_graph = last and self._can_update_in_graph()
-        if why := _not_only_a_leaf(pytree.tree_leaves((args, kwargs))):
-            return self._give_up(why, args, kwargs)  # PyTorch's compiler detaches them
+        # PyTorch's compiler detaches what it is given.
+        given = Leaves().refusal(pytree.tree_leaves((args, kwargs)))
+        if why := given or self._leaves.refusal(self._updates.parameters()):
+            return self._give_up(why, args, kwargs)
         if not self._programs and (why := _of_several(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(self._programs)
@@ -314,6 +318,7 @@ class CompiledStep(Generic[P]):
         )
 
     def _give_up(self, why: str, args: Any, kwargs: Any) -> Any:
+        self._leaves.forget()
         result = self._plainly(args, kwargs)
         self._fallback = why
         self._retire()
@@ -401,7 +406,7 @@ class CompiledStep(Generic[P]):
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
-        if why := refusal(module) or _not_only_a_leaf(primals) or _of_several(primals):
+        if why := refusal(module) or _of_several(primals) or self._not_trained(primals):
             raise UncapturedError(why)
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
@@ -467,9 +472,10 @@ class CompiledStep(Generic[P]):
         def boxed(args: list[Any]) -> list[Any]:
             if guarded.refusal:
                 raise UncapturedError(guarded.refusal)
-            if why := _not_only_a_leaf(args):
+            step = _there(owner)
+            if why := step._not_trained(args):
                 raise UncapturedError(why)
-            _there(owner)._ran = made
+            step._ran = made
             return made.run(args)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -504,6 +510,10 @@ class CompiledStep(Generic[P]):
         if self._only_looks:
             raise _LookedError(operators(in_place(program(()))))
         return within_budget(plain, attempt, options.budget)
+
+    def _not_trained(self, inputs: Iterable[Any]) -> str:
+        """What would happen to gradients that no optimizer wants; empty if they are kept."""
+        return Leaves().refusal(one for one in inputs if not self._updates.trains(one))
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
@@ -569,17 +579,6 @@ def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:
         raise RuntimeError("the step has run its backward pass already")
 
     return backward
-
-
-def _not_only_a_leaf(inputs: Iterable[Any]) -> str:
-    """What else would happen to an input's gradient than that it is kept; empty if nothing."""
-    for one in inputs:
-        if _requires_grad(one):
-            if one.grad_fn is not None:
-                return "an input that was computed from what requires a gradient"
-            if one._backward_hooks or one._post_accumulate_grad_hooks:
-                return "a hook on a parameter's gradient"
-    return ""
 
 
 def _of_several(inputs: Iterable[Any]) -> str:
