@@ -20,7 +20,6 @@ from memplan.order import solve as solve_module
 from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import Bound
 from memplan.order.certificate import Amounts, Certificate, Flow
-from memplan.order.compose import part_of
 from memplan.order.evaluate import peak, program_order
 from memplan.order.search import Clock, Improved, improve, patiently
 from memplan.order.solve import solve
@@ -177,26 +176,6 @@ def test_a_graph_that_contradicts_itself_is_refused() -> None:
     graph.before[0] = len(graph) - 1
     with pytest.raises(ValueError, match="operator"):
         solve(graph, deadline_seconds=1.0)
-
-
-def test_segments_that_cannot_raise_the_peak_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long chain is as many segments; one holds the peak."""
-    count = 3000
-    graph = make_graph(
-        [{op - 1} if op else set() for op in range(count)],
-        [(op % 7, op, {op + 1} if op + 1 < count else set(), False) for op in range(count)],
-    )
-    parts: list[int] = []
-
-    def counted(*words: Any) -> Graph:
-        parts.append(1)
-        return part_of(*words)
-
-    monkeypatch.setattr(solve_module, "part_of", counted)
-    monkeypatch.setattr(solve_module, "early_updates", lambda graph, order: order)
-    monkeypatch.setattr(solve_module, "cut_bound", weak_bound)
-    solve(graph, deadline_seconds=60.0)
-    assert len(parts) == 1
 
 
 def weak_bound(graph: Graph, order: I64, **_: Any) -> Bound:

@@ -14,7 +14,6 @@ from ortools.sat.python import cp_model
 
 from memplan.order.evaluate import peak, positions
 from memplan.order.search import Clock
-from memplan.order.segments import windows
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -55,7 +54,7 @@ class _Leaf:
 
     def _operators(self) -> list[cp_model.IntVar]:
         graph, model = self._graph, self._model
-        first, last = windows(graph)
+        first, last = _windows(graph)
         places = [
             model.new_int_var(int(first[op]), int(last[op]), f"p{op}") for op in range(len(graph))
         ]
@@ -103,6 +102,21 @@ class _Leaf:
             end = last + 1
         size = model.new_int_var(1, count, f"l{value}")
         return model.new_interval_var(start, size, end, f"v{value}")
+
+
+def _windows(graph: Graph) -> tuple[I64, I64]:
+    """Of each operator, the first and the last place that it can have in an order."""
+    count = len(graph)
+    ancestors, descendants = [0] * count, [0] * count
+    for op in range(count):
+        for needed in graph.before_of(op).tolist():
+            ancestors[op] |= ancestors[needed] | 1 << needed
+    for op in reversed(range(count)):
+        for needed in graph.before_of(op).tolist():
+            descendants[needed] |= descendants[op] | 1 << op
+    first = np.array([reached.bit_count() for reached in ancestors], np.int64)
+    after = np.array([reached.bit_count() for reached in descendants], np.int64)
+    return first, count - 1 - after
 
 
 def exact_order(graph: Graph, hint: I64, *, seed: int, seconds: float, clock: Clock) -> I64:

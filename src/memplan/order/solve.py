@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import Bound, cut_bound, lower_bound
 from memplan.order.certificate import Certificate
-from memplan.order.compose import composed, part_of
-from memplan.order.evaluate import held, peak, program_order
+from memplan.order.evaluate import peak, program_order
 from memplan.order.refine import refine
 from memplan.order.search import Clock, patiently
-from memplan.order.segments import segments
 from memplan.order.updates import early_updates
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
@@ -61,7 +57,7 @@ def solve(
     if peak(graph, found) > proved.bytes:
         known = baselines() if baselines is not None else baseline_orders(graph, clock.over)
         start = min([found, best(known).order], key=lambda order: peak(graph, order))
-        found = _by_segments(graph, start, clock, seed)
+        found = refine(graph, start, proved.bytes, clock, seed).order
         proved = patiently(lambda: _bound(graph, found, clock), clock)
     order = Order(found, peak(graph, found), proved.certificate)
     if clock.over() and order.peak_bytes > proved.bytes:
@@ -72,23 +68,3 @@ def solve(
 def _bound(graph: Graph, order: I64, clock: Clock) -> Bound:
     seconds = max(clock.left, _BOUND_SECONDS)
     return lower_bound(graph, order, seconds=seconds, cancel=clock.stop)
-
-
-def _by_segments(graph: Graph, order: I64, clock: Clock, seed: int) -> I64:
-    """Each segment between operators of fixed place for itself, that of the highest peak first: the
-    others only as far as they are above what is proved for it."""
-    pieces = segments(graph)
-    if not pieces:
-        return order
-    peaks = np.maximum.reduceat(held(graph, order), [piece.start for piece in pieces])
-    floor = graph.base_bytes
-    for index in np.argsort(-peaks, kind="stable").tolist():
-        if peaks[index] <= floor or clock.over():
-            break
-        piece = pieces[index]
-        ops = [[op] for op in order[piece.start : piece.stop].tolist()]
-        part = part_of(graph, order, piece.start, ops)
-        found = refine(part, program_order(part), floor, clock, seed)
-        order = composed(order, piece.start, ops, found.order.tolist())
-        floor = max(floor, found.bound_bytes)
-    return order

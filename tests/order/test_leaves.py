@@ -1,4 +1,4 @@
-"""Operators of fixed place, the parts between them, and parts as graphs of their own."""
+"""Parts of an order as graphs of their own, and the leaves that are solved exactly."""
 
 from __future__ import annotations
 
@@ -14,29 +14,11 @@ from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import held, peak, program_order
 from memplan.order.leaf import exact_order
 from memplan.order.search import Clock
-from memplan.order.segments import fixed_operators, segments, windows
 from memplan.order.tree import leaves
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
-
-
-@settings(max_examples=100, deadline=None)
-@given(graphs(12))
-def test_fixed_is_where_the_window_has_one_place(graph: Graph) -> None:
-    first, last = windows(graph)
-    assert fixed_operators(graph).tolist() == np.flatnonzero(first == last).tolist()
-    pieces = segments(graph)
-    assert [op for piece in pieces for op in piece] == list(range(len(graph)))
-    order = random_order(graph, 4)
-    for piece in pieces:
-        assert set(order[piece.start : piece.stop]) == set(piece)
-
-
-def test_a_barrier_cuts_a_step_in_two() -> None:
-    graph = make_graph([set(), set(), {0, 1}, {2}, {2}], [])
-    assert segments(graph) == [range(2), range(2, 3), range(3, 5)]
 
 
 @settings(max_examples=100, deadline=None)
