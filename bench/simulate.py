@@ -20,9 +20,9 @@ import numpy as np
 from bench.results import ROOT, write_result
 from memplan.capture.importers.event_csv import read_event_csv
 from memplan.simulate import AllocatorSettings, replay_report, simulate
-from memplan.simulate.oracle import simulate_slowly
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, Storages, Trace, TraceMeta
+from tests.oracles.allocator.replay import simulate_slowly
 
 EVENTS = 300_000
 REPEATS = 15

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from memplan.phases import (
     Step,
-    StepSignature,
     find_steps,
     first_difference,
     is_steady,
@@ -108,29 +107,6 @@ def test_spans_agree_with_a_walk_over_the_events(
     spans = table.phases
     assert walked == rows(spans.step, spans.phase, spans.start, spans.stop)
 
-    called: dict[tuple[int, int, int, str], list[list[int]]] = {}
-    known = {trace.strings[i] for i in np.unique(trace.events.module)} - {""}
-    for row in range(len(table)):
-        for index in range(*table[row]):
-            event = trace.event(index)
-            if event.phase not in (Phase.FORWARD, Phase.EVALUATION):
-                continue
-            over = [p for p in known if p == event.module or event.module.startswith(p + ".")]
-            for path in over:
-                depth = sum(path.startswith(other + ".") for other in known)
-                calls = called.setdefault((row, event.phase, depth, path), [])
-                if calls and calls[-1][1] == index:
-                    calls[-1][1] += 1
-                else:
-                    calls.append([index, index + 1])
-    found: dict[tuple[int, int, int, str], list[list[int]]] = {}
-    spanned = table.modules
-    for row, of_phase, depth, name, start, stop in rows(
-        spanned.step, spanned.phase, spanned.depth, spanned.path, spanned.start, spanned.stop
-    ):
-        found.setdefault((row, of_phase, depth, trace.strings[name]), []).append([start, stop])
-    assert found == called
-
 
 def rows(*columns: np.ndarray) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -205,25 +181,10 @@ def test_signatures_are_equal_exactly_when_the_requests_are(
 ) -> None:
     trace = trace_of([*left, *right])
     a, b = (0, len(left)), (len(left), len(trace))
-    signature = StepSignature()
-    for event in left:
-        signature.update(*event)
-    assert signature.digest() == request_signature(trace, *a)
     same = [e for e in left if e[0] in REQUESTS] == [e for e in right if e[0] in REQUESTS]
     assert is_steady(trace, a, b) == same
     assert (request_signature(trace, *a) == request_signature(trace, *b)) == same
     assert (first_difference(trace, a, b) == "") == same
-    for event in right:
-        signature.update(*event)
-    assert signature.digest() == request_signature(trace, 0, len(trace))
-
-
-def test_a_long_signature_is_taken_in_pieces() -> None:
-    made = [(EventKind.ALLOC, index, 0) for index in range(30_000)]
-    signature = StepSignature()
-    for event in made:
-        signature.update(*event)
-    assert signature.digest() == request_signature(trace_of(made), 0, len(made))
 
 
 def longest_by_brute_force(items: list[int]) -> int:
@@ -292,7 +253,7 @@ def test_steps_without_phases_come_from_repetition(period: list[int], times: int
         assert kinds[start] == EventKind.SEGMENT_ALLOC
         assert kinds[stop - 1] == EventKind.FREE_COMPLETED
         assert is_steady(trace, table[0], table[index])
-    assert len(table.phases) == len(table.modules) == 0
+    assert len(table.phases) == 0
 
 
 def test_a_repetition_that_keeps_memory_is_no_step() -> None:
@@ -318,7 +279,7 @@ def test_a_repetition_far_below_the_peak_is_no_step() -> None:
 def test_traces_without_anything_to_find() -> None:
     for made in ([], [(EventKind.ALLOC, 5, 0)], [(EventKind.SYNCHRONIZE, 0, -1)]):
         table = find_steps(trace_of(made))
-        assert len(table) == len(table.phases) == len(table.modules) == 0
+        assert len(table) == len(table.phases) == 0
         assert "do not repeat" in table.reason
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.simulate.oracle import simulate_slowly
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import PRIVATE_POOLS, EventKind, Provenance, Role, Trace, TraceMeta
+from tests.oracles.allocator.replay import simulate_slowly
 
 EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "60"))
 

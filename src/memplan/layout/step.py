@@ -37,8 +37,7 @@ class StepRequests:
     dynamic: Bools
     """Sizes that need not recur."""
     phase_start: I64
-    phase_end: I64
-    """Numbers in `phases`, in the order of the step, of its allocation and its release."""
+    """Number in `phases`, in the order of the step, of its allocation."""
     phases: list[str]
     lifetimes: Lifetimes
     """Of all the trace's storages on this device."""
@@ -95,7 +94,6 @@ def step_requests(trace: Trace, device: int | None = None) -> StepRequests:
         kept=end == NEVER,
         dynamic=dynamic,
         phase_start=phase_of[rows - start],
-        phase_end=phase_of[(end - 1 - start) % clock],
         phases=names,
         lifetimes=life,
         data_dependent=data,

@@ -6,7 +6,6 @@ request, and neither is what only moves time (events, synchronisation).
 
 from __future__ import annotations
 
-from array import array
 from hashlib import blake2b
 
 import numpy as np
@@ -15,37 +14,7 @@ import numpy.typing as npt
 from memplan.types.trace import I64, EventKind, Trace
 
 REQUESTS = (EventKind.ALLOC, EventKind.FREE, EventKind.RECORD_STREAM, EventKind.EMPTY_CACHE)
-_REQUESTS = frozenset(map(int, REQUESTS))
 _DIGEST_BYTES = 16
-_FLUSH = 3 * 8192
-
-
-class StepSignature:
-    """Fingerprint of a sequence of requests, taken one event at a time.
-
-    Equal to `request_signature` of the same events. Two sequences with equal fingerprints are the
-    same but for a chance of 2**-128.
-    """
-
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=_DIGEST_BYTES)
-        self._pending = array("q")
-
-    def update(self, kind: int, nbytes: int, stream: int) -> None:
-        """Take an event; one that is no request does not count."""
-        if kind in _REQUESTS:
-            self._pending.extend((kind, nbytes, stream))
-            if len(self._pending) >= _FLUSH:
-                self._flush()
-
-    def digest(self) -> bytes:
-        """The fingerprint so far; the sequence may go on."""
-        self._flush()
-        return self._hash.digest()
-
-    def _flush(self) -> None:
-        self._hash.update(self._pending)
-        del self._pending[:]
 
 
 def request_rows(trace: Trace, start: int = 0, stop: int | None = None) -> I64:

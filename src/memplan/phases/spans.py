@@ -1,4 +1,4 @@
-"""Phases and module calls as half-open ranges of events, one row each."""
+"""Phases as half-open ranges of events, one row each."""
 
 from __future__ import annotations
 
@@ -19,23 +19,6 @@ class PhaseSpans:
     phase: U8
     micro_batch: I32
     """Number of the forward pass in its step that the span belongs to, from 0."""
-    start: I64
-    stop: I64
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
-@dataclass(frozen=True)
-class ModuleSpans:
-    """Row i: events `[start[i], stop[i])` come from module `path[i]` (a string of the trace) or its
-    submodules, without interruption, in the forward pass or in evaluation."""
-
-    step: I32
-    path: I32
-    depth: I32
-    """0 for a module that no other one called."""
-    phase: U8
     start: I64
     stop: I64
 
@@ -72,60 +55,6 @@ def _micro_batches(step: I32, phase: U8) -> I32:
             batch, gone_backward = batch + 1, False
         number[row] = batch
     return number
-
-
-def module_spans(trace: Trace, starts: I64, stops: I64) -> ModuleSpans:
-    """Maximal runs of events under each module path, within each step and phase.
-
-    Paths are dotted; a path covers those that continue it after a dot, where the trace knows it
-    as a module itself. Calls with no event between them are one span.
-    """
-    step = _step_of_events(len(trace), starts, stops)
-    phase = trace.events.phase
-    counts = (step >= 0) & np.isin(phase, (Phase.FORWARD, Phase.EVALUATION))
-    parts: list[tuple[I64, I64, I32, int]] = []
-    for depth, ancestor in enumerate(_ancestors(trace)):
-        path = np.where(counts, ancestor[trace.events.module], -1).astype(np.int32)
-        begin, end = _runs(step, phase, path)
-        keep = path[begin] >= 0
-        parts.append((begin[keep], end[keep], path[begin[keep]], depth))
-    if not parts:
-        none = np.zeros(0, np.int64)
-        parts = [(none, none, none.astype(np.int32), 0)]
-    begin = np.concatenate([part[0] for part in parts])
-    end = np.concatenate([part[1] for part in parts])
-    path = np.concatenate([part[2] for part in parts])
-    depth_of = np.concatenate([np.full(len(part[0]), part[3], np.int32) for part in parts])
-    order = np.lexsort((depth_of, begin))
-    begin = begin[order]
-    return ModuleSpans(
-        step=step[begin],
-        path=path[order],
-        depth=depth_of[order],
-        phase=phase[begin],
-        start=begin,
-        stop=end[order],
-    )
-
-
-def _ancestors(trace: Trace) -> list[I32]:
-    """For each depth, by string number: the module at that depth which holds the module of that
-    name, or -1. Depths count modules that the trace knows."""
-    used = np.unique(trace.events.module).tolist()
-    known = {trace.strings[number]: number for number in used if trace.strings[number]}
-    chains = {
-        number: [known[p] for p in _prefixes(path) if p in known] for path, number in known.items()
-    }
-    deepest = max(map(len, chains.values()), default=0)
-    table = np.full((deepest, len(trace.strings)), -1, np.int32)
-    for number, chain in chains.items():
-        table[: len(chain), number] = chain
-    return list(table)
-
-
-def _prefixes(path: str) -> list[str]:
-    words = path.split(".")
-    return [".".join(words[: count + 1]) for count in range(len(words))]
 
 
 def _step_of_events(count: int, starts: I64, stops: I64) -> I32:

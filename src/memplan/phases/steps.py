@@ -16,7 +16,7 @@ from memplan.phases.requests import (
     request_rows,
     request_signature,
 )
-from memplan.phases.spans import ModuleSpans, PhaseSpans, module_spans, phase_spans
+from memplan.phases.spans import PhaseSpans, phase_spans
 from memplan.types.trace import I64, EventKind, Phase, Trace
 
 
@@ -54,12 +54,6 @@ class StepTable:
         """Forward, backward, optimizer and evaluation spans; none when steps were inferred."""
         count = 0 if self.inferred else len(self)
         return phase_spans(self.trace, self.start[:count], self.stop[:count])
-
-    @cached_property
-    def modules(self) -> ModuleSpans:
-        """Module calls of the forward pass; none when steps were inferred."""
-        count = 0 if self.inferred else len(self)
-        return module_spans(self.trace, self.start[:count], self.stop[:count])
 
 
 def find_steps(trace: Trace) -> StepTable:

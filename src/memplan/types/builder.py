@@ -176,11 +176,6 @@ class TraceBuilder:
     def role_of(self, storage: int) -> Role:
         return Role(self._storages["role"][storage])
 
-    def describe(self, storage: int, *, dtype: str, shape: str) -> None:
-        """Dtype and shape of the tensor that a storage was made for."""
-        self._storages["dtype"][storage] = self.intern(dtype)
-        self._storages["shape"][storage] = self.intern(shape)
-
     def append(
         self,
         kind: EventKind,

@@ -6,10 +6,10 @@ knows of other streams is a graph search.
 
 from __future__ import annotations
 
-from memplan.simulate.oracle_allocator import Oracle, OracleBlock, OracleResult
-from memplan.simulate.oracle_streams import StreamGraph
 from memplan.simulate.settings import UNLIMITED, AllocatorSettings
 from memplan.types.trace import EventKind, Provenance, Role, Trace
+from tests.oracles.allocator.blocks import Oracle, OracleBlock, OracleResult
+from tests.oracles.allocator.streams import StreamGraph
 
 
 class _Replay:
