@@ -4,7 +4,8 @@
 
 For each of four networks and several optimizers: `max_memory_allocated` and the time of a step,
 plain and by `memplan.compile` in turns, and whether losses, weights and optimizer state are the
-same bits; and one plan within a budget for each network. A process each, one at a time; unattended,
+same bits; the same with fused kernels, beside plain `torch.compile`; and one plan within a budget
+for each network. A process each, one at a time; unattended,
 no network; what fails or finds no time is told in `bench/results/gpu_order.json`, which is written
 after every process.
 """
@@ -36,16 +37,18 @@ class Task:
     job: str
     optimizer: str = "adam"
     budget_bytes: int | None = None
+    codegen: str = "eager"
 
     @property
     def name(self) -> str:
-        return f"{self.job}-{self.optimizer}{'-budget' if self.budget_bytes else ''}"
+        kernels = "-inductor" if self.codegen == "inductor" else ""
+        return f"{self.job}-{self.optimizer}{kernels}{'-budget' if self.budget_bytes else ''}"
 
     def command(self, out: Path) -> list[str]:
         budget = ["--budget-bytes", str(self.budget_bytes)] if self.budget_bytes else []
         return [
             sys.executable, "-m", "bench.gpu_order_jobs.measure", str(out),
-            "--job", self.job, "--optimizer", self.optimizer, *budget,
+            "--job", self.job, "--optimizer", self.optimizer, "--codegen", self.codegen, *budget,
         ]  # fmt: skip
 
 
@@ -62,8 +65,11 @@ class Suite(TimedSuite):
         return self.ask(task.command(out), out, TASK_SECONDS, CUBLAS_WORKSPACE)
 
     def run_all(self, names: list[str]) -> None:
-        """Each network with each optimizer, then within a budget; saved after every task."""
-        for task in [Task(name, optimizer) for optimizer in OPTIMIZERS for name in names]:
+        """Each network with each optimizer, in fused kernels and within a budget; saved after every
+        task."""
+        tasks = [Task(name, optimizer) for optimizer in OPTIMIZERS for name in names]
+        tasks[len(names) : len(names)] = [Task(name, codegen="inductor") for name in names]
+        for task in tasks:
             self._note(task)
         for name in names:
             plain = self.found[Task(name).name]
@@ -88,36 +94,48 @@ def line(found: dict[str, Any]) -> str:
     if "error" in found:
         return last_line(found["error"])
     plain, compiled = found["plain"], found["compiled"]
+    bits = "same bits" if found["identical"] else "OTHER BITS"
+    if found["codegen"] == "inductor":
+        bits = f"losses differ by {found['loss_difference']:.1e}"
     return (
         f"peak {plain['peak_bytes'] / 2**30:.2f} -> {compiled['peak_bytes'] / 2**30:.2f} GiB, "
         f"step {1e3 * plain['seconds']:.1f} -> {1e3 * compiled['seconds']:.1f} ms "
-        f"({found['added_fraction']:+.1%}), "
-        f"{'same bits' if found['identical'] else 'OTHER BITS'}"
+        f"({found['added_fraction']:+.1%}), {bits}"
     )
 
 
 def summarize(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the goals ask of all that was measured."""
     done = {name: one for name, one in found.items() if "error" not in one}
-    ordered = [one for one in done.values() if one["budget_bytes"] is None]
-    limited = [one for one in done.values() if one["budget_bytes"] is not None]
+    fused = [one for one in done.values() if one["codegen"] == "inductor"]
+    exact = [one for one in done.values() if one["codegen"] == "eager"]
+    ordered = [one for one in exact if one["budget_bytes"] is None]
+    limited = [one for one in exact if one["budget_bytes"] is not None]
     summary: dict[str, Any] = {
         "device_name": next((one["device_name"] for one in done.values()), ""),
         "jobs": len(ordered),
         "failed": sorted(found.keys() - done.keys()),
-        "identical": sum(one["identical"] for one in done.values()),
+        "identical": sum(one["identical"] for one in exact),
+        "exact": len(exact),
         "tasks_done": len(done),
-        "not_above_plain": sum(
-            one["compiled"]["peak_bytes"] <= one["plain"]["peak_bytes"] for one in ordered
-        ),
+        "not_above_plain": sum(_ratio(one) <= 1 for one in ordered),
         "budgets": len(limited),
+        "fused": len(fused),
+        "fused_not_above_plain": sum(_ratio(one) <= 1 for one in fused),
     }
+    if fused:
+        summary["fused_slowest_added"] = max(one["added_fraction"] for one in fused)
+        summary["fused_most_saved"] = max(1 - _ratio(one) for one in fused)
     if ordered:
         summary["slowest_added"] = max(one["added_fraction"] for one in ordered)
-        summary["most_saved"] = max(
-            1 - one["compiled"]["peak_bytes"] / one["plain"]["peak_bytes"] for one in ordered
-        )
+        summary["most_saved"] = max(1 - _ratio(one) for one in ordered)
     return summary
+
+
+def _ratio(found: dict[str, Any]) -> float:
+    """The compiled step's peak, as a part of the plain one's."""
+    compiled, plain = found["compiled"]["peak_bytes"], found["plain"]["peak_bytes"]
+    return float(compiled / plain)
 
 
 def main(arguments: list[str] | None = None) -> int:
