@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,3 +173,10 @@ def test_the_command_line_says_it_too(
     monkeypatch.setattr(app, "_dispatch", fail)
     assert main(["env"]) == 4
     assert "has no torch._C._was_here, which memplan takes" in capfd.readouterr().err
+
+
+def test_the_documentation_lists_them_all() -> None:
+    page = (SOURCES.parents[1] / "docs" / "private-names.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- `(.+)`$", page, re.MULTILINE)
+    assert sorted(listed) == sorted({name for names in NAMES.values() for name in names})
+    assert f"These {len(listed)} names" in page

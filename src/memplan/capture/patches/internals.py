@@ -2,8 +2,8 @@
 
 Three things make a sentence of a dropped name, and keep its loss to the part that needs it:
 
-- `require` looks for the names of a part before that part begins. `tests/capture/test_internals.py`
-  holds the lists to what the sources use.
+- `require` looks for the names of a part before that part begins. A test holds the lists to what
+  the sources use, and `docs/private-names.md`, which has the reasons, to the lists.
 - `Patches.set` replaces no private name that is not there: what nobody calls would go unseen.
 - `refusal` turns an error about a name that PyTorch lacks into the sentence, wherever memplan was
   when it met it. Where that was while a module was adapted (`importing`), using that module is

@@ -98,7 +98,9 @@ class PlannedRegions(CustomPartitionerFn):
             )
             return None
         if any(map(_is_symbolic, joint.module.graph.find_nodes(op="placeholder"))):
-            self._on_note(f"nothing is recomputed in the compiled graph of {name}: its shapes may change")
+            self._on_note(
+                f"nothing is recomputed in the compiled graph of {name}: its shapes may change"
+            )
             return None
         from memplan.recompute.frontier import choices
         from memplan.runtime.graph.dependencies import operators
