@@ -68,22 +68,18 @@ class SharedModel {
     const SearchSettings settings{budget_bytes,    byte_price, start_temperature,
                                   end_temperature, iterations, seed,
                                   deadline_seconds};
-    cancelled_ = false;
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
       const std::lock_guard<std::mutex> lock(mutex_);
       outcome = recompute::search(model_, settings, view(drops), view(holds), view(group),
-                                  view(held), cancelled_);
+                                  view(held));
     }
     return nb::make_tuple(outcome.peak_bytes, outcome.peak_row, outcome.seconds,
                           outcome.replayed_ops);
   }
 
-  void cancel() { cancelled_ = true; }
-
  private:
-  std::atomic<bool> cancelled_ = false;
   std::mutex mutex_;
   Model model_;
 };
@@ -123,8 +119,7 @@ void bind(nb::module_& m) {
            "group_seconds"_a)
       .def("search", &SharedModel::search, "drops"_a, "holds"_a, "group"_a, "held"_a,
            "budget_bytes"_a, "byte_price"_a, "start_temperature"_a, "end_temperature"_a,
-           "iterations"_a, "seed"_a, "deadline_seconds"_a)
-      .def("cancel", &SharedModel::cancel);
+           "iterations"_a, "seed"_a, "deadline_seconds"_a);
   nb::class_<SegmentTable>(m, "SegmentTable", "Which segments of a chain to replay as a whole.")
       .def("__init__", &make_segments, "levels"_a, "option_start"_a, "between"_a, "need"_a,
            "option_seconds"_a, "crossing"_a, "through"_a, "seconds"_a)

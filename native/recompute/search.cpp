@@ -1,6 +1,7 @@
 #include "recompute/search.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <ctime>
 #include <random>
@@ -14,6 +15,9 @@ double processor_seconds() {
   return static_cast<double>(std::clock()) / static_cast<double>(CLOCKS_PER_SEC);
 }
 
+using Wall = std::chrono::steady_clock;
+constexpr double kPatience = 4.0;  // PATIENCE of planner.py
+
 struct Change {
   Value value;
   std::int32_t group;
@@ -23,20 +27,21 @@ struct Change {
 class Search {
  public:
   Search(Model& model, const SearchSettings& settings, std::span<const Value> drops,
-         std::span<const Value> holds, std::span<std::int32_t> group, std::span<std::uint8_t> held,
-         const std::atomic<bool>& cancelled)
+         std::span<const Value> holds, std::span<std::int32_t> group, std::span<std::uint8_t> held)
       : model_(model),
         settings_(settings),
         drops_(drops),
         holds_(holds),
         group_(group),
         held_(held),
-        cancelled_(cancelled),
         random_(settings.seed),
         sizes_(model.values(), 0),
         row_bytes_(model.rows()),
         group_seconds_(model.values()),
-        end_(processor_seconds() + settings.deadline_seconds) {
+        end_(processor_seconds() + settings.deadline_seconds),
+        latest_(Wall::now() + std::chrono::duration_cast<Wall::duration>(
+                                  std::chrono::duration<double>(
+                                      kPatience * std::min(settings.deadline_seconds, 1e8)))) {
     for (const std::int32_t number : group_) {
       if (number >= 0) ++sizes_[at(number)];
     }
@@ -60,7 +65,7 @@ class Search {
 
  private:
   bool out_of_time() const {
-    return cancelled_.load(std::memory_order_relaxed) || processor_seconds() >= end_;
+    return processor_seconds() >= end_ || Wall::now() >= latest_;
   }
 
   Outcome judge() {
@@ -260,12 +265,12 @@ class Search {
   std::span<const Value> drops_, holds_;
   std::span<std::int32_t> group_;
   std::span<std::uint8_t> held_;
-  const std::atomic<bool>& cancelled_;
   std::mt19937_64 random_;
   std::vector<std::int32_t> sizes_;
   std::vector<std::int64_t> row_bytes_;
   std::vector<double> group_seconds_;
   double end_;  // In processor seconds.
+  Wall::time_point latest_;
   std::vector<Change> undo_;
   Outcome now_, best_;
   std::vector<std::int32_t> best_group_;
@@ -276,8 +281,8 @@ class Search {
 
 Outcome search(Model& model, const SearchSettings& settings, std::span<const Value> drops,
                std::span<const Value> holds, std::span<std::int32_t> group,
-               std::span<std::uint8_t> held, const std::atomic<bool>& cancelled) {
-  return Search(model, settings, drops, holds, group, held, cancelled).run();
+               std::span<std::uint8_t> held) {
+  return Search(model, settings, drops, holds, group, held).run();
 }
 
 }  // namespace memplan::recompute

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -25,6 +24,6 @@ struct SearchSettings {
 // the least bytes above the budget, then the fewest seconds. Returns what the best does.
 Outcome search(Model& model, const SearchSettings& settings, std::span<const Value> drops,
                std::span<const Value> holds, std::span<std::int32_t> group,
-               std::span<std::uint8_t> held, const std::atomic<bool>& cancelled);
+               std::span<std::uint8_t> held);
 
 }  // namespace memplan::recompute

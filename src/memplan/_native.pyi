@@ -212,8 +212,6 @@ class RecomputeModel:
     ) -> tuple[int, int, float, int]:
         """Improve `group` and `held` in place; returns what `evaluate` says of the result.
         Releases the GIL."""
-    def cancel(self) -> None:
-        """Make the running search return early."""
 
 class SegmentTable:
     """The dynamic programme of `memplan.recompute.segments`, in memory levels. Raises ValueError

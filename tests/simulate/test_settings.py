@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
+from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import UsageError
 
 
@@ -130,7 +131,7 @@ def test_nonsense_is_a_usage_error(conf: str) -> None:
 
 def test_environment_precedence() -> None:
     both = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:30", "PYTORCH_CUDA_ALLOC_CONF": ""}
-    assert AllocatorSettings.from_environment(both) == AllocatorSettings()
+    assert AllocatorSettings.parse(conf_in(both)) == AllocatorSettings()
     del both["PYTORCH_CUDA_ALLOC_CONF"]
-    assert AllocatorSettings.from_environment(both).max_split_size == 30 * MIB
-    assert AllocatorSettings.from_environment({}) == AllocatorSettings()
+    assert AllocatorSettings.parse(conf_in(both)).max_split_size == 30 * MIB
+    assert AllocatorSettings.parse(conf_in({})) == AllocatorSettings()

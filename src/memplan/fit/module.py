@@ -16,9 +16,8 @@ from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases.op_cost import op_seconds
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
-from memplan.recompute.limited_time import least_peak_within
 from memplan.recompute.selection import Selection, to_part
-from memplan.recompute.solve import least_peak, solve
+from memplan.recompute.solve import least_peak, least_peak_within, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.runtime.op_timing import CalledOps

@@ -127,10 +127,6 @@ class Evaluator:
         )
         return from_arrays(group, held)
 
-    def cancel(self) -> None:
-        """Make a `search` that runs in another thread return what it has."""
-        self._model.cancel()
-
     def evaluate(self, selection: Selection) -> Evaluation:
         """Raises ValueError for a selection that says what cannot be."""
         check_selection(self.graph, selection)

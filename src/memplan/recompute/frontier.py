@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,7 +44,6 @@ def frontier(
     budgets: Sequence[int] | None = None,
     *,
     deadline_seconds: float,
-    cancel: Callable[[], bool] | None = None,
 ) -> list[Point]:
     """A point for each budget that something was found for, in rising order of budgets.
 
@@ -52,7 +51,7 @@ def frontier(
     budget never has more added time, a smaller one never a higher peak. Raises ValueError for a
     graph that contradicts itself.
     """
-    clock = Clock(deadline_seconds, cancel)
+    clock = Clock(deadline_seconds)
     planner = Planner(graph, clock)
     effort = SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
     if budgets is None:

@@ -12,8 +12,7 @@ Keep sets as variables: Checkmate (Jain et al., 2020), which also schedules; her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -88,13 +87,11 @@ class KeepSetProblem:
         effort: float,
         deadline_seconds: float,
         hint: Selection,
-        stopping: Callable[[Callable[[], None]], AbstractContextManager[None]],
     ) -> KeepSet:
         """The quickest keep set whose bytes stay within the budget at `rows`.
 
         `effort` is CP-SAT's deterministic time (about seconds), so that the same call gives the
-        same answer unless the deadline comes first. `hint`: where to begin. `stopping(stop)` is
-        entered while the search runs, and may call `stop`.
+        same answer unless the deadline comes first. `hint`: where to begin.
         """
         program = _Program(self)
         for row in rows:
@@ -105,8 +102,7 @@ class KeepSetProblem:
         solver.parameters.num_workers = 1
         solver.parameters.max_deterministic_time = effort
         solver.parameters.max_time_in_seconds = deadline_seconds
-        with stopping(solver.stop_search):
-            status = solver.solve(program.whole())
+        status = solver.solve(program.whole())
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             bound = float("inf") if status == cp_model.INFEASIBLE else 0.0
             return KeepSet((), bound)

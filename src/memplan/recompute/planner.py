@@ -8,10 +8,8 @@ values from the best of them and, on graphs that are not too large, from what CP
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,8 +52,6 @@ KEEP_SET_ROWS = 4
 """CP-SAT's deterministic time for one question, and questions about one budget."""
 PROVED = 1e-4
 """Fraction above the bound that is as good as the optimum."""
-POLL_SECONDS = 0.05
-"""Between two looks at whether a search was cancelled."""
 _FOREVER_SECONDS = 1e9
 PATIENCE = 4.0
 """Seconds by the clock that a search may take for each processor second it was given."""
@@ -76,46 +72,25 @@ class Candidate:
 
 
 class Clock:
-    """A deadline that work takes shares of, and a question whether to stop.
+    """A deadline that work takes shares of.
 
     It counts this process's processor seconds, so that a plan does not depend on what else the
     machine does, and by the clock at most `PATIENCE` times as many.
     """
 
-    def __init__(self, seconds: float, cancel: Callable[[], bool] | None) -> None:
+    def __init__(self, seconds: float) -> None:
         self._end = time.process_time() + seconds
         self._latest = time.monotonic() + PATIENCE * seconds
-        self._cancel = cancel
 
     @property
     def left(self) -> float:
-        """Processor seconds; 0 once cancelled."""
-        if self._cancel is not None and self._cancel():
-            return 0.0
+        """Processor seconds."""
         latest = (self._latest - time.monotonic()) / PATIENCE
         return max(0.0, min(self._end - time.process_time(), latest))
 
     def part(self, parts: int, most_seconds: float = math.inf) -> Clock:
         """An equal share of what is left, and no more than so much."""
-        return Clock(min(self.left / parts, most_seconds), lambda: self.left == 0)
-
-    @contextmanager
-    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` from another thread, again and again, once this one should stop."""
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(POLL_SECONDS):
-                if not self.left:
-                    stop()
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        return Clock(min(self.left / parts, most_seconds))
 
 
 class NoClock(Clock):
@@ -123,7 +98,7 @@ class NoClock(Clock):
     every machine."""
 
     def __init__(self) -> None:
-        super().__init__(_FOREVER_SECONDS, None)
+        super().__init__(_FOREVER_SECONDS)
 
     @property
     def left(self) -> float:
@@ -131,10 +106,6 @@ class NoClock(Clock):
 
     def part(self, _parts: int, _most_seconds: float = math.inf) -> Clock:
         return self
-
-    @contextmanager
-    def stopping(self, _stop: Callable[[], None]) -> Iterator[None]:
-        yield
 
 
 class Planner:
@@ -257,7 +228,6 @@ class Planner:
                 effort=self.keep_set_effort,
                 deadline_seconds=share.left,
                 hint=self._best_or_lowest(budget_bytes).selection,
-                stopping=share.stopping,
             )
             self.proved.append((budget_bytes, answer.bound * self.graph.passes))
             judged = self.add(answer.proposals)
@@ -306,9 +276,7 @@ class Planner:
             deadline_seconds=clock.left,
             seed=seed,
         )
-        with clock.stopping(self.evaluator.cancel):
-            selection = self.evaluator.search(start.selection, settings)
-        self.add([selection])
+        self.add([self.evaluator.search(start.selection, settings)])
 
 
 def _all_but(greedy: BytesPerSecond, step: int) -> Selection:

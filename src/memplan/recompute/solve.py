@@ -6,9 +6,8 @@ docs/recompute.md, "Budgets": what is proved and what is search.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from memplan.recompute.planner import Clock, Planner
+from memplan.recompute.planner import Candidate, Clock, Planner
 from memplan.recompute.selection import Selection
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
@@ -20,6 +19,8 @@ SMALL_EFFORT, SMALL_STEPS = 2400, 48_000
 ROUNDS = 5
 RESTARTS = 12
 """Of annealing in a round, on small graphs."""
+_HALVINGS = 6
+"""Of the range of budgets in which `least_peak_within` looks for the least."""
 
 
 def solve(
@@ -27,33 +28,25 @@ def solve(
     budget_bytes: int,
     *,
     deadline_seconds: float,
-    cancel: Callable[[], bool] | None = None,
 ) -> Solution[Selection]:
     """A selection that keeps the step's peak within `budget_bytes` and adds little time.
 
     Cost and bound are seconds that it adds to a step. Infeasible: proved by the bound on the peak;
     its witness is the least peak found, in bytes. TimedOut: nothing found although the bound does
-    not forbid it, or stopped before looking; `best` is None then, and whoever wants the nearest
-    selection asks `least_peak`. `cancel` is asked several
-    times a second, from another thread too. Raises ValueError for a
-    graph that contradicts itself.
+    not forbid it; `best` is None then, and whoever wants the nearest selection asks `least_peak`.
+    Raises ValueError for a graph that contradicts itself.
     """
-    clock = Clock(deadline_seconds, cancel)
+    clock = Clock(deadline_seconds)
     planner = Planner(graph, clock)
-    return solve_with(planner, budget_bytes, clock)
-
-
-def solve_with(planner: Planner, budget_bytes: int, clock: Clock) -> Solution[Selection]:
-    """As `solve`, with candidates that are there already."""
     least = planner.bounds.least_peak
     if budget_bytes < least:
-        planner.improve(0, clock, effort_for(planner), RESTARTS, ROUNDS)
+        _search(planner, 0, clock)
         return Infeasible(
             f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
         )
-    planner.improve(budget_bytes, clock, effort_for(planner), RESTARTS, ROUNDS)
+    _search(planner, budget_bytes, clock)
     if planner.best(budget_bytes) is None and clock.left:
-        planner.improve(0, clock, effort_for(planner), RESTARTS, ROUNDS)
+        _search(planner, 0, clock)
     bound = planner.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
     if bound == math.inf:
@@ -69,20 +62,52 @@ def least_peak(
     graph: StepGraph,
     *,
     deadline_seconds: float,
-    cancel: Callable[[], bool] | None = None,
-) -> Solution[Selection]:
+) -> Solved[Selection]:
     """The selection with the lowest peak of the step that was found; of such, the quickest. Cost
     and bound are bytes. Always Solved: dropping nothing is a selection."""
-    clock = Clock(deadline_seconds, cancel)
+    clock = Clock(deadline_seconds)
     planner = Planner(graph, clock)
-    planner.improve(0, clock.part(2), effort_for(planner), RESTARTS, ROUNDS)
-    planner.improve(planner.lowest().peak, clock, effort_for(planner), RESTARTS, ROUNDS)
+    _search(planner, 0, clock.part(2))
+    _search(planner, planner.lowest().peak, clock)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
 
-def effort_for(planner: Planner) -> int:
-    """Annealing steps a droppable value and start."""
-    if not planner.small:
-        return EFFORT
-    return min(SMALL_EFFORT, SMALL_STEPS // max(1, len(planner.drops)))
+def least_peak_within(
+    graph: StepGraph,
+    most_added_fraction: float,
+    *,
+    deadline_seconds: float,
+) -> Solved[Selection]:
+    """The selection with the lowest peak found that adds at most `most_added_fraction` to the time
+    of forward and backward. Cost and bound are bytes.
+
+    Bisects budgets: the least time within one rises as the budget falls. Always Solved, for
+    dropping nothing adds nothing. Raises ValueError for a graph that contradicts itself.
+    """
+    clock = Clock(deadline_seconds)
+    planner = Planner(graph, clock)
+    _search(planner, 0, clock.part(_HALVINGS + 1))
+    low = planner.lowest().peak
+    for round_ in range(_HALVINGS):
+        best = _lowest(planner, most_added_fraction)
+        if best.peak <= low or not clock.left:
+            break
+        middle = (low + best.peak) // 2
+        _search(planner, middle, clock.part(_HALVINGS - round_))
+        if _lowest(planner, most_added_fraction).peak > middle:
+            low = middle + 1
+    best = _lowest(planner, most_added_fraction)
+    return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
+
+
+def _lowest(planner: Planner, most_added_fraction: float) -> Candidate:
+    within = (c for c in planner.candidates if c.evaluation.added_fraction <= most_added_fraction)
+    return min(within, key=lambda c: (c.peak, c.seconds))
+
+
+def _search(planner: Planner, budget_bytes: int, clock: Clock) -> None:
+    effort = EFFORT
+    if planner.small:
+        effort = min(SMALL_EFFORT, SMALL_STEPS // max(1, len(planner.drops)))
+    planner.improve(budget_bytes, clock, effort, RESTARTS, ROUNDS)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import UsageError
 
 MIB = 1 << 20
@@ -78,11 +77,6 @@ class AllocatorSettings:
             values[field] = read(key, value, values)
         values.setdefault("max_non_split_rounding", values.get("large_segment_size", 20 * MIB))
         return cls(**values)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> AllocatorSettings:
-        """Settings in force under these environment variables, by PyTorch's order of precedence."""
-        return cls.parse(conf_in(environment))
 
 
 def _fail(message: str, hint: str = "") -> UsageError:

@@ -119,7 +119,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "memplan_mark_stream": (None, (c_int, c_int64, c_void_p)),
     "memplan_set_limit": (None, (c_int, c_int64)),
     "memplan_use_driver": (None, (c_char_p,)),
-    "memplan_driver_error": (c_char_p, ()),
 }
 
 
@@ -249,10 +248,6 @@ class Library:
 
     def set_limit(self, device: int, nbytes: int) -> None:
         self._library.memplan_set_limit(device, nbytes)
-
-    def driver_error(self) -> str:
-        """Why device memory cannot be had; empty while it can."""
-        return (self._library.memplan_driver_error() or b"").decode("utf-8", "replace")
 
 
 def _as_structure(part: AllocationPart, requests: Requests) -> tuple[_Plan, list[Any]]:
