@@ -17,7 +17,6 @@ from memplan.capture.kernels.attention import (
     head_alignment,
     wheel_cudnn_version,
 )
-from memplan.capture.kernels.attention_plan import mask_bytes, plan_sdpa
 
 V100, T4, A100, A10, L4, H100, B200, B300, RTX5090 = (
     (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0),
@@ -154,28 +153,6 @@ def test_the_reason_names_every_kernel_that_was_passed_over() -> None:
     assert isinstance(choice, Choice)
     assert list(choice.rejected) == ["flash", "efficient"]
     assert choice.reason.startswith("not flash: an attention mask is given; not efficient:")
-
-
-def test_flash_pads_the_head_size_and_the_others_do_not() -> None:
-    assert plan_sdpa(call(20), "flash").pad_head_to == 24
-    assert plan_sdpa(call(64), "flash").pad_head_to == 64
-    assert plan_sdpa(call(20), "math").pad_head_to == 20
-
-
-@pytest.mark.parametrize(("keys", "padding"), [(128, 0), (127, 1), (129, 15), (16, 0), (1, 15)])
-def test_the_memory_efficient_mask_is_padded_to_sixteen_columns(keys: int, padding: int) -> None:
-    mask = Mask((2, 1, 128, keys), "float32")
-    sdpa = call(k=(2, 8, keys, 64), v=(2, 8, keys, 64), dtype="float32", mask=mask)
-    plan = plan_sdpa(sdpa, "efficient")
-    assert (plan.pad_mask_by, plan.expand_mask, plan.mask_to_float) == (padding, True, False)
-    assert mask_bytes(sdpa, plan) == (2 * 128 * (keys + padding) * 4 if padding else 0)
-
-
-def test_a_bool_mask_becomes_one_of_the_query_dtype_without_being_expanded() -> None:
-    sdpa = call(mask=BOOL_MASK)
-    plan = plan_sdpa(sdpa, "cudnn")
-    assert plan.mask_to_float
-    assert mask_bytes(sdpa, plan) == 2 * 1 * 128 * 128 * 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from memplan.capture.kernels.convolution import (
     Direction,
     WorkspaceModel,
     conv_backend,
-    conv_backward_calls,
     conv_workspace,
 )
 
@@ -118,17 +117,6 @@ def test_a_workspace_that_cannot_be_had_is_not_taken() -> None:
 def test_benchmark_mode_may_try_larger_workspaces() -> None:
     tried = conv_workspace(VGG, Direction.FORWARD, replace(A10, benchmark=True))
     assert tried.high > conv_workspace(VGG, Direction.FORWARD, A10).high
-
-
-def test_order_of_the_backward() -> None:
-    assert conv_backward_calls(input_grad=True, weight_grad=True, bias_grad=True) == [
-        Direction.BACKWARD_DATA,
-        Direction.BACKWARD_FILTER,
-        "bias",
-    ]
-    assert conv_backward_calls(input_grad=False, weight_grad=True, bias_grad=False) == [
-        Direction.BACKWARD_FILTER
-    ]
 
 
 @settings(max_examples=60, deadline=None)

@@ -91,24 +91,6 @@ def test_no_workspace_is_requested_where_the_environment_forbids_one() -> None:
     assert ws.workspace_requests("aten.addmm", lt=True, capability=A100, env=env) == []
 
 
-@pytest.mark.parametrize(
-    ("sizes", "strides", "copied"),
-    [
-        ((4, 8), (8, 1), False),
-        ((4, 8), (1, 4), False),
-        ((4, 8), (16, 1), False),
-        ((4, 8), (16, 2), True),
-        ((4, 8), (1, 2), True),
-        ((3, 4, 8), (32, 8, 1), False),
-        ((1, 1), (7, 7), False),
-    ],
-)
-def test_operands_that_are_copied(
-    sizes: tuple[int, ...], strides: tuple[int, ...], copied: bool
-) -> None:
-    assert ws.operand_is_copied(sizes, strides) is copied
-
-
 def test_every_operator_named_exists() -> None:
     torch = pytest.importorskip("torch")
     for name in ws.BLAS_OPS:

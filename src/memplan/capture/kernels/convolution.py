@@ -245,19 +245,3 @@ def _winograd(conv: Convolution) -> int:
     tiles = conv.y[0] * ceil_div(conv.y[2], 4) * ceil_div(conv.y[3], 4)
     channels = conv.x[1] + conv.y[1]
     return 36 * 4 * (tiles * channels + conv.w[0] * conv.w[1])
-
-
-def conv_backward_calls(
-    *, input_grad: bool, weight_grad: bool, bias_grad: bool
-) -> list[Direction | str]:
-    """Order in which `convolution_backward` works on cuDNN. Each entry allocates its output, then
-    its workspace, and frees the workspace before the next; `bias` is a plain sum of the incoming
-    gradient. Source: `cudnn_convolution_backward` and `convolution_backward`."""
-    calls: list[Direction | str] = []
-    if input_grad:
-        calls.append(Direction.BACKWARD_DATA)
-    if weight_grad:
-        calls.append(Direction.BACKWARD_FILTER)
-    if bias_grad:
-        calls.append("bias")
-    return calls

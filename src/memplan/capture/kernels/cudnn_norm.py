@@ -44,14 +44,6 @@ def batch_norm_backend(call: BatchNorm) -> str:
     return "cudnn" if fits else "native"
 
 
-def batch_norm_reserve(call: BatchNorm) -> Scratch:
-    """The `reserve` output, saved for the backward. cuDNN asks for one only in its persistent mode
-    (training on channels-last); a meta kernel makes it empty."""
-    persistent = call.training and call.channels_last and batch_norm_backend(call) == "cudnn"
-    high = max(4096, numel(call.shape) // 8) if persistent else 0
-    return Scratch("batch norm reserve", 0, 0, high, end=None)
-
-
 def batch_norm_scratch(call: BatchNorm, *, backward: bool = False) -> list[Scratch]:
     """Scratch of one call."""
     channels = call.shape[1]

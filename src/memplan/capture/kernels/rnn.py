@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.capture.kernels.model import HALF, MIB, Scratch, exactly, itemsize
+from memplan.capture.kernels.model import MIB, Scratch, exactly, itemsize
 
 MODES = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")
 """By the `mode` argument of `_cudnn_rnn`, in its order."""
@@ -54,16 +54,6 @@ class Rnn:
         return self.steps * self.batch if self.tokens is None else self.tokens
 
 
-def uses_cudnn_rnn(
-    dtype: str, *, cudnn_enabled: bool, capability: tuple[int, int], numel: int
-) -> bool:
-    """True where `lstm`, `gru` and `rnn_*` go to `_cudnn_rnn` (`at::cudnn_is_acceptable`)."""
-    supported = dtype in (*HALF, "float32", "float64")
-    if dtype == "bfloat16" and capability < (8, 0):
-        return False
-    return supported and cudnn_enabled and numel > 0
-
-
 def weight_count(rnn: Rnn) -> int:
     """Elements of all weights and biases."""
     out = rnn.proj_size or rnn.hidden_size
@@ -74,13 +64,6 @@ def weight_count(rnn: Rnn) -> int:
         one = gates * (fan_in + out) + (2 * gates if rnn.bias else 0)
         total += rnn.directions * (one + rnn.proj_size * rnn.hidden_size)
     return total
-
-
-def weight_buffer(rnn: Rnn) -> Scratch:
-    """The single buffer that `flatten_parameters` moves all weights into; they become views of it
-    and their former storages are freed. The backward makes a gradient of the same size, of which
-    the weights' gradients are views."""
-    return exactly("flat weights", weight_count(rnn) * itemsize(rnn.dtype), end=None)
 
 
 def reserve(rnn: Rnn) -> Scratch:

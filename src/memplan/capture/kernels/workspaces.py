@@ -163,13 +163,3 @@ def workspace_requests(
         kept = tuple(torch_version[:2]) >= (2, 7)
         requests += [WorkspaceRequest("cublaslt", size, kept)] if size else []
     return requests
-
-
-def operand_is_copied(sizes: Shape, strides: Sequence[int]) -> bool:
-    """True when cuBLAS cannot take the last two dimensions as they lie, so that
-    `prepare_matrix_for_cublas` clones the operand (its full size, for the call)."""
-    rows, columns = sizes[-2:]
-    row_stride, column_stride = strides[-2:]
-    column_major = row_stride == 1 and column_stride >= max(1, rows)
-    row_major = column_stride == 1 and row_stride >= max(1, columns)
-    return not (column_major or row_major or rows * columns <= 1)
