@@ -10,14 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from memplan.types.graph import Graph
-from memplan.types.trace import I64
-
-
-def csr(rows: Iterable[Iterable[int]]) -> tuple[I64, I64]:
-    lists = [sorted(set(row)) for row in rows]
-    start = np.cumsum([0, *map(len, lists)]).astype(np.int64)
-    return start, np.array([x for row in lists for x in row], np.int64)
+from memplan.types.graph import Graph, csr
 
 
 def make_graph(
@@ -34,10 +27,9 @@ def make_graph(
             for user in users:
                 needs[user].add(maker)
     before_start, flat_before = csr(needs)
-    users_start, flat_users = csr(users for _, _, users, _ in values)
+    users_start, flat_users = csr(set(users) for _, _, users, _ in values)
     graph = Graph(
         name=[f"op{i}" for i in range(len(before))],
-        source=[""] * len(before),
         scratch=np.array(scratch if scratch is not None else [0] * len(before), np.int64),
         before_start=before_start,
         before=flat_before,

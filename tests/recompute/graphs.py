@@ -56,7 +56,6 @@ class GraphDraft:
             call=np.array([0 if row < self.forward_ops else -1 for row in range(rows)]),
             nth=np.array(nth, dtype=np.int64),
             module=self.module,
-            source=[""] * rows,
             seconds=np.array(self.seconds, dtype=np.float64),
             flops=np.zeros(rows, dtype=np.int64),
             replayable=np.array(self.replayable, dtype=np.bool_),

@@ -21,7 +21,6 @@ def column(*rows: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (replace(chain(), source=[""]), "column source has 1 rows instead of 3"),
         (replace(chain(), maker=column(0)), "column maker has 1 rows instead of 2"),
         (replace(chain(), value_name=["x"]), "column value_name has 1 rows instead of 2"),
         (replace(chain(), users_start=column(0, 2)), "the rows of users do not fit"),

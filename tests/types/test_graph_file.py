@@ -34,7 +34,6 @@ def written(folder: Path, text: str | bytes) -> Path:
 def test_a_file_by_hand(tmp_path: Path) -> None:
     graph = load_graph(written(tmp_path, EXAMPLE))
     assert graph.name == ["aten.mm", "aten.sum", "aten.add_"]
-    assert graph.source == ["t.py:3", "", ""]
     assert graph.scratch.tolist() == [0, 16, 0]
     assert graph.base_bytes == 1000
     assert graph.value_name == ["input", "weight", "h", "mask", "loss"]
@@ -53,14 +52,14 @@ def test_what_is_written_is_read(tmp_path: Path, graph: Graph) -> None:
     read = load_graph(path)
     # Values come in another order: those that are there first, the others by maker.
     rank = np.lexsort((np.arange(graph.values), graph.maker))
-    for column in ("name", "source", "scratch", "before_start", "before", "base_bytes"):
+    for column in ("name", "scratch", "before_start", "before", "base_bytes"):
         assert np.array_equal(getattr(read, column), getattr(graph, column)), column
     for column in ("bytes", "maker", "lasts"):
         assert np.array_equal(getattr(read, column), getattr(graph, column)[rank]), column
     for number, value in enumerate(rank.tolist()):
         assert np.array_equal(read.users_of(number), graph.users_of(value))
     assert {field.name for field in fields(Graph)} == {
-        "name", "source", "scratch", "before_start", "before", "base_bytes", "bytes", "maker",
+        "name", "scratch", "before_start", "before", "base_bytes", "bytes", "maker",
         "lasts", "users_start", "users", "value_name",
     }  # fmt: skip
 

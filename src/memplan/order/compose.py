@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memplan.order.evaluate import held, lifetimes, positions
-from memplan.types.graph import Graph
+from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64
 
 Piece = Sequence[int]
@@ -33,11 +33,10 @@ def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Gr
             before[piece].add(piece_of.get(needed, piece))
     values = _Values(graph, order, pieces, piece_of, start, stop)
     scratch = _scratch(graph, order, start, pieces, values)
-    before_start, flat_before = _csr([row - {piece} for piece, row in enumerate(before)])
-    users_start, users = _csr(values.users)
+    before_start, flat_before = csr([row - {piece} for piece, row in enumerate(before)])
+    users_start, users = csr(values.users)
     return Graph(
         name=[graph.name[ops[0]] for ops in pieces],
-        source=[""] * len(pieces),
         scratch=scratch,
         before_start=before_start,
         before=flat_before,
@@ -117,8 +116,3 @@ def _alive_before(graph: Graph, order: I64) -> I64:
     made = graph.maker >= 0
     np.add.at(transient, graph.maker[made], graph.bytes[made])
     return np.asarray(held(graph, order) - transient[order], np.int64)
-
-
-def _csr(rows: Sequence[set[int]]) -> tuple[I64, I64]:
-    start = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    return start, np.array([x for row in rows for x in sorted(row)], np.int64)

@@ -16,7 +16,7 @@ from memplan.phases.pass_values import Edges, PassValues, pass_values
 from memplan.phases.passes import Pass, alive_after
 from memplan.phases.steps import find_steps
 from memplan.types.errors import NoAnswerError, UsageError
-from memplan.types.graph import Graph
+from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64, EventKind, Role, Trace
 
 RELEASE = "memplan.release"
@@ -199,16 +199,14 @@ def _graph(
     after = np.array([until for until, _ in releases], np.int64)
     row_of = np.arange(len(table)) + np.searchsorted(after, np.arange(len(table)), "left")
     ops = len(table) + len(releases)
-    names, sources = [RELEASE] * ops, [""] * ops
+    names = [RELEASE] * ops
     before: list[set[int]] = [set() for _ in range(ops)]
     strings, columns = trace.strings, trace.ops
     traced = (table.rows + whole.start).tolist()
     kept_names = [strings[int(columns.name[row])] for row in traced]
     needs = dependencies(kept_names, table.reads, table.writes)
-    for place, (row, traced_row) in enumerate(zip(row_of.tolist(), traced, strict=True)):
+    for place, row in enumerate(row_of.tolist()):
         names[row] = kept_names[place]
-        source, module = int(columns.source[traced_row]), int(columns.module[traced_row])
-        sources[row] = strings[source] or strings[module]
         before[row] = {int(row_of[needed]) for needed in needs[place]}
     release_of = {
         one.value: until + 1 + number
@@ -228,12 +226,11 @@ def _graph(
         users.append(rows)
     all_scratch = np.zeros(ops, np.int64)
     all_scratch[row_of] = scratch
-    before_start, before_rows = _csr(before)
-    users_start, users_rows = _csr(users)
+    before_start, before_rows = csr(before)
+    users_start, users_rows = csr(users)
     chosen = np.array([one.value for one in held], np.int64)
     return Graph(
         name=names,
-        source=sources,
         scratch=all_scratch,
         before_start=before_start,
         before=before_rows,
@@ -254,8 +251,3 @@ def _releases(held: list[_Held]) -> dict[tuple[int, int], list[_Held]]:
         if not one.lasts and one.until > one.last_use:
             found.setdefault((one.until, one.last_use), []).append(one)
     return dict(sorted(found.items()))
-
-
-def _csr(rows: list[set[int]]) -> tuple[I64, I64]:
-    start = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    return start, np.array([item for row in rows for item in sorted(row)], np.int64)

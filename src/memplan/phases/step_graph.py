@@ -64,7 +64,6 @@ def step_graph(
         call=call,
         nth=_nth(names, call),
         module=[trace.strings[number] for number in trace.ops.module[rows].tolist()],
-        source=[trace.strings[number] for number in trace.ops.source[rows].tolist()],
         seconds=(
             op_seconds(trace, profile or _captured_for(trace), chosen.start, chosen.stop)
             if seconds is None

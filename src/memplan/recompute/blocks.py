@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64
 
@@ -231,8 +232,12 @@ class _Cut:
         ops = self.whole.ops
         rows = [*range(self.start, self.stop), -1, -1, *range(*self.window)]
         none: list[int] = []
-        reads = [[self.local[v] for v in ops.reads_of(r)] if r >= 0 else none for r in rows]
-        writes = [[self.local[v] for v in ops.writes_of(r)] if r >= 0 else none for r in rows]
+        reads_start, reads = csr(
+            [[self.local[v] for v in ops.reads_of(r)] if r >= 0 else none for r in rows]
+        )
+        writes_start, writes = csr(
+            [[self.local[v] for v in ops.writes_of(r)] if r >= 0 else none for r in rows]
+        )
         real = np.array(rows, dtype=np.int64)
         forward = self.stop - self.start
         block = GraphOps(
@@ -240,14 +245,13 @@ class _Cut:
             call=np.where(real >= 0, ops.call[real], -1),
             nth=np.where(real >= 0, ops.nth[real], -1),
             module=[""] * len(rows),
-            source=[""] * len(rows),
             seconds=np.where(real >= 0, ops.seconds[real], 0.0),
             flops=np.zeros(len(rows), dtype=np.int64),
             replayable=np.where(real >= 0, ops.replayable[real], False),
-            reads_start=_starts(reads),
-            reads=_flat(reads),
-            writes_start=_starts(writes),
-            writes=_flat(writes),
+            reads_start=reads_start,
+            reads=reads,
+            writes_start=writes_start,
+            writes=writes,
         )
         return StepGraph(block, self._values(len(rows)), forward, 0, 0)
 
@@ -278,11 +282,3 @@ class _Cut:
             values.bytes, values.alloc, values.free, values.droppable,
         ]  # fmt: skip
         return b"|".join([*(c.tobytes() for c in columns), "|".join(ops.name).encode()])
-
-
-def _starts(lists: list[list[int]]) -> I64:
-    return np.cumsum([0, *map(len, lists)], dtype=np.int64)
-
-
-def _flat(lists: list[list[int]]) -> I64:
-    return np.array([item for items in lists for item in items], dtype=np.int64)

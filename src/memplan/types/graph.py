@@ -16,6 +16,7 @@ before, is not used and does not last is not counted. The peak is the largest of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,8 +35,6 @@ class Graph:
 
     name: list[str]
     """Of each operator, for people: `aten.mm.default`."""
-    source: list[str]
-    """Where it comes from: module path or `file:line`; empty when unknown."""
     scratch: I64
     """Bytes that an operator holds only while it runs, beyond values."""
     before_start: I64
@@ -76,7 +75,6 @@ class Graph:
         passes has a cycle)."""
         ops, values = len(self), self.values
         for what, column, rows in (
-            ("source", self.source, ops),
             ("scratch", self.scratch, ops),
             ("maker", self.maker, values),
             ("lasts", self.lasts, values),
@@ -103,6 +101,13 @@ class Graph:
         if (wrong := np.flatnonzero(~known)).size:
             value, user = int(of_value[wrong[0]]), int(self.users[wrong[0]])
             raise ValueError(f"operator {user} uses value {value} and need not run after its maker")
+
+
+def csr(rows: Iterable[Iterable[int]]) -> tuple[I64, I64]:
+    """Where each row starts, and all rows one after the other, each ascending."""
+    lists = [sorted(row) for row in rows]
+    start = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return start, np.array([item for row in lists for item in row], np.int64)
 
 
 def _check_rows(what: str, start: I64, rows: I64, owners: int, limit: int) -> None:

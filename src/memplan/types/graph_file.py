@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from memplan.types.errors import FormatError, UsageError
-from memplan.types.graph import Graph
-from memplan.types.trace import I64
+from memplan.types.graph import Graph, csr
 
 VERSION = 1
 MAX_FILE_BYTES = 512 << 20
@@ -215,11 +214,10 @@ class _Reader:
         for row, operator in enumerate(self.operators):
             for name in operator.uses:
                 users[number_of[name]].add(row)
-        before_start, before = _csr(needs)
-        users_start, users_rows = _csr(users)
+        before_start, before = csr(needs)
+        users_start, users_rows = csr(users)
         graph = Graph(
             name=[operator.op for operator in self.operators],
-            source=[operator.source for operator in self.operators],
             scratch=np.array([operator.scratch for operator in self.operators], np.int64),
             before_start=before_start,
             before=before,
@@ -315,8 +313,3 @@ def _path(start: int, stop: int, needs: list[set[int]]) -> list[int]:
 def _shown(name: str) -> str:
     """As the file has it, in quotes, and short."""
     return json.dumps(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…", ensure_ascii=False)
-
-
-def _csr(rows: list[set[int]]) -> tuple[I64, I64]:
-    start = np.cumsum([0, *map(len, rows)]).astype(np.int64)
-    return start, np.array([item for row in rows for item in sorted(row)], np.int64)

@@ -37,8 +37,6 @@ class GraphOps:
     nth identify a forward op from one pass to the next."""
     module: list[str]
     """Dotted module path; empty outside modules."""
-    source: list[str]
-    """`file:line` of the user's code; empty when unknown."""
     seconds: F64
     """Expected duration on the device, 0 for views; of a forward op, when it is replayed."""
     flops: I64

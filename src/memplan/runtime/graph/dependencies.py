@@ -8,14 +8,14 @@ are written (what reads them stays between the writes it was between), and of ra
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
 from memplan.runtime.graph.program import Added, Facts, Program, facts_of
-from memplan.types.graph import Graph
+from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64
 
 
@@ -58,7 +58,6 @@ def operators(program: Program) -> Operators:
     users_start, users = csr([used.get(index, []) for index in values])
     made = Graph(
         name=[_name(node) for node in nodes],
-        source=[facts_of(node).source for node in nodes],
         scratch=np.array([facts_of(node).scratch_bytes for node in nodes], np.int64),
         before_start=before_start,
         before=before_rows,
@@ -152,14 +151,6 @@ def _lasting(program: Program) -> set[int]:
     """Storages alive at the end: inputs, which the caller holds, and outputs."""
     shown = (facts_of(node).shows for node in program.output.all_input_nodes)
     return (set(program.inputs) | {index for index in shown if index is not None}) - {-1}
-
-
-def csr(sets: Sequence[Iterable[int]]) -> tuple[I64, I64]:
-    """As CSR."""
-    rows = [sorted(one) for one in sets]
-    start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(one) for one in rows], out=start[1:])
-    return start, np.array([item for one in rows for item in one], np.int64)
 
 
 class _Schedule:

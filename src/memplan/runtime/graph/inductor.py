@@ -34,9 +34,8 @@ from torch._inductor.virtualized import V
 from memplan.order.baselines import Candidate
 from memplan.order.evaluate import lifetimes, peak, program_order
 from memplan.order.solve import solve
-from memplan.runtime.graph.dependencies import csr
 from memplan.runtime.graph.program import chains_of
-from memplan.types.graph import Graph
+from memplan.types.graph import Graph, csr
 from memplan.types.solution import Solved
 from memplan.types.trace import I64
 
@@ -337,7 +336,6 @@ class _Reader:
         users_start, user_rows = csr([rows for *_, rows in values])
         found = Graph(
             name=[node.get_name() for node in nodes],
-            source=[""] * len(nodes),
             scratch=np.array([sum(map(_scratch, node.get_nodes())) for node in nodes], np.int64),
             before_start=before_start,
             before=before_rows,

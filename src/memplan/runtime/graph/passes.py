@@ -13,9 +13,10 @@ from memplan.order.evaluate import lifetimes, program_order
 from memplan.recompute.replays import replays
 from memplan.recompute.selection import Selection
 from memplan.runtime.graph.again import Again, without_statistics
-from memplan.runtime.graph.dependencies import Operators, csr
+from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.program import BACKWARD, NAME, Facts, facts_of, is_element, tensors
 from memplan.runtime.tape.replayable import traits_of
+from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64
 
@@ -91,7 +92,6 @@ def pass_of(operators: Operators) -> Pass:
             call=np.where(np.arange(count) < forward, 0, -1).astype(np.int64),
             nth=np.arange(count, dtype=np.int64),
             module=[""] * count,
-            source=operators.graph.source,
             seconds=np.array([_cost(operators, one) for one in facts]),
             flops=np.array([one.flops for one in facts], np.int64),
             replayable=replayable,
