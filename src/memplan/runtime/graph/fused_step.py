@@ -7,6 +7,7 @@ the parameter, so that whoever reads that runs before; the gradient is freed aft
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts
 from memplan.runtime.graph.inductor import SCRATCH, Given, compiled, uncached
 from memplan.runtime.graph.joint import (
+    Joint,
     LossGradient,
     copied,
     forward_alone,
@@ -113,7 +115,7 @@ class StepParts(Parts):
         self._takers: dict[int, TakeGradient] = {}
         """By the place of the parameter among the primals."""
         self._extra: list[int] = []
-        """Places of parameters that backward is given beside what forward saved."""
+        """Places of primals that backward is given beside what forward saved."""
         self._start: LossGradient | None = None
         self._runs: tuple[Any, Any] | None = None
         self._written: list[str] = []
@@ -129,10 +131,7 @@ class StepParts(Parts):
         self._start = LossGradient(loss_gradient(gm), self._scaler)
         gradients = len(_returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
-        nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
-        self._written = [
-            str(node.args[0]) for node in nodes if node.target is torch.ops.aten.copy_.default
-        ]
+        self._written = [one.name for one in _written(forward)]
         assert self._results is not None
         return forward_alone(copied(forward), backward, self._results, gradients)
 
@@ -154,6 +153,7 @@ class StepParts(Parts):
         for part, backward in zip(self._parts, (False, True), strict=True):
             if backward:
                 self._complete(part, memory)
+                self._extra = self._places_of(part)
             inputs = memory.as_they_lie(part)
             _output(part).meta["user_visible_output_idxs"] = [] if backward else shown
             about = Part(part, inputs)
@@ -178,6 +178,11 @@ class StepParts(Parts):
         self._parameters.clear()
         self._primals.clear()
 
+    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = super()._cut(joint, module)
+        _take_inputs(forward, backward, joint.results)
+        return forward, backward
+
     def _no_memory(self, results: int | None) -> Memory:
         return Memory(results, self._base_bytes)
 
@@ -194,23 +199,29 @@ class StepParts(Parts):
         views: dict[str | None, list[fx.Node]] = {}
         for node in places:
             views.setdefault(memory.lie_in(node.name), []).append(node)
+        known = {node.name: node for node in places}
         last = places[-1]
-        self._extra.clear()
         for place, gradient in enumerate(_returned(backward)):
             parameter = self._parameters.get(place)
             if not isinstance(gradient, fx.Node) or parameter is None:
                 continue
             name = self._primals[place].name
-            with graph.inserting_after(last):
-                last = graph.placeholder(PARAMETER + name)
-            last.meta = dict(self._primals[place].meta)
-            self._extra.append(place)
+            written = known.get(PARAMETER + name)
+            if written is None:
+                written = last = _placed(self._primals[place], last)
+            others = [one for one in views.get(name, []) if one is not written]
             taker = self._takers.setdefault(place, self._taker(parameter, gradient))
             with graph.inserting_before(output):
-                given = last, gradient, views.get(name, []), id(taker)
+                given = written, gradient, others, id(taker)
                 graph.call_function(_TAKE, given).meta["val"] = None
         output.args = ((),)
         backward.recompile()
+
+    def _places_of(self, backward: fx.GraphModule) -> list[int]:
+        """Of primals that are inputs of backward."""
+        place = {PARAMETER + node.name: number for number, node in enumerate(self._primals)}
+        names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+        return [place[name] for name in names if name in place]
 
     def _taker(self, parameter: torch.Tensor, gradient: fx.Node) -> TakeGradient:
         copies = not lies_as(gradient, parameter)
@@ -229,11 +240,13 @@ class StepParts(Parts):
         self.calls += 1
         forward, backward = self._runs
         trained = {place: primals[place] for place in self._trained}
+        extra = [primals[place] for place in self._extra]
         given = list(primals)
         primals.clear()
         made = list(forward(given))
         results = made[: self._results]
-        made = [*made[self._results :], self._start(), *(trained[place] for place in self._extra)]
+        made = [*made[self._results :], self._start(), *extra]
+        extra.clear()
         self._updates.begin_in_pieces(trained.values())
         with torch._C._DisableAutocast():
             gradients = backward(made)
@@ -280,6 +293,52 @@ def _told(given: Sequence[Given | None]) -> Iterator[None]:
         mock.patch.object(context, "output_strides", None),
     ):
         yield
+
+
+def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Have backward be given forward's inputs, where forward would save them.
+
+    What Inductor's forward saves of a weight may be a copy that lies as convolutions want it.
+    """
+    written = _written(forward)
+    returned = _returned(forward)
+    saved: list[fx.Node] = list(returned[results:])
+    taken = [node for node in saved if node.op == "placeholder" and node not in written]
+    kept = [node for node in saved if node not in taken]
+    _output(forward).args = ((*returned[:results], *kept),)
+    forward.recompile()
+    places = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    last = next(reversed(places.values()))
+    for node in taken:
+        last = _placed(node, last)
+        places[node.name].replace_all_uses_with(last)
+        backward.graph.erase_node(places[node.name])
+    backward.recompile()
+
+
+def _placed(primal: fx.Node, after: fx.Node) -> fx.Node:
+    """An input of a backward pass that is one of forward."""
+    with after.graph.inserting_after(after):
+        placed = after.graph.placeholder(PARAMETER + primal.name)
+    placed.meta = dict(primal.meta)
+    return placed
+
+
+def _written(forward: fx.GraphModule) -> set[fx.Node]:
+    """Inputs that forward writes, or may write."""
+    return {
+        used
+        for node in forward.graph.nodes
+        if node.op == "call_function" and _writes(node.target)
+        for used in node.all_input_nodes
+        if used.op == "placeholder"
+    }
+
+
+def _writes(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    return target is not operator.getitem
 
 
 def _output(module: fx.GraphModule) -> fx.Node:

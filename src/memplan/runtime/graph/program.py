@@ -339,7 +339,7 @@ def chains_of(operator: torch._ops.OpOverload) -> Iterator[str]:
         yield RANDOM
     if operator.namespace in _COLLECTIVES:
         yield "collectives"
-    elif operator.namespace not in ("aten", "prims", "torchvision"):
+    elif operator.namespace not in ("aten", "prims", "torchvision", "memplan"):
         yield operator.namespace  # may keep a state, unsaid
 
 
