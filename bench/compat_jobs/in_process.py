@@ -1,13 +1,20 @@
-"""`auto_checkpoint` and `memplan.compile` on the CPU: the bits of plain steps, and less memory."""
+"""`auto_checkpoint`, `memplan.compile` and `backend="memplan"` on the CPU: the numbers of plain
+steps, and what is promised of memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memplan
+from bench.recompute.tracker import measure
+from memplan.runtime.graph.guarded import unguarded
+from memplan.runtime.graph.inductor import unavailable
 
-ROWS, WIDTH, STEPS = 64, 128, 4
+ROWS, WIDTH, STEPS = 512, 64, 4
 
 
 def model() -> nn.Sequential:
@@ -16,15 +23,18 @@ def model() -> nn.Sequential:
     return nn.Sequential(*block, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
 
 
-def train(net: nn.Sequential, *, compiled: bool = False) -> list[torch.Tensor]:
-    """The losses, and the weights at the end."""
+def loss_of_net(net: nn.Sequential) -> Callable[[Tensor], Any]:
+    return lambda batch: net(batch).square().mean()
+
+
+def train(
+    net: nn.Sequential, *, compiled: bool = False, run: Callable[[Tensor], Any] | None = None
+) -> list[Tensor]:
+    """The losses, and the weights at the end. `run` gives a batch's loss."""
     optimizer = torch.optim.AdamW(net.parameters())
+    loss_of = run or loss_of_net(net)
 
-    def loss_of(batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = net(batch).square().mean()
-        return loss
-
-    def step(batch: torch.Tensor) -> torch.Tensor:
+    def step(batch: Tensor) -> Tensor:
         loss = loss_of(batch)
         loss.backward()
         optimizer.step()
@@ -32,12 +42,27 @@ def train(net: nn.Sequential, *, compiled: bool = False) -> list[torch.Tensor]:
         return loss.detach()
 
     compiled_step = memplan.compile(loss_of, optimizer=optimizer)
-    run = compiled_step if compiled else step
+    once: Any = compiled_step if compiled else step
     torch.manual_seed(1)
-    losses = [run(torch.randn(ROWS, WIDTH)).clone() for _ in range(STEPS)]
-    if compiled:
-        assert compiled_step.report().programs, compiled_step.report()
+    losses = [once(torch.randn(ROWS, WIDTH)).clone() for _ in range(STEPS)]
+    report = compiled_step.report()
+    if compiled and bool(report.programs) == bool(unguarded()):
+        raise SystemExit(f"memplan: memplan.compile: {report}")
     return [*losses, *net.parameters()]
+
+
+def in_regions(codegen: str, budget: int | str | None) -> tuple[list[Tensor], int]:
+    """What training with `torch.compile(backend="memplan")` leaves, and the peak of a region."""
+    torch._dynamo.reset()
+    net, batch = model(), torch.randn(ROWS, WIDTH)
+    options: Any = {"codegen": codegen, "budget": budget, "deadline_seconds": 1.0}
+    run = torch.compile(loss_of_net(net), backend="memplan", dynamic=False, options=options)
+    trained = train(net, run=run)
+
+    def pass_both_ways() -> None:
+        run(batch).backward()
+
+    return trained, measure(pass_both_ways, [batch, *net.parameters()]).peak_bytes
 
 
 def main() -> None:
@@ -51,7 +76,22 @@ def main() -> None:
         ("memplan.compile", train(model(), compiled=True)),
     ):
         same = all(map(torch.equal, plain, other))
-        print(name, "same bits" if same else "other bits")
+        print(name, "same numbers" if same else "other bits")
+    for codegen in ("eager", "inductor"):
+        if codegen == "inductor" and (why := unavailable([torch.device("cpu")])):
+            print(f"memplan: not run with codegen={codegen!r}: {why}, same numbers")
+            continue
+        wanted, most = in_regions(codegen, None)
+        _, low = in_regions(codegen, "least")
+        budget = (low + most) // 2
+        found, peak = in_regions(codegen, budget)
+        if codegen == "eager":
+            same = all(map(torch.equal, [*plain, *plain], [*wanted, *found]))
+        else:
+            same = all(map(torch.allclose, wanted, found))
+        within = max(low, peak) <= budget < most
+        print(f"{codegen}: {most} bytes, least {low}, {peak} within {budget}:", end=" ")
+        print("same numbers" if same and within else "other numbers or above the budget")
 
 
 if __name__ == "__main__":
