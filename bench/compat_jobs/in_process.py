@@ -32,7 +32,7 @@ def train(
 ) -> list[Tensor]:
     """The losses, and the weights at the end. `run` gives a batch's loss."""
     optimizer = torch.optim.AdamW(net.parameters())
-    loss_of = run or loss_of_net(net)
+    loss_of: Callable[[Tensor], Tensor] = run or loss_of_net(net)
 
     def step(batch: Tensor) -> Tensor:
         loss = loss_of(batch)

@@ -24,6 +24,7 @@ from memplan.runtime.graph.recompute import Search
 from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError
 from tests.runtime.graph.test_backend import MODELS, Block, Squared, compiled, same, trained
+from tests.runtime.graph.training import captures_steps
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,7 @@ def test_budgets_are_kept_with_the_same_bits(name: str) -> None:
     assert measure(lambda: made(x).backward(), resident).peak_bytes <= budget
 
 
+@captures_steps
 def test_the_least_budget_of_a_step_is_reached_exactly() -> None:
     model, x = NETS["unet"]()
     again = copy.deepcopy(model)

@@ -24,16 +24,24 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
+from memplan.runtime.graph.inductor import unavailable
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("ddp", "fsdp", "tensor parallel")
 EAGER: dict[str, Any] = {"codegen": "eager", "deadline_seconds": 0.2}
+FUSED: dict[str, Any] = {**EAGER, "codegen": "inductor"}
 WAYS: dict[str, dict[str, Any] | None] = {
     "a graph": EAGER,
     "a graph, least": {**EAGER, "budget": "least"},
     "blocks": EAGER,
     "blocks, least": {**EAGER, "budget": "least"},
     "a step": None,
+}
+FUSED_WAYS: dict[str, dict[str, Any] | None] = {
+    "a fused graph": FUSED,
+    "a fused graph, least": {**FUSED, "budget": "least"},
+    "fused blocks": FUSED,
+    "fused blocks, least": {**FUSED, "budget": "least"},
 }
 
 
@@ -70,9 +78,10 @@ def trained(kind: str, way: str | None, rank: int) -> tuple[list[Tensor], str]:
     model, blocks = parallel(kind)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     run: Any = model
-    if way is not None and WAYS[way] is not None:
-        options: Any = {"backend": "memplan", "options": WAYS[way], "dynamic": False}
-        if way.startswith("blocks"):
+    if way is not None and way != "a step":
+        chosen = {**WAYS, **FUSED_WAYS}[way]
+        options: Any = {"backend": "memplan", "options": chosen, "dynamic": False}
+        if "blocks" in way:
             for block in blocks:
                 block.compile(**options)
         else:
@@ -99,6 +108,10 @@ def trained(kind: str, way: str | None, rank: int) -> tuple[list[Tensor], str]:
     return [*losses, *(one.detach() for one in weights)], reason
 
 
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def work(rank: int, out: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.set_num_threads(1)
@@ -109,6 +122,9 @@ def work(rank: int, out: Path) -> None:
             compiled, reason = trained(kind, way, rank)
             same = all(map(torch.equal, plain, compiled))
             found[f"{kind}: {way}"] = [same, reason]
+        for way in FUSED_WAYS if not unavailable([torch.device("cpu")]) else ():
+            fused, _ = trained(kind, way, rank)
+            found[f"{kind}: {way}"] = [all(map(close, plain, fused)), ""]
     out.with_suffix(f".{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -137,6 +153,15 @@ def test_bits_are_those_of_the_same_without_compile(
         same, reason = of_rank[f"{kind}: {way}"]
         assert same
         assert bool(reason) == (way == "a step")
+
+
+@pytest.mark.skipif(bool(unavailable([torch.device("cpu")])), reason="no C++ compiler")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", FUSED_WAYS)
+def test_fused_kernels_give_the_numbers_of_the_same_without_compile(
+    kind: str, way: str, found: list[dict[str, Any]]
+) -> None:
+    assert all(of_rank[f"{kind}: {way}"][0] for of_rank in found)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from memplan.runtime.graph.step import Compiled, CompiledStep
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.test_optimizers import OPTIMIZERS
-from tests.runtime.graph.training import Job, captured, classifier, run_both
+from tests.runtime.graph.training import Job, captured, captures_steps, classifier, run_both
+
+pytestmark = captures_steps
 
 JOBS: dict[str, Callable[[], Job]] = {
     **MODELS,

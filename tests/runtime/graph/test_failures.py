@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import memplan
 from memplan.runtime.graph.step import Compiled, CompiledStep
 from memplan.types.errors import InfeasibleError, UsageError
-from tests.runtime.graph.training import Job, batches, classifier, perceptron, snapshot
+from tests.runtime.graph.training import (
+    Job,
+    batches,
+    captures_steps,
+    classifier,
+    perceptron,
+    run_both,
+    snapshot,
+)
 
 
 def compiled(job: Job, **options: Any) -> CompiledStep[...]:
@@ -73,6 +81,7 @@ def test_options_of_another_kind_are_refused(option: dict[str, Any], words: str)
         memplan.compile(job.loss_fn, **options)
 
 
+@captures_steps
 def test_a_budget_that_cannot_be_met_says_the_least() -> None:
     job = classifier()
     step = compiled(job, budget=1000)
@@ -83,6 +92,7 @@ def test_a_budget_that_cannot_be_met_says_the_least() -> None:
     assert snapshot(job, None, gradients=True) == before
 
 
+@captures_steps
 def test_a_model_without_parameters() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
@@ -109,6 +119,7 @@ def test_an_error_of_the_function_is_the_caller_s() -> None:
     assert snapshot(job, None, gradients=True) == before
 
 
+@captures_steps
 def test_labels_that_are_out_of_range_change_nothing() -> None:
     """An operator raises, in forward."""
     job = classifier()
@@ -145,6 +156,7 @@ def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 4))
 
 
+@captures_steps
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
 def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseException) -> None:
     job = classifier(dropped)
@@ -160,6 +172,7 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseExcept
     step(*job.batches[1])
 
 
+@captures_steps
 def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     job = classifier(dropped)
     step = compiled(job)
@@ -180,6 +193,7 @@ def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -
     assert "half done: 2 of 6 parameters are updated" in note
 
 
+@captures_steps
 def test_an_error_within_the_arithmetic_of_updates_says_how_many() -> None:
     """From the second call on updates are operators of the graph."""
     job = classifier(dropped)
@@ -193,6 +207,7 @@ def test_an_error_within_the_arithmetic_of_updates_says_how_many() -> None:
     assert "of 6 parameters are updated" in note
 
 
+@captures_steps
 def test_an_input_that_requires_a_gradient_and_is_no_leaf() -> None:
     """The plain loop sends a gradient on to what made it."""
     before = nn.Linear(6, 6)
@@ -293,3 +308,13 @@ def test_an_error_in_a_plain_call_begins_anew() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert step._micro == 0
     assert all(one.grad is None for one in job.model.parameters())
+
+
+def test_releases_whose_guards_are_not_enough_run_plainly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("memplan.runtime.graph.step.unguarded", lambda: "guards leave out much")
+    step, _ = run_both(classifier)
+    assert step.report().fallback == "guards leave out much"
+    assert not step.report().programs
+    assert sum("guards leave out much" in one for one in caplog.messages) == 1

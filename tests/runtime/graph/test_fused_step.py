@@ -16,10 +16,12 @@ from bench.recompute.tracker import measure
 from memplan.runtime.graph import inductor
 from memplan.runtime.graph.step import CompiledStep
 from memplan.types.errors import InfeasibleError, UsageError
+from tests.runtime.graph.training import captures_steps
 
-pytestmark = pytest.mark.skipif(
-    bool(inductor.unavailable([torch.device("cpu")])), reason="no C++ compiler"
-)
+pytestmark = [
+    captures_steps,
+    pytest.mark.skipif(bool(inductor.unavailable([torch.device("cpu")])), reason="no C++ compiler"),
+]
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

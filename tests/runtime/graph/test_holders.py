@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import memplan
 from memplan.runtime.graph.step import CompiledStep
 from tests.runtime.graph.holders import HOLDERS, Holder
+from tests.runtime.graph.training import captures_steps
 
 VALUES = (1.0, 2.0, 2.0, 0.5)
 
@@ -80,6 +81,7 @@ def test_a_number_that_changes_between_calls_is_never_stale(name: str) -> None:
     assert as_compiled[1] == weights
 
 
+@captures_steps
 @pytest.mark.parametrize(
     "name", ["list", "class attribute", "closure", "environment", "module global", "slots"]
 )
@@ -92,6 +94,7 @@ def test_ordinary_holders_are_captured_again(name: str) -> None:
     assert report.compiled_calls == len(VALUES)
 
 
+@captures_steps
 def test_a_number_that_changes_in_each_call_runs_plainly_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

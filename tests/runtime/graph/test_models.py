@@ -22,10 +22,13 @@ from tests.runtime.graph.training import (
     Job,
     batches,
     captured,
+    captures_steps,
     classifier,
     perceptron,
     run_both,
 )
+
+pytestmark = captures_steps
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

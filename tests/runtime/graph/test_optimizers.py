@@ -13,7 +13,16 @@ from torch.optim import lr_scheduler
 
 import memplan
 from memplan.types.errors import UsageError
-from tests.runtime.graph.training import Job, captured, classifier, perceptron, run_both
+from tests.runtime.graph.training import (
+    Job,
+    captured,
+    captures_steps,
+    classifier,
+    perceptron,
+    run_both,
+)
+
+pytestmark = captures_steps
 
 Make = Callable[[nn.Module], Any]
 

@@ -6,13 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memplan
+from memplan.runtime.graph.guarded import unguarded
 from memplan.runtime.graph.step import CompiledStep
+
+captures_steps = pytest.mark.skipif(bool(unguarded()), reason=f"steps run plainly: {unguarded()}")
+"""For tests of what only a captured step has."""
 
 
 @dataclass
