@@ -11,7 +11,6 @@
 #include <optional>
 #include <thread>
 
-#include "packing/first_fit.hpp"
 #include "packing/repair.hpp"
 #include "packing/search.hpp"
 #include "packing/shake.hpp"
@@ -33,7 +32,6 @@ constexpr std::int64_t kMostLimit = 1'000'000;
 constexpr int kDivesOfRound = 30;
 constexpr int kStaleRounds = 3;
 constexpr std::int64_t kRepairWork = 200'000;  // placements
-constexpr std::size_t kMostFirstFit = 40'000;  // buffers; it takes time quadratic in them
 
 // Sets a flag at the deadline or when the caller cancels.
 class Watch {
@@ -120,7 +118,6 @@ class Solver {
   Answer run() {
     if (const std::optional<Answer> clash = impossible_at_once()) return *clash;
     if (question_.dive) first_dives();
-    if (question_.dive && !done() && !watch_.stopped()) first_fits();
     while (!done() && !watch_.stopped() && round()) {
     }
     return answer();
@@ -222,28 +219,6 @@ class Solver {
     std::iota(by_height_.begin(), by_height_.end(), std::size_t{0});
     std::stable_sort(by_height_.begin(), by_height_.end(),
                      [&](std::size_t a, std::size_t b) { return heights[a] < heights[b]; });
-  }
-
-  // The largest first, and the largest for its time.
-  void first_fits() {
-    if (problem_.twins || problem_.items.size() > kMostFirstFit) return;
-    constexpr double kPowers[] = {0.0, 0.5};  // of the lifetime
-    std::vector<std::int64_t> heights(std::size(kPowers), -1);
-    std::vector<Offsets> offsets(heights.size());
-    const auto place = [&](std::size_t i) {
-      std::vector<double> score;
-      for (const Item& item : problem_.items) {
-        score.push_back(static_cast<double>(item.size) * std::pow(item.length(), kPowers[i]));
-      }
-      heights[i] = first_fit(problem_, score, watch_.stop(), offsets[i]);
-    };
-    together(std::min(threads_, 2), [&](int t) {
-      for (auto i = static_cast<std::size_t>(t); i < heights.size();
-           i += static_cast<std::size_t>(threads_)) {
-        place(i);
-      }
-    });
-    for (std::size_t i = 0; i < heights.size(); ++i) offer(heights[i], offsets[i]);
   }
 
   // Each thread has a line of them, begun where the first ones came out lowest; a new one where it
