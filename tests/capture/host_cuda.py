@@ -41,10 +41,10 @@ class HostCuda(torch.Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         capture = session._active
-        if capture is not None and capture.mode.everything:
+        if capture is not None and capture.state.everything:
             # A capture leaves wrappers to themselves; a real tensor of a card it takes as it is.
             def fake(item: Any) -> Any:
-                return capture.mode.fakify(item) if isinstance(item, HostCuda) else item
+                return capture.state.fakify(item) if isinstance(item, HostCuda) else item
 
             return func(*tree_map(fake, args), **tree_map(fake, kwargs))
         to_host = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from memplan.capture.known_values.store import worth_keeping
-from memplan.capture.mode import CaptureMode, OnOp
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
+from memplan.capture.state import CaptureState, OnOp
 from memplan.types.errors import CaptureError, MemplanError
 from memplan.types.trace import Role, Trace
 
@@ -45,8 +45,8 @@ def capture_module(
     on_cuda = any(tensor.is_cuda for tensor in tensors)
     session = CaptureSession(options, method="cuda" if on_cuda else "fake-cpu", stop=False)
     with _generators_restored(), session:
-        fake = _fake_copy(session.mode, module)
-        inputs = _fake_inputs(session.mode, (args, dict(kwargs)))
+        fake = _fake_copy(session.state, module)
+        inputs = _fake_inputs(session.state, (args, dict(kwargs)))
         trained = [p for p in fake.parameters() if p.requires_grad]
         if not trained:
             raise CaptureError(
@@ -54,7 +54,7 @@ def capture_module(
                 "recomputation saves memory in training only",
             )
         optimizer = torch.optim.SGD(trained, lr=0.0)
-        session.mode.everything, session.mode.on_op = True, on_op
+        session.state.everything, session.state.on_op = True, on_op
         try:
             with torch.enable_grad(), within(fake) if within is not None else nullcontext():
                 output = fake(*inputs[0], **inputs[1])
@@ -63,7 +63,7 @@ def capture_module(
                     output = None
                 result.backward()
             optimizer.step()
-            session.mode.everything, session.mode.on_op = False, None
+            session.state.everything, session.state.on_op = False, None
         except MemplanError:
             raise
         except Exception as error:
@@ -104,17 +104,17 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(inner)
 
 
-def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
+def _fake_copy(state: CaptureState, module: torch.nn.Module) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        fake = _fake(mode, tensor)
+        fake = _fake(state, tensor)
         if isinstance(tensor, torch.nn.Parameter):
             fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        mode.role_of(fake, Role.PARAMETER, name)
+        state.role_of(fake, Role.PARAMETER, name)
         memo[id(tensor)] = fake
         if tensor.grad is not None:
-            fake.grad = memo[id(tensor.grad)] = _fake(mode, tensor.grad)
-            mode.role_of(fake.grad, Role.GRADIENT)
+            fake.grad = memo[id(tensor.grad)] = _fake(state, tensor.grad)
+            state.role_of(fake.grad, Role.GRADIENT)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:
@@ -124,25 +124,25 @@ def _fake_copy(mode: CaptureMode, module: torch.nn.Module) -> torch.nn.Module:
         ) from error
 
 
-def _fake(mode: CaptureMode, tensor: torch.Tensor) -> torch.Tensor:
+def _fake(state: CaptureState, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same geometry on the fake device; with a copy of its values where they are
     few: what the step writes there must not reach the module."""
-    fake = mode.fakify(tensor, keep_values=False)
-    mode.record(fake)
+    fake = state.fakify(tensor, keep_values=False)
+    state.record(fake)
     if worth_keeping(tensor):
-        mode.values.learn(fake, tensor.detach().to("cpu", copy=True))
+        state.values.learn(fake, tensor.detach().to("cpu", copy=True))
     return fake
 
 
-def _fake_inputs(mode: CaptureMode, item: Any) -> Any:
+def _fake_inputs(state: CaptureState, item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        fake = _fake(mode, item.detach())
-        mode.role_of(fake, Role.INPUT)
+        fake = _fake(state, item.detach())
+        state.role_of(fake, Role.INPUT)
         return fake.requires_grad_(item.requires_grad)
     if isinstance(item, dict):
-        return {key: _fake_inputs(mode, inner) for key, inner in item.items()}
+        return {key: _fake_inputs(state, inner) for key, inner in item.items()}
     if isinstance(item, (list, tuple)):
-        made = [_fake_inputs(mode, inner) for inner in item]
+        made = [_fake_inputs(state, inner) for inner in item]
         return made if isinstance(item, list) else tuple(made)
     return item
 

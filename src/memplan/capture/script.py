@@ -64,7 +64,7 @@ def _capture(
     within: AbstractContextManager[object] | None,
 ) -> Trace:
     session = CaptureSession(options)
-    unseen = Unseen(session.mode.assumptions)
+    unseen = Unseen(session.state.assumptions)
     box = sandbox(
         allow_network=options.allow_network,
         on_note=session.notes.append,
@@ -90,7 +90,7 @@ def _capture(
             )
             if options.only_writes is not None:
                 lockdown(str(box.scratch), map(str, options.only_writes))
-            box.supply(files.supplier(peers.current(), session.mode.assumptions))
+            box.supply(files.supplier(peers.current(), session.state.assumptions))
             with session, within or nullcontext():
                 try:
                     with ended_whatever_it_catches():
@@ -222,7 +222,7 @@ def _assume_nothing_follows(
     """The training was seen, and then its data loaders ran dry: a script that counts what they gave
     may well stumble over it."""
     detail = short_message(error)
-    session.mode.assumptions.add(
+    session.state.assumptions.add(
         "ending",
         f"after its epoch was cut short the script raised {type(error).__name__}: {detail}; what "
         "comes after that was not seen and is taken to need no more",

@@ -20,12 +20,12 @@ import memplan
 from memplan.capture.compiled import Compiled
 from memplan.capture.cuda import nvml, torch_cuda
 from memplan.capture.cuda.device import fake_cuda_device, self_test
+from memplan.capture.cuda.fake_cuda import FakeCuda
 from memplan.capture.distributed import cards, files, peers
 from memplan.capture.distributed.install import Distributed
 from memplan.capture.distributed.place import check_place, visible_devices
 from memplan.capture.enough import EnoughSeen
 from memplan.capture.fake.arguments import tensors_among
-from memplan.capture.host import memory as host_memory
 from memplan.capture.host.process import capture_peak_bytes
 from memplan.capture.job import other_processes
 from memplan.capture.job.caught import Caught
@@ -35,14 +35,23 @@ from memplan.capture.operators.attention import Attention
 from memplan.capture.operators.kernel_memory import KernelMemory
 from memplan.capture.operators.recurrent import Recurrent
 from memplan.capture.options import CaptureOptions
-from memplan.capture.parity import bias, formulas, fused
+from memplan.capture.parity import formulas, fused
+from memplan.capture.parity.additions import InPlaceAdditions
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.imports import ImportWatcher
 from memplan.capture.patches.internals import require
 from memplan.capture.sandbox import overlay, report_device
-from memplan.capture.standins import adapters as packages
+from memplan.capture.standins import adapters
 from memplan.capture.standins.install import StandIns
-from memplan.capture.tensors import constructors, host_methods, lazy_modules, parameters, resizing
+from memplan.capture.state import CaptureState
+from memplan.capture.tensors import (
+    constructors,
+    host_methods,
+    lazy_modules,
+    parameters,
+    pinned,
+    resizing,
+)
 from memplan.capture.training.ending import Ending
 from memplan.capture.training.hand_updates import HandUpdates
 from memplan.capture.training.repeats import Repeats
@@ -84,23 +93,25 @@ class CaptureSession:
         # Not where CUDA may be real and at work: the test puts a stand-in in its place.
         test = self_test() if method is None else None
         self.method = method or ("fake-cuda" if test is not None and test.ok else "fake-cpu")
-        self.mode = CaptureMode(
+        self._additions = InPlaceAdditions()
+        self.state = CaptureState(
             device_type=self.method.removeprefix("fake-"),
             routing=options.routing,
             handlers={
                 **data_dependent.HANDLERS,
                 **formulas.HANDLERS,
-                **bias.HANDLERS,
+                **self._additions.handlers(),
                 **foreach.HANDLERS,
                 **shape_rules.HANDLERS,
             },
-            observers={**data_dependent.OBSERVERS, **bias.OBSERVERS},
+            observers={**data_dependent.OBSERVERS, **self._additions.observers()},
         )
-        self.ending = Ending(self.mode)
-        self.steps = StepWatcher(self.mode, options.steps, self.ending if stop else None)
-        self.repeats = Repeats(self.mode)
-        self.by_hand = HandUpdates(self.mode, self.steps)
-        self.caught = Caught(self.mode)
+        self._mode = CaptureMode(self.state, self._additions)
+        self.ending = Ending(self.state)
+        self.steps = StepWatcher(self.state, options.steps, self.ending if stop else None)
+        self.repeats = Repeats(self.state)
+        self.by_hand = HandUpdates(self.state, self.steps)
+        self.caught = Caught(self.state)
         self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
         if test is not None and test.too_late:
@@ -112,9 +123,9 @@ class CaptureSession:
         if test is not None and not test.ok:
             self.notes.append(f"fake CUDA is not available ({test.detail}): traced on the CPU")
         if peers.current().answering:
-            self.mode.host.enabled = False  # nobody asks for this rank's memory
+            self.state.host.enabled = False  # nobody asks for this rank's memory
         self._alloc_conf = ""
-        self._cuda: torch_cuda.FakeCuda | None = None
+        self._cuda: FakeCuda | None = None
         self._distributed: Distributed | None = None
         if options.place is not None:
             check_place(options.place)
@@ -132,15 +143,15 @@ class CaptureSession:
                 importlib.import_module("torch.distributed.tensor")
             stack.callback(patches.undo)
             stack.callback(self._forget_imports, frozenset(sys.modules))
-            packages.make_torchvision_importable()
-            watcher = ImportWatcher(packages.adapters(patches, self.ending))
+            adapters.make_torchvision_importable()
+            watcher = ImportWatcher(adapters.adapters(patches, self.ending))
             stack.callback(watcher.stop)
             watcher.start()
             if self.method == "fake-cuda":
                 stack.enter_context(fake_cuda_device())
                 self._cuda = torch_cuda.install(
                     patches,
-                    self.mode,
+                    self.state,
                     self.options.profile,
                     visible_devices(self.options.place, self.options.environment),
                     alone=self.options.place is None,
@@ -149,20 +160,20 @@ class CaptureSession:
                 self._install_kernels(stack, patches)
             elif self.method == "cuda":  # PyTorch itself chooses the kernels
                 self._watch_kernels()
-            self.stand_ins.install(stack, patches, self.mode, watcher)
-            parameters.install(patches, self.mode)
-            lazy_modules.install(patches, self.mode)
-            resizing.install(patches, self.mode)
+            self.stand_ins.install(stack, patches, self.state, watcher)
+            parameters.install(patches, self.state)
+            lazy_modules.install(patches, self.state)
+            resizing.install(patches, self.state)
             if self.method != "cuda":  # there the job's own processes run
-                self._distributed = Distributed(self.mode, self.options, self._cuda)
+                self._distributed = Distributed(self.state, self.options, self._cuda)
                 self._distributed.install(stack, patches, watcher)
-            host_methods.install(patches, self.mode)
-            host_memory.install(patches, self.mode)
+            host_methods.install(patches, self.state)
+            pinned.install(patches, self.state)
             constructors.install(patches)
-            shape_rules.install(patches, self.mode)
+            shape_rules.install(patches, self.state)
             self._patch_framework(patches)
             if self.method != "cuda":
-                compiled = Compiled(patches, self.mode, self.options.profile)
+                compiled = Compiled(patches, self.state, self.options.profile)
                 stack.callback(compiled.undo)
                 compiled.install()
             if self.steps.ending is not None:
@@ -177,7 +188,7 @@ class CaptureSession:
             if self._cuda is not None:
                 self._cuda.replayed_step = self.steps.replayed
             stack.enter_context(self.steps)
-            stack.enter_context(self.mode)
+            stack.enter_context(self._mode)
             self._calibrate()
             _active = self
             stack.callback(_deactivate)
@@ -195,11 +206,11 @@ class CaptureSession:
         self._patches.forget_in(_of_the_job(name for name in sys.modules if name not in before))
 
     def _patch_framework(self, patches: Patches) -> None:
-        context = self.mode.context
+        context = self.state.context
         module_call = torch.nn.Module.__call__
         thread_run = threading.Thread.run
         others = peers.current()
-        device_type = self.mode.device_type
+        device_type = self.state.device_type
 
         # PyTorch's profiler (`with_stack`) takes the local `self` of this function for the module.
         def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +230,7 @@ class CaptureSession:
         def root_call(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             # A model has memory on the device, or asks for some. A transform of data does neither.
             model = self._name_parameters(module)
-            builder = self.mode.recorder.builder
+            builder = self.state.recorder.builder
             begun, newest = len(builder), builder.newest_storage
             if model:
                 self._model_runs(begun)
@@ -249,11 +260,11 @@ class CaptureSession:
 
         def run(thread: threading.Thread) -> None:
             try:
-                with self.mode:  # dispatch modes belong to a thread
+                with self._mode:  # dispatch modes belong to a thread
                     thread_run(thread)
             except Exception:
                 # Once all is seen, a loader's workers are gone before its thread that pins.
-                if not self.mode.recorder.finished:
+                if not self.state.recorder.finished:
                     raise
 
         patches.set(torch.nn.Module, "__call__", call)
@@ -262,21 +273,21 @@ class CaptureSession:
         patches.set(fake_tensor, "init_gpu_context", lambda device: None)
 
     def _install_kernels(self, stack: ExitStack, patches: Patches) -> None:
-        attention = Attention(self.mode, self.options.profile)
+        attention = Attention(self.state, self.options.profile)
         library = attention.install()
         stack.callback(library._destroy)
         stack.callback(fused.install()._destroy)
-        self.mode.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
+        self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = self._watch_kernels()
-        recurrent = Recurrent(self.mode, self.options.profile, memory)
+        recurrent = Recurrent(self.state, self.options.profile, memory)
         stack.callback(recurrent.install(patches)._destroy)
-        self.mode.handlers.update(recurrent.handlers())
+        self.state.handlers.update(recurrent.handlers())
 
     def _watch_kernels(self) -> KernelMemory:
-        memory = KernelMemory(self.mode, self.options.profile)
+        memory = KernelMemory(self.state, self.options.profile)
         for func, observer in memory.observers().items():
-            self.mode.observe(func, observer)
-        self.mode.recordings[aten.convolution_backward.default] = memory.convolution_backward
+            self.state.observe(func, observer)
+        self.state.recordings[aten.convolution_backward.default] = memory.convolution_backward
         return memory
 
     def _model_runs(self, begun: int) -> None:
@@ -290,7 +301,7 @@ class CaptureSession:
     def _may_repeat(self) -> bool:
         """Whether what runs may be an evaluation or a sampler that is not run in full, where nobody
         said what is to be run."""
-        if torch.is_grad_enabled() or self.mode.context.in_optimizer:
+        if torch.is_grad_enabled() or self.state.context.in_optimizer:
             return False
         return self.steps.ending is not None and self.options.steps is None
 
@@ -298,39 +309,39 @@ class CaptureSession:
         """Whether any is on the device."""
         there = False
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            self.mode.role_of(tensor, Role.PARAMETER, name)
-            there = there or tensor.device.type == self.mode.device_type
+            self.state.role_of(tensor, Role.PARAMETER, name)
+            there = there or tensor.device.type == self.state.device_type
         return there
 
     def _given_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a tensor on the device is among a call's arguments."""
         fakes, _ = tensors_among(args, kwargs)
-        return any(tensor.device.type == self.mode.device_type for tensor in fakes)
+        return any(tensor.device.type == self.state.device_type for tensor in fakes)
 
     def new_tensor(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor for a checkpoint read back: its data were never written."""
         elements = nbytes // dtype.itemsize
-        if device.type == self.mode.device_type:
+        if device.type == self.state.device_type:
             return torch.empty(elements, dtype=dtype, device=device)
-        fake: torch.Tensor = self.mode.fake_mode.dispatch(
+        fake: torch.Tensor = self.state.fake_mode.dispatch(
             aten.empty.memory_format, (), ([elements],), {"dtype": dtype, "device": device}
         )
         return fake
 
     def _calibrate(self) -> None:
-        """See `FanIn.calibrate`; what this allocates is discarded."""
-        mode = self.mode
+        """See `InPlaceAdditions.calibrate`; what this allocates is discarded."""
+        state = self.state
 
         def backward() -> None:
-            leaf = torch.nn.Parameter(torch.empty(2, device=mode.device_type))
+            leaf = torch.nn.Parameter(torch.empty(2, device=state.device_type))
             value = leaf * 1.0
             (value * 2.0 + value * 3.0).sum().backward()
 
         peers.has_computed()
-        mode.fan_in.calibrate(backward)
-        mode.context.backward_seen = False
-        mode.recorder.restart()
-        mode.host.restart()
+        self._additions.calibrate(backward)
+        state.context.backward_seen = False
+        state.recorder.restart()
+        state.host.restart()
 
     def leave(self) -> None:
         """In a forked child: the job is followed no more. What CUDA answers stays as it is."""
@@ -350,7 +361,7 @@ class CaptureSession:
 
     def trace(self, command: list[str] | None = None) -> Trace:
         """The trace so far. Raises the error of memplan's that the job caught while it trained."""
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         recorder.flush()
         self.caught.settle()
         others = self._distributed
@@ -365,10 +376,10 @@ class CaptureSession:
             optimizer_steps=self.steps.completed,
             stop_reason=self.steps.stop_reason or "the job ended by itself",
             steady_steps=list(self.steps.repeats or ()),
-            assumptions=self.mode.assumptions.listed(),
+            assumptions=self.state.assumptions.listed(),
             kernels=[
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
-                for (op, kernel, reason), count in self.mode.kernels.most_common()
+                for (op, kernel, reason), count in self.state.kernels.most_common()
             ],
             notes=[
                 *self.notes,
@@ -377,13 +388,13 @@ class CaptureSession:
                 *self.repeats.notes(),
             ],
             capture_peak_bytes=capture_peak_bytes(),
-            host=self.mode.host.capture(place.local_world_size if place is not None else 1),
+            host=self.state.host.capture(place.local_world_size if place is not None else 1),
             communicators=others.communicators() if others is not None else [],
         )
         trace = recorder.builder.build(meta)
         if place is None or self._cuda is None:
             return trace
-        return cards.with_card(trace, place, self.mode.devices, chosen=self._cuda.chosen)
+        return cards.with_card(trace, place, self.state.devices, chosen=self._cuda.chosen)
 
 
 def _of_the_job(names: Iterable[str]) -> list[types.ModuleType]:

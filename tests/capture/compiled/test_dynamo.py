@@ -62,7 +62,7 @@ def captured_requests(make: Callable[[], nn.Module], backend: str) -> list[int]:
         step = torch.compile(model, backend=backend)
         x = nn.Parameter(torch.zeros(ROWS, WIDTH), requires_grad=False)  # fake, on the host too
         step(x).backward()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step(x).backward()
         trace = session.trace()
     return [

@@ -24,7 +24,7 @@ def captured(name: str, rank: int) -> list[int]:
         step = gloo_job.JOBS[name]("cuda")
         step()
         step()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step()
         trace = session.trace()
     return [event.bytes for event in requests(trace, start) if event.bytes > gloo_job.SMALL]

@@ -35,7 +35,7 @@ def test_a_rank_asks_for_what_it_really_does(real: dict[tuple[int, int], Sizes],
         join()
         step = jobs.JOBS[name]("cuda")
         step()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step()
         trace = session.trace()
     assert not trace.meta.assumptions

@@ -55,7 +55,7 @@ def captured(name: str, size: int, rank: int) -> list[int]:
         join()
         step = mesh_jobs.JOBS[size][name]("cuda")
         step()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step()
         trace = session.trace()
     return [event.bytes for event in requests(trace, start) if event.bytes > SMALL]

@@ -57,7 +57,7 @@ def captured(name: str, rank: int) -> tuple[Trace, list[int]]:
         join()
         step = jobs.JOBS[name]("cuda")
         step()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step()
         trace = session.trace()
     return trace, [event.bytes for event in requests(trace, start) if event.bytes > SMALL]

@@ -61,7 +61,7 @@ def captured(name: str, rank: int) -> list[int]:
         join()
         step = jobs.JOBS[name]("cuda")
         step()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         step()
         trace = session.trace()
     return [event.bytes for event in requests(trace, start) if event.bytes > SMALL]

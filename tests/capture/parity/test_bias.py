@@ -99,7 +99,7 @@ def _real(job: Job) -> int:
 def _captured(job: Job) -> int:
     with CaptureSession(CaptureOptions(profile=find_profile("a100-80gb"))) as session:
         run = _run(job, "cuda")
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         run()
         trace = session.trace()
     return sum(

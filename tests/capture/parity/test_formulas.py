@@ -49,7 +49,7 @@ def _captured(job: Job) -> int:
     """How often a backward asks for the input's size."""
     with CaptureSession(CaptureOptions(profile=find_profile("a100-80gb"))) as session:
         run = _backward(job, "cuda")
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         run()
         trace = session.trace()
     return sum(bytes_ == WHOLE for bytes_ in _requests(trace, start))

@@ -110,7 +110,7 @@ def captured_requests(make: Callable[[], nn.Module], x: torch.Tensor) -> list[in
     options = CaptureOptions(profile=find_profile("a100-80gb"))
     with CaptureSession(options, method="fake-cpu") as session:
         model = make()
-        start = len(session.mode.recorder.builder)
+        start = len(session.state.recorder.builder)
         model(x).backward()
         trace = session.trace()
     events = trace.events

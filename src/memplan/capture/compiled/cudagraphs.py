@@ -18,21 +18,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.capture.cuda.private_pools import COMPILED_GRAPHS, keep_graph
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 
 class Pool:
     """The private pool of one capture."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self._mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self._state = state
 
     def cudagraphify(
         self, model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **_kwargs: Any
     ) -> Callable[..., Any]:
         """In place of Inductor's function of that name: the graph's code, run in the pool."""
         static = frozenset(static_input_idxs)
-        self._mode.assumptions.add(
+        self._state.assumptions.add(
             "compile",
             "CUDA graphs are recorded and replayed in a private pool; the graphs themselves take "
             "some more (docs/compile.md)",
@@ -42,7 +42,7 @@ class Pool:
         def run(new_inputs: list[Any]) -> Any:
             nonlocal runs
             runs += 1
-            recorder, context = self._mode.recorder, self._mode.context
+            recorder, context = self._state.recorder, self._state.context
             stream_before, recorder.stream = recorder.stream, COMPILED_GRAPHS
             held_before, context.held_stream = context.held_stream, COMPILED_GRAPHS
             try:
@@ -56,7 +56,7 @@ class Pool:
                 before = recorder.builder.op
                 outputs = model(inputs)
                 if runs == 2:  # it has just been recorded
-                    keep_graph(self._mode, recorder.builder.op - before)
+                    keep_graph(self._state, recorder.builder.op - before)
                 return outputs
             finally:
                 recorder.stream, context.held_stream = stream_before, held_before
@@ -75,9 +75,9 @@ class Pool:
 
     def _copied(self, item: Any) -> Any:
         """An input at a fixed address: itself where it lives in the pool already."""
-        if not isinstance(item, FakeTensor) or item.device.type != self._mode.device_type:
+        if not isinstance(item, FakeTensor) or item.device.type != self._state.device_type:
             return item
-        found = self._mode.recorder.live.get(item.untyped_storage()._cdata)
+        found = self._state.recorder.live.get(item.untyped_storage()._cdata)
         if found is not None and found.stream == COMPILED_GRAPHS:
             return item
         copy = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=item.device)

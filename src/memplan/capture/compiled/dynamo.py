@@ -50,8 +50,8 @@ from memplan.types.errors import MemplanError
 from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 _CAPTURE = str(Path(__file__).parents[1]) + "/"
 _ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
@@ -79,7 +79,7 @@ _OF_A_CUDA_BUILD: dict[str, Any] = {
 """What PyTorch's compilers import from a build for CUDA, which this one says it is."""
 
 
-def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: CaptureMode) -> None:
+def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: CaptureState) -> None:
     """Make Dynamo pass over the capture's own frames, and take the capture's patches out while it
     compiles, until `patches.undo()` and `stack` is closed."""
     stack.enter_context(dynamo_config.patch(_SETTINGS))
@@ -102,7 +102,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
             except Exception as error:
                 if not (lenient or isinstance(error, InternalTorchDynamoError)):
                     raise
-                _not_compiled(mode, frame.f_code, frame.f_lineno, error)
+                _not_compiled(state, frame.f_code, frame.f_lineno, error)
                 if not getattr(wrapper._torchdynamo_orig_backend, "_one_graph", False):
                     return ConvertFrameReturn()
                 failed.add(frame.f_code)  # what it calls would have been part of its graph
@@ -111,17 +111,17 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, mode: Captu
 
     def call_user_compiler(output: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return _as_forward(mode, compile_graph(output, module, *args, **kwargs))
+            return _as_forward(state, compile_graph(output, module, *args, **kwargs))
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, MemplanError):
                 raise error from error.inner_exception  # a real run would be refused, too
             code = output.root_tx.f_code
-            _not_compiled(mode, code, code.co_firstlineno, error.inner_exception)
-            return _as_eager(mode, module.forward)
+            _not_compiled(state, code, code.co_firstlineno, error.inner_exception)
+            return _as_eager(state, module.forward)
 
     _forgive(patches, failed)
-    _record_states(patches, mode)
-    flex.install(stack, mode)
+    _record_states(patches, state)
+    flex.install(stack, state)
     for name, stand_in in _OF_A_CUDA_BUILD.items():
         if not hasattr(torch._C, name):
             patches.set(torch._C, name, stand_in, new=True)
@@ -160,7 +160,7 @@ def _without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes() if split else nullcontext()
 
 
-def _record_states(patches: Patches, mode: CaptureMode) -> None:
+def _record_states(patches: Patches, state: CaptureState) -> None:
     """Dynamo does not trace how an optimizer makes its state: it has it done, with no mode in
     force (`torch/_dynamo/variables/optimizer.py`)."""
     variable: Any = traced_optimizers.OptimizerVariable
@@ -172,7 +172,7 @@ def _record_states(patches: Patches, mode: CaptureMode) -> None:
         make = self.value._init_group
 
         def make_state(*args: Any, **kwargs: Any) -> Any:
-            with mode:
+            with state.mode:
                 return make(*args, **kwargs)
 
         self.value._init_group = make_state
@@ -182,16 +182,16 @@ def _record_states(patches: Patches, mode: CaptureMode) -> None:
             del self.value._init_group
 
     def move_step_if_cpu(self: Any) -> None:
-        with mode:
+        with state.mode:
             move_for_real(self)
 
     patches.set(variable, "call_method", call_method)
     patches.set(variable, "move_step_if_cpu", move_step_if_cpu)
 
 
-def _as_forward(mode: CaptureMode, compiled: Any) -> Any:
+def _as_forward(state: CaptureState, compiled: Any) -> Any:
     """AOTAutograd's forward is an `autograd.Function`, in which autograd is off."""
-    context = mode.context
+    context = state.context
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -205,9 +205,9 @@ def _as_forward(mode: CaptureMode, compiled: Any) -> Any:
     return run
 
 
-def _as_eager(mode: CaptureMode, forward: Any) -> Any:
+def _as_eager(state: CaptureState, forward: Any) -> Any:
     """What stands for a graph that could not be compiled: at most what eager makes."""
-    recorder = mode.recorder
+    recorder = state.recorder
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = recorder.at_most, recorder.provenance
@@ -237,14 +237,16 @@ def _know_answers(stack: ExitStack, of_capture: Patches) -> None:
                 stack.callback(table.pop, answer, None)
 
 
-def _not_compiled(mode: CaptureMode, code: types.CodeType, line: int, error: BaseException) -> None:
+def _not_compiled(
+    state: CaptureState, code: types.CodeType, line: int, error: BaseException
+) -> None:
     shown = shown_path(code.co_filename)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = _NO_TRITON if _HALTED in first else f"{type(error).__name__}: {first[:_SHOWN]}"
-    mode.assumptions.add(
+    state.assumptions.add(
         "compile",
         f"could not be compiled here ({reason}): captured as eager, which mostly needs more memory",
-        source=f"{shown}:{line}" if shown else mode.source(),
+        source=f"{shown}:{line}" if shown else state.source(),
     )
 
 

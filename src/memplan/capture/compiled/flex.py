@@ -22,22 +22,22 @@ from torch._higher_order_ops.flex_attention import (
 )
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 
-def install(stack: ExitStack, mode: CaptureMode) -> None:
-    """Answer for both operators while `mode` is in force, until `stack` is closed."""
+def install(stack: ExitStack, state: CaptureState) -> None:
+    """Answer for both operators while the capture's mode is in force, until `stack` is closed."""
     fused = False  # as the last forward pass was
 
     def forward(_mode: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal fused
-        fused = mode.recorder.at_most  # stands for a compiled graph
+        fused = state.recorder.at_most  # stands for a compiled graph
         compute: Callable[..., Any] = flex_attention_fake_impl if fused else sdpa_dense
-        with mode:
+        with state.mode:
             return compute(*args, **kwargs)
 
     def backward(_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        with mode:
+        with state.mode:
             if not fused:
                 return sdpa_dense_backward(*args, **kwargs)
             delta = torch.empty_like(args[4])  # of the log-sum-exp's shape
@@ -48,5 +48,5 @@ def install(stack: ExitStack, mode: CaptureMode) -> None:
     operators: Any = flex_attention, flex_attention_backward
     for operator, rule in zip(operators, (forward, backward), strict=True):
         table = operator.python_key_table
-        table[type(mode)] = rule
-        stack.callback(table.pop, type(mode), None)
+        table[type(state.mode)] = rule
+        stack.callback(table.pop, type(state.mode), None)

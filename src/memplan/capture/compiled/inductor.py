@@ -26,8 +26,8 @@ from memplan.capture.compiled.tuning import Tuning
 from memplan.capture.recording.context import GENERATED, ORIGINS
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
     from memplan.types.device import DeviceProfile
 
 _TRITON_IMPORT = re.compile(r"^(?:import triton|from triton)\b.*$", re.MULTILINE)
@@ -50,26 +50,28 @@ _SETTINGS: dict[str, Any] = {
 _TUNES_PRODUCTS = ("max_autotune", "max_autotune_gemm")
 
 
-def install(stack: ExitStack, patches: Patches, mode: CaptureMode, profile: DeviceProfile) -> None:
+def install(
+    stack: ExitStack, patches: Patches, state: CaptureState, profile: DeviceProfile
+) -> None:
     """Patch Inductor until `patches.undo()` and `stack` is closed."""
     from torch._inductor import cudagraph_trees  # imports what only a build for CUDA has
 
-    if mode.device_type == "cuda":
+    if state.device_type == "cuda":
         card.install(patches)
     compiler = async_compile.AsyncCompile
-    for name, maker in launches.kernel_makers(mode).items():
+    for name, maker in launches.kernel_makers(state).items():
         patches.set(compiler, name, maker)
     patches.set(compiler, "wait", lambda _self, _scope: None)
     for name in ("wakeup", "warm_pool"):
         patches.set(compiler, name, staticmethod(lambda: None))
     patches.set(select_algorithm, "PyCodeCache", _Templates)
-    tuning = Tuning(mode, profile)
+    tuning = Tuning(state, profile)
     patches.set(pad_mm, "has_triton", lambda: True)
     patches.set(pad_mm, "_should_pad", tuning.pads)
-    pool = Pool(mode)
+    pool = Pool(state)
     patches.set(compile_fx, "cudagraphify", pool.cudagraphify)
     patches.set(cudagraph_trees, "cudagraphify_impl", pool.cudagraphify_impl)
-    patches.set(graph.GraphLowering, "compile_to_module", _loader(mode, tuning))
+    patches.set(graph.GraphLowering, "compile_to_module", _loader(state, tuning))
     compile_for_real: Any = compile_fx.compile_fx
 
     inside = False
@@ -102,7 +104,7 @@ class _Templates(PyCodeCache):
     )
 
 
-def _loader(mode: CaptureMode, tuning: Tuning) -> Any:
+def _loader(state: CaptureState, tuning: Tuning) -> Any:
     """In place of `GraphLowering.compile_to_module`, which writes and imports a file."""
 
     def compile_to_module(lowering: Any) -> Any:
@@ -114,7 +116,7 @@ def _loader(mode: CaptureMode, tuning: Tuning) -> Any:
         source = _TRITON_IMPORT.sub("", code.value)
         module.__dict__[ORIGINS] = origins(lowering, source)
         exec(compile(source, module.__file__, "exec"), module.__dict__)
-        module.__dict__.update(launches.primitives(mode))
+        module.__dict__.update(launches.primitives(state))
         module.call = tuning.before_first(module.call, lowering)
         return module
 

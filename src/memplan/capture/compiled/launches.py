@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.operators.fake import record_launch
 from memplan.capture.recording.context import generated_origin
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _PARAMETERS = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 _MUTATED = re.compile(r"'mutated_arg_names': \[([^\]]*)\]")
@@ -23,9 +24,9 @@ _WRITTEN = ("out_ptr", "in_out_ptr", "ws_ptr")
 class Kernel:
     """A generated kernel: each launch is one operator of the trace."""
 
-    def __init__(self, mode: CaptureMode, name: str, source: str) -> None:
+    def __init__(self, state: CaptureState, name: str, source: str) -> None:
         """`source` is the kernel as Inductor wrote it; what it writes is told by its parameters."""
-        self._mode = mode
+        self._state = state
         self.name = f"inductor.{name}"
         self._written = _written(source)
 
@@ -33,7 +34,7 @@ class Kernel:
         """Launch it. Raises EnoughSeen once the capture is over."""
         tensors = [(i, item) for i, item in enumerate(args) if isinstance(item, FakeTensor)]
         written = [tensor for i, tensor in tensors if i in self._written]
-        self._mode.launch(self.name, [tensor for _, tensor in tensors], written)
+        record_launch(self._state, self.name, [tensor for _, tensor in tensors], written)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.run(*args, **kwargs)
@@ -52,18 +53,18 @@ def _written(source: str) -> frozenset[int]:
     )
 
 
-def kernel_makers(mode: CaptureMode) -> dict[str, Callable[..., Any]]:
+def kernel_makers(state: CaptureState) -> dict[str, Callable[..., Any]]:
     """What stands in for the methods of `AsyncCompile`, by name."""
 
     def generated(_self: Any, name: str, source: str, *_args: Any, **_kwargs: Any) -> Kernel:
-        return Kernel(mode, name, source)
+        return Kernel(state, name, source)
 
     def one_of(_self: Any, _name: str, kernels: list[Kernel], *_args: Any, **_kwargs: Any) -> Any:
         return kernels[0]
 
     def on_host(_self: Any, *args: Any, **_kwargs: Any) -> Kernel:
         source = next((item for item in reversed(args) if isinstance(item, str)), "")
-        return Kernel(mode, _host_name(source), "")
+        return Kernel(state, _host_name(source), "")
 
     return {
         "triton": generated,
@@ -78,29 +79,29 @@ def _host_name(source: str) -> str:
     return found.group(1) if found else "cpp"
 
 
-def primitives(mode: CaptureMode) -> dict[str, Any]:
+def primitives(state: CaptureState) -> dict[str, Any]:
     """What stands in for the C++ functions that a compiled graph's code calls, by name."""
 
     def empty_on(device: str) -> Callable[..., torch.Tensor]:
         def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
             frame = sys._getframe(1)
             origin = generated_origin(frame)
-            before = mode.acting, mode.acting_for
+            before = state.acting, state.acting_for
             if origin is not None:
-                mode.acting, mode.acting_for = f"inductor.buffer.{origin.op}", frame
+                state.acting, state.acting_for = f"inductor.buffer.{origin.op}", frame
             try:
                 return torch.empty_strided(size, stride, dtype=dtype, device=device)
             finally:
-                mode.acting, mode.acting_for = before
+                state.acting, state.acting_for = before
 
         return empty_strided
 
     def empty_on_host(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         # Fake, as all that the graph computes.
-        with mode.fake_mode:
+        with state.fake_mode:
             made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-        if mode.device_type == "cpu":
-            mode.record(made)  # type: ignore[arg-type]
+        if state.device_type == "cpu":
+            state.record(made)  # type: ignore[arg-type]
         return made
 
     def reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:

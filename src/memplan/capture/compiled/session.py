@@ -18,7 +18,7 @@ from memplan.capture.patches.deferred_dynamo import dynamo
 from memplan.capture.patches.internals import require
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
     from memplan.types.device import DeviceProfile
 
 _ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
@@ -32,10 +32,10 @@ class Compiled:
     Dynamo and Inductor take seconds to import, so neither is before a job compiles something.
     """
 
-    def __init__(self, of_capture: Patches, mode: CaptureMode, profile: DeviceProfile) -> None:
+    def __init__(self, of_capture: Patches, state: CaptureState, profile: DeviceProfile) -> None:
         """`of_capture`: the patches of the capture, which Dynamo must not see."""
         self._of_capture = of_capture
-        self._mode = mode
+        self._state = state
         self._profile = profile
         self._stack = ExitStack()
         self._patches = Patches()
@@ -71,7 +71,7 @@ class Compiled:
             self._of_capture.suspended(_is_of_pytorch, added=True),
             _disable_current_modes(),
             torch._C.DisableTorchFunction(),
-            self._mode.host.not_the_jobs(),
+            self._state.host.not_the_jobs(),
         ):
             yield
 
@@ -92,12 +92,12 @@ class Compiled:
             self._ready.add("dynamo")
             from memplan.capture.compiled.dynamo import install
 
-            install(self._stack, self._patches, self._of_capture, self._mode)
+            install(self._stack, self._patches, self._of_capture, self._state)
         if part == "inductor" and part not in self._ready:
             self._ready.add(part)
             from memplan.capture.compiled import inductor
 
-            inductor.install(self._stack, self._patches, self._mode, self._profile)
+            inductor.install(self._stack, self._patches, self._state, self._profile)
 
 
 def _as_it_is(model: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch._inductor import ir
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
     from memplan.types.device import DeviceProfile
 
 _HALF = 2
@@ -30,15 +30,15 @@ _GENERATED = (ir.ComputedBuffer, ir.TemplateBuffer)
 class Tuning:
     """The rules for one capture."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
-        self._mode = mode
+    def __init__(self, state: CaptureState, profile: DeviceProfile) -> None:
+        self._state = state
         self._l2 = profile.l2_bytes
         self.products = False
         """Whether matrix products are timed (`max_autotune`)."""
 
     def before_first(self, call: Callable[..., Any], lowering: Any) -> Callable[..., Any]:
         """A graph's code, that at its first run takes and returns what timing needs."""
-        if self._mode.device_type == "cpu":
+        if self._state.device_type == "cpu":
             return call
         times_kernels = any(isinstance(buffer, _GENERATED) for buffer in lowering.buffers)
         product = max(map(_product_bytes, lowering.buffers), default=0) if self.products else 0
@@ -55,7 +55,7 @@ class Tuning:
     def _take_and_return(self, nbytes: int) -> None:
         """Nothing where an earlier run's results are found on disk; twice where a candidate is
         held to the result of another."""
-        recorder = self._mode.recorder
+        recorder = self._state.recorder
         recorder.builder.begin_op("inductor.autotune", stream=recorder.stream)
         low, high = 0, 2 * nbytes
         number = recorder.scratch(low, nbytes, high, 0, name="autotuning")
@@ -69,7 +69,7 @@ class Tuning:
         moved = rows * inner + inner * columns + rows * columns
         intensity = rows * inner * columns / moved if moved else 0.0
         pads = left.dtype.itemsize == _HALF and intensity > _COMPUTE_BOUND
-        self._mode.assumptions.add(
+        self._state.assumptions.add(
             "compile",
             "a matrix product of odd sizes is padded where it is in 16 bit and bound by "
             "computation (a real run times both ways)",

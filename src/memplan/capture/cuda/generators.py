@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memplan.capture.cuda.torch_cuda import FakeCuda
+    from memplan.capture.cuda.fake_cuda import FakeCuda
     from memplan.capture.patches.attributes import Patches
 
 _DEFAULT_SEED = 67280421310721

@@ -15,8 +15,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from memplan.capture.cuda.fake_cuda import FakeCuda
 from memplan.capture.cuda.nvidia_smi import fields
-from memplan.capture.cuda.torch_cuda import FakeCuda
 from memplan.capture.patches.attributes import Patches
 
 _SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 0, 2, 3, 6

@@ -1,357 +1,36 @@
 """`torch.cuda` as it would answer on the chosen device, for the length of a capture.
 
-Only Python is patched here; the C++ side is `fake_cuda`. What a script can ask is answered from the
+Only Python is patched here; the C++ side is `device`. What a script can ask is answered from the
 device profile and from what has been recorded so far; what it can tell (streams, events,
 synchronisation, `empty_cache`) is recorded.
 """
 
 from __future__ import annotations
 
-import itertools
-import types
-from collections import Counter
-from contextlib import contextmanager
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capture.cuda import device as fake_cuda
 from memplan.capture.cuda import generators
-from memplan.capture.cuda.answers import answers
-from memplan.capture.cuda.private_pools import PrivatePools
+from memplan.capture.cuda.fake_cuda import FakeCuda, FakeStream
+from memplan.capture.cuda.graphs import FakeGraph, FakeMemPool, use_mem_pool
 from memplan.types.trace import EventKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
     from memplan.types.device import DeviceProfile
 
 CUDA_VERSION = "13.0"
 _CUDNN_VERSION = 91200
 _NCCL_VERSION = (2, 28, 9)
-_SEGMENT = 2 << 20
 _DTYPES = frozenset(item for item in vars(torch).values() if isinstance(item, torch.dtype))
-_STREAMS_IN_POOL = 32
-_STREAM_PRIORITIES = 4
-_STATISTICS = (
-    "allocated_bytes",
-    "active_bytes",
-    "requested_bytes",
-    "reserved_bytes",
-    "inactive_split_bytes",
-    "allocation",
-    "active",
-    "segment",
-    "inactive_split",
-)
-
-
-class FakeStream:
-    """Stands in for `torch.cuda.Stream`."""
-
-    _api: FakeCuda
-    device_type = 1
-
-    def __init__(
-        self,
-        device: Any = None,
-        priority: int = 0,
-        *,
-        stream_id: int | None = None,
-        **_kwargs: Any,
-    ) -> None:
-        """`stream_id`: that of a stream there is already."""
-        self.device = torch.device("cuda", self._api.index_of(device))
-        self.priority = priority
-        if stream_id is None:
-            stream_id = self._api.new_stream_number(priority)
-        self.stream_id = stream_id
-        self.cuda_stream = self.native_handle = self.stream_id
-
-    @property
-    def device_index(self) -> int:
-        return int(self.device.index or 0)
-
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = self._api.Event() if event is None else event
-        event.record(self)
-        return event
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self._api.mark(EventKind.EVENT_WAIT, stream=self.stream_id, aux=event.number)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        self._api.mark(EventKind.SYNCHRONIZE, stream=self.stream_id)
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return self._api.pools.capturing and self._api.current == self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and other.stream_id == self.stream_id
-
-    def __hash__(self) -> int:
-        return hash(self.stream_id)
-
-    def __enter__(self) -> FakeStream:
-        self._before = self._api.current
-        self._api.switch(self)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._api.switch(self._before)
-
-
-class FakeExternalStream(FakeStream):
-    """Stands in for `torch.cuda.ExternalStream`: a stream's address is its number here."""
-
-    def __init__(self, stream_ptr: int, device: Any = None, **_kwargs: Any) -> None:
-        super().__init__(device, stream_id=stream_ptr)
-
-
-class FakeEvent:
-    """Stands in for `torch.cuda.Event`."""
-
-    _api: FakeCuda
-    _numbers = itertools.count()
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.number = next(self._numbers)
-        self.device = torch.device("cuda", self._api.index)
-        self.cuda_event = self.number
-        self.event_id = self.number
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        stream = self._api.current if stream is None else stream
-        self._api.mark(EventKind.EVENT_RECORD, stream=stream.stream_id, aux=self.number)
-
-    def wait(self, stream: FakeStream | None = None) -> None:
-        (self._api.current if stream is None else stream).wait_event(self)
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _end: FakeEvent) -> float:
-        return 1.0
-
-    def synchronize(self) -> None:
-        self._api.mark(EventKind.SYNCHRONIZE, stream=-1)
-
-
-class FakeCuda:
-    """State behind the answers: the profile, the current stream, and the recorder."""
-
-    def __init__(
-        self, mode: CaptureMode, profile: DeviceProfile, devices: int, *, alone: bool = False
-    ) -> None:
-        self.mode = mode
-        self.profile = profile
-        self.devices = devices
-        """How many the process sees; each like `profile`."""
-        self.index = 0
-        """The current one."""
-        mode.devices = devices
-        mode.alone = alone
-        mode.current_device = lambda: self.index
-        fake_cuda.set_current_device(0)
-        self.chosen = False
-        """Whether the script has made a device the current one, by `torch.cuda.set_device`."""
-        self.touched = False
-        """Whether any has been made the current one, by whatever means."""
-        self.alloc_conf = ""
-        """Allocator settings that the script made at run time."""
-        self.memory_fraction = 1.0
-        self.pools = PrivatePools()
-        self.replayed_step: Callable[[], None] = lambda: None
-        """Told when a CUDA graph that holds an optimizer step ran again."""
-        self._streams_made: Counter[int] = Counter()
-        self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
-        self.ExternalStream: Any = type(
-            "ExternalStream", (FakeExternalStream, self.Stream), {"__module__": "torch.cuda"}
-        )
-        self.Event: Any = type("Event", (FakeEvent,), {"_api": self, "__module__": "torch.cuda"})
-        self.default = self.Stream()
-        self.default.stream_id = self.default.cuda_stream = 0
-        self._streams_made.clear()
-        self.current: FakeStream = self.default
-
-    def index_of(self, device: Any = None) -> int:
-        """Index of a device however it is named; a tensor's own; by default the current one."""
-        if isinstance(device, torch.Tensor):
-            device = device.device if device.is_cuda else None
-        if isinstance(device, str):
-            device = torch.device(device)
-        if isinstance(device, torch.device):
-            device = device.index
-        return self.index if device is None else int(device)
-
-    def set_device(self, device: Any) -> int:
-        """Make a device the current one, and say which was. Raises RuntimeError, as CUDA does, for
-        one that is not there."""
-        before, index = self.index, self.index_of(device)
-        if index >= self.devices:
-            raise RuntimeError(
-                f"CUDA error: invalid device ordinal (device {index}, {self.devices} visible)"
-            )
-        if index >= 0:
-            self.touched = True
-            self.index = index
-            fake_cuda.set_current_device(index)
-            self.default.device = torch.device("cuda", index)
-        return before
-
-    def choose_device(self, device: Any) -> None:
-        """`torch.cuda.set_device`. Raises as `set_device` does."""
-        self.set_device(device)
-        self.chosen = True
-
-    def initialized(self) -> bool:
-        """Whether CUDA would have been started by now; `DeviceMesh` chooses a device if not."""
-        return self.touched or self.mode.recorder.peak_live_bytes > 0
-
-    def new_stream_number(self, priority: int) -> int:
-        """PyTorch hands out 32 streams for each of four priorities, round and round
-        (`c10/cuda/CUDAStream.cpp`); 0 is the default stream."""
-        pool = min(max(-priority, 0), _STREAM_PRIORITIES - 1)
-        number = self._streams_made[pool] % _STREAMS_IN_POOL
-        self._streams_made[pool] += 1
-        return 1 + pool * _STREAMS_IN_POOL + number
-
-    def mark(self, kind: EventKind, *, stream: int = 0, aux: int = -1) -> None:
-        self.mode.recorder.mark(kind, stream=stream, aux=aux)
-
-    def switch(self, stream: FakeStream | None) -> None:
-        """Make a stream the current one."""
-        if stream is not None:
-            self.current = stream
-            self.mode.recorder.stream = self.pools.stream(stream.stream_id)
-            if torch._C._current_graph_task_id() == -1:
-                self.mode.context.outer_stream = stream.stream_id
-
-    @contextmanager
-    def stream_context(self, stream: FakeStream | None) -> Iterator[None]:
-        before = self.current
-        self.switch(stream)
-        try:
-            yield
-        finally:
-            self.switch(before)
-
-    def set_alloc_conf(self, env: str) -> None:
-        """`torch.cuda.memory._set_allocator_settings`: keys said before stay in force."""
-        self.alloc_conf = ",".join(filter(None, (self.alloc_conf, env)))
-
-    def set_memory_fraction(self, fraction: float, device: Any = None) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`, which is an allocator setting too. Raises
-        as it does."""
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        if self.index_of(device) == self.index:
-            self.memory_fraction = fraction
-            self.set_alloc_conf(f"per_process_memory_fraction:{fraction}")
-
-    # Memory questions
-
-    def reserved(self, nbytes: int) -> int:
-        return min(-(-nbytes // _SEGMENT) * _SEGMENT, self.profile.total_memory_bytes)
-
-    def memory_stats(self, *_args: Any, **_kwargs: Any) -> dict[str, int]:
-        recorder = self.mode.recorder
-        recorder.flush()
-        stats = {
-            f"{name}.{pool}.{figure}": 0
-            for name in _STATISTICS
-            for pool in ("all", "small_pool", "large_pool")
-            for figure in ("current", "peak", "allocated", "freed")
-        }
-        for name in ("oversize_allocations", "oversize_segments"):
-            stats.update({f"{name}.{figure}": 0 for figure in ("current", "peak")})
-        stats |= {"num_alloc_retries": 0, "num_ooms": 0, "num_sync_all_streams": 0}
-        stats |= {"num_device_alloc": 0, "num_device_free": 0, "max_split_size": -1}
-        pairs = {
-            "allocated_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
-            "active_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
-            "requested_bytes": (recorder.live_bytes, recorder.peak_live_bytes),
-            "reserved_bytes": (
-                self.reserved(recorder.cached_bytes),
-                self.reserved(recorder.peak_cached_bytes),
-            ),
-        }
-        for name, (current, peak) in pairs.items():
-            stats[f"{name}.all.current"] = current
-            stats[f"{name}.all.peak"] = peak
-        return stats
-
-    def memory_stats_as_nested_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        nested: dict[str, Any] = {}
-        for name, value in self.memory_stats().items():
-            *folders, last = name.split(".")
-            place = nested
-            for folder in folders:
-                place = place.setdefault(folder, {})
-            place[last] = value
-        return nested
-
-    def enter_pool(self, pool: tuple[int, int]) -> None:
-        """What is allocated from here on belongs to a private pool."""
-        self.mode.recorder.flush()
-        self.pools.in_force.append(pool)
-        self.mode.recorder.stream = self.pools.stream(self.current.stream_id)
-
-    def leave_pool(self) -> None:
-        """No more."""
-        self.mode.recorder.flush()
-        self.pools.in_force.pop()
-        self.mode.recorder.stream = self.pools.stream(self.current.stream_id)
-
-    def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
-        total = self.profile.total_memory_bytes
-        self.mode.recorder.flush()
-        used = self.reserved(self.mode.recorder.cached_bytes) + self.profile.context_bytes
-        return max(total - used, 0), total
-
-    def properties(self, *_args: Any, **_kwargs: Any) -> Any:
-        profile = self.profile
-        major, minor = profile.capability
-        return types.SimpleNamespace(
-            name=profile.device_name,
-            major=major,
-            minor=minor,
-            total_memory=profile.total_memory_bytes,
-            multi_processor_count=profile.sm_count,
-            clock_rate=1_500_000,
-            memory_clock_rate=1_500_000,
-            memory_bus_width=5120,
-            is_integrated=0,
-            is_multi_gpu_board=0,
-            max_threads_per_block=1024,
-            max_threads_per_multi_processor=2048 if (major, minor) in ((8, 0), (9, 0)) else 1536,
-            warp_size=32,
-            gcnArchName="",
-            regs_per_multiprocessor=65536,
-            shared_memory_per_block=49152,
-            shared_memory_per_block_optin=profile.shared_memory_per_block_optin_bytes,
-            shared_memory_per_multiprocessor=profile.shared_memory_per_block_optin_bytes + 1024,
-            L2_cache_size=profile.l2_bytes,
-            uuid="GPU-00000000-0000-0000-0000-000000000000",
-            pci_bus_id=0,
-            pci_device_id=0,
-            pci_domain_id=0,
-        )
 
 
 def install(
     patches: Patches,
-    mode: CaptureMode,
+    state: CaptureState,
     profile: DeviceProfile,
     devices: int = 1,
     *,
@@ -359,9 +38,9 @@ def install(
 ) -> FakeCuda:
     """Patch `torch.cuda` and its neighbours until `patches.undo()`. The process sees `devices`
     GPUs. `alone`: nobody said how many the job has."""
-    api = FakeCuda(mode, profile, devices, alone=alone)
+    api = FakeCuda(state, profile, devices, alone=alone)
     cuda = torch.cuda
-    for name, answer in answers(api).items():
+    for name, answer in _answers(api).items():
         patches.set(cuda, name, answer, new=True)  # some are of a build for CUDA, or of a release
         for part in (cuda.memory, cuda.random, cuda.graphs):
             if name in vars(part):
@@ -417,9 +96,11 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     generators.install(patches, api)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
-        number = api.mode.number_of(tensor)
+        number = api.state.number_of(tensor)
         if number >= 0:
-            api.mode.recorder.mark(EventKind.RECORD_STREAM, stream=stream.stream_id, storage=number)
+            api.state.recorder.mark(
+                EventKind.RECORD_STREAM, stream=stream.stream_id, storage=number
+            )
 
     def scatter(
         tensor: torch.Tensor, _devices: Any, _sizes: Any, _dim: int, streams: Any
@@ -432,3 +113,178 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
     patches.set(torch._C, "_scatter", scatter, new=True)  # of a build for CUDA
+
+
+def _answers(api: FakeCuda) -> dict[str, Any]:
+    """Attributes of `torch.cuda` and what stands in their place."""
+    return {
+        **_device(api),
+        **_streams(api),
+        **_memory(api),
+        **_graphs(api),
+    }
+
+
+class DeviceContext:
+    """Stands in for the context managers `torch.cuda.device` and `device_of`."""
+
+    _api: FakeCuda
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = self._api.index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = self._api.set_device(self.idx)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._api.set_device(self.prev_idx)
+
+
+def _constant(value: Any) -> Any:
+    return lambda *_args, **_kwargs: value
+
+
+def _device(api: FakeCuda) -> dict[str, Any]:
+    profile = api.profile
+
+    def device_count() -> int:
+        api.state.devices_counted(sys._getframe(1))
+        return api.devices
+
+    def get_name(*_args: Any, **_kwargs: Any) -> str:
+        return profile.device_name
+
+    context = type("device", (DeviceContext,), {"_api": api, "__module__": "torch.cuda"})
+
+    def device_of(obj: Any) -> Any:
+        return context(obj)
+
+    def device_guard(index: int) -> Any:
+        return context(index)
+
+    return {
+        "is_available": _constant(True),
+        "is_initialized": api.initialized,
+        "init": _constant(None),
+        "_lazy_init": _constant(None),
+        "_lazy_call": lambda callable, **_kwargs: callable(),
+        "_is_compiled": _constant(True),
+        "device_count": device_count,
+        "_device_count_nvml": lambda: api.devices,
+        "current_device": lambda: api.index,
+        "set_device": api.choose_device,
+        "_exchange_device": api.set_device,
+        "_maybe_exchange_device": api.set_device,
+        "device": context,
+        "device_of": device_of,
+        "_DeviceGuard": device_guard,
+        "get_device_name": get_name,
+        "get_device_capability": _constant(profile.capability),
+        "get_device_properties": api.properties,
+        "get_arch_list": _constant(["sm_{}{}".format(*profile.capability)]),
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or profile.capability[0] >= 8
+        ),
+        "is_tf32_supported": _constant(profile.capability[0] >= 8),
+        "can_device_access_peer": _constant(False),
+        "utilization": _constant(0),
+        "temperature": _constant(40),
+        "power_draw": _constant(100_000),
+        "clock_rate": _constant(1500),
+        "memory_usage": _constant(0),
+        "_sleep": _constant(None),
+        "is_current_stream_capturing": lambda: api.pools.capturing,
+        "check_error": _constant(None),
+        "current_blas_handle": _constant(1),
+        "current_solver_handle": _constant(1),
+        "get_sync_debug_mode": _constant(0),
+        "set_sync_debug_mode": _constant(None),
+    }
+
+
+def _streams(api: FakeCuda) -> dict[str, Any]:
+    def current_stream(device: Any = None) -> Any:
+        return api.current
+
+    def default_stream(device: Any = None) -> Any:
+        return api.default
+
+    def synchronize(device: Any = None) -> None:
+        api.mark(EventKind.SYNCHRONIZE, stream=-1)
+
+    return {
+        "Stream": api.Stream,
+        "ExternalStream": api.ExternalStream,
+        "get_stream_from_external": lambda data_ptr, device=None: api.ExternalStream(
+            data_ptr, device
+        ),
+        "Event": api.Event,
+        "stream": api.stream_context,
+        "StreamContext": api.stream_context,
+        "set_stream": api.switch,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "synchronize": synchronize,
+    }
+
+
+def _memory(api: FakeCuda) -> dict[str, Any]:
+    recorder = api.state.recorder
+
+    def stat(name: str) -> Any:
+        return lambda *_args, **_kwargs: api.memory_stats()[name]
+
+    def reset_peak(*_args: Any, **_kwargs: Any) -> None:
+        recorder.flush()
+        recorder.peak_live_bytes = recorder.live_bytes
+        recorder.peak_cached_bytes = recorder.cached_bytes
+        api.mark(EventKind.RESET_PEAK)
+
+    def empty_cache() -> None:
+        recorder.flush()
+        recorder.cached_bytes = recorder.live_bytes
+        api.mark(EventKind.EMPTY_CACHE)
+
+    return {
+        "empty_cache": empty_cache,
+        "_set_allocator_settings": api.set_alloc_conf,
+        "ipc_collect": _constant(None),
+        "mem_get_info": api.mem_get_info,
+        "memory_stats": api.memory_stats,
+        "memory_allocated": stat("allocated_bytes.all.current"),
+        "max_memory_allocated": stat("allocated_bytes.all.peak"),
+        "memory_reserved": stat("reserved_bytes.all.current"),
+        "max_memory_reserved": stat("reserved_bytes.all.peak"),
+        "memory_cached": stat("reserved_bytes.all.current"),
+        "max_memory_cached": stat("reserved_bytes.all.peak"),
+        "memory_stats_as_nested_dict": api.memory_stats_as_nested_dict,
+        "_record_memory_history": _constant(None),
+        "_snapshot": _constant({"segments": [], "device_traces": [[]]}),
+        "_dump_snapshot": _constant(None),
+        "memory_summary": _constant("memory summaries are not available while estimating"),
+        "memory_snapshot": _constant([]),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_max_memory_cached": reset_peak,
+        "reset_accumulated_memory_stats": _constant(None),
+        "reset_accumulated_host_memory_stats": _constant(None),
+        "reset_peak_host_memory_stats": _constant(None),
+        "device_memory_used": lambda device=None: (
+            api.profile.total_memory_bytes - api.mem_get_info()[0]
+        ),
+        "set_per_process_memory_fraction": api.set_memory_fraction,
+        "get_per_process_memory_fraction": lambda *_args, **_kwargs: api.memory_fraction,
+        "get_allocator_backend": _constant("native"),
+    }
+
+
+def _graphs(api: FakeCuda) -> dict[str, Any]:
+    """`torch.cuda.graph` and `make_graphed_callables` are PyTorch's own, above these."""
+    made = {"_api": api, "__module__": "torch.cuda"}
+    return {
+        "CUDAGraph": type("CUDAGraph", (FakeGraph,), made),
+        "graph_pool_handle": api.pools.handle,
+        "MemPool": type("MemPool", (FakeMemPool,), made),
+        "use_mem_pool": use_mem_pool(api),
+    }

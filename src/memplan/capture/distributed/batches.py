@@ -10,26 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import distributed
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.distributed.works import RankWork
+from memplan.capture.distributed.works import Batch, RankWork
 from memplan.capture.patches.attributes import Patches
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.collectives import Collectives
-
-
-class Batch:
-    """What one batch has been given so far."""
-
-    def __init__(self) -> None:
-        self.inputs: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
-        self.done: Callable[[], None] | None = None
-        """What waiting for the batch does; None while nothing in it is asynchronous."""
 
 
 class Batches:

@@ -22,7 +22,7 @@ from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import MemplanError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _PACKAGE = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.async_utils"
@@ -31,8 +31,8 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.async_utils"
 class Checkpoints:
     """Stand-ins for what the ranks say to each other, and for copies to the host."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self.state = state
 
     def install(self, patches: Patches, watcher: ImportWatcher) -> None:
         """Until `patches.undo()`."""
@@ -85,12 +85,12 @@ class Checkpoints:
 
     def _assume(self, wrapper: Any) -> None:
         if wrapper.get_world_size() > 1:
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "rank",
                 "of a distributed checkpoint this rank plans, writes and reads its own part; what "
                 "several ranks hold alike it writes itself",
                 op="checkpoint",
-                source=self.mode.source(),
+                source=self.state.source(),
             )
 
     # Copies to the host
@@ -133,17 +133,17 @@ class Checkpoints:
                     source=source(),
                 )
 
-        assumptions, source = self.mode.assumptions, self.mode.source
+        assumptions, source = self.state.assumptions, self.state.source
         patches.set(module, "PersistentAsyncCaller", Writer)
 
     def _process(self, module: ModuleType) -> Callable[[], _Uploads]:
         def executor() -> _Uploads:
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "rank",
                 "a checkpoint is written by a process of its own, whose memory is that of the "
                 "copy it shares; its interpreter is not counted",
                 op="async_save",
-                source=self.mode.source(),
+                source=self.state.source(),
             )
             return _Uploads(module)
 

@@ -18,14 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.distributed import arithmetic
 from memplan.capture.distributed.arithmetic import Value
-from memplan.capture.distributed.batches import Batch
-from memplan.capture.distributed.works import RankWork, Works, finished
+from memplan.capture.distributed.works import Batch, RankWork, Works, finished
 from memplan.types.trace import EventKind, Role
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.communicators import Communicators
     from memplan.capture.distributed.sent import Broadcasts
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 c10d = torch.ops.c10d
 
@@ -160,13 +159,13 @@ class Collectives:
     """Handlers of the operators."""
 
     def __init__(
-        self, mode: CaptureMode, communicators: Communicators, broadcasts: Broadcasts
+        self, state: CaptureState, communicators: Communicators, broadcasts: Broadcasts
     ) -> None:
-        self.mode = mode
+        self.state = state
         self.broadcasts = broadcasts
         self.communicators = communicators
         self.works = Works()
-        mode.recorder.before_event = self.works.let_go
+        state.recorder.before_event = self.works.let_go
         self.batches: dict[str, Batch] = {}
         """Open batches, by the name of their group."""
         self._async_at = {
@@ -223,12 +222,12 @@ class Collectives:
         for out, value in form.rule(call, self._known):
             self._put(out, value, inputs)
             if call.size > 1 and isinstance(out, FakeTensor):
-                self.mode.values.note_alike(out)
+                self.state.values.note_alike(out)
         return work
 
     def by_nccl(self, group: ProcessGroup, device: torch.device) -> bool:
         """Whether a group's tensors on a device travel by NCCL."""
-        return device.type == self.mode.device_type and self.communicators.has_nccl(group)
+        return device.type == self.state.device_type and self.communicators.has_nccl(group)
 
     # Memory
 
@@ -241,9 +240,9 @@ class Collectives:
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> Work:
-        mode = self.mode
+        state = self.state
         fakes = [item for item in (*inputs, *outputs) if isinstance(item, FakeTensor)]
-        if not any(item.fake_device.type == mode.device_type for item in fakes):
+        if not any(item.fake_device.type == state.device_type for item in fakes):
             return finished(outputs)
         peer = int(call.args[2]) if form.kind in _POINT_TO_POINT else None
         batch = self.batches.get(group.group_name)
@@ -252,14 +251,14 @@ class Collectives:
         asynchronous = form.kind in _POINT_TO_POINT or (
             position >= 0 and (len(call.args) <= position or bool(call.args[position]))
         )
-        recorder = mode.recorder
+        recorder = state.recorder
         current = recorder.stream
         if asynchronous and own_stream is not None:
             self._wait(current, own_stream)
         builder = recorder.builder
         stream = own_stream if asynchronous and own_stream is not None else current
-        builder.begin_op(mode.op_name(func), reads=mode.numbers(inputs), stream=stream)
-        builder.op_writes(mode.numbers(outputs) if form.kind != "send" else [])
+        builder.begin_op(state.op_name(func), reads=state.numbers(inputs), stream=stream)
+        builder.op_writes(state.numbers(outputs) if form.kind != "send" else [])
         builder.op_work(flops=0, moved_bytes=sum(item.nbytes for item in (*inputs, *outputs)))
         self._name_buffers(form.kind, inputs, outputs)
         if not asynchronous:
@@ -275,7 +274,7 @@ class Collectives:
     def _wait(self, ahead: int, waits: int | None) -> None:
         """A stream, by default the current one, waits for what another has been given so far."""
         number = self.communicators.new_event()
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         recorder.mark(EventKind.EVENT_RECORD, stream=ahead, aux=number)
         stream = recorder.stream if waits is None else waits
         recorder.mark(EventKind.EVENT_WAIT, stream=stream, aux=number)
@@ -286,18 +285,18 @@ class Collectives:
         """Flat buffers exist for the sake of communication: those of FSDP, and DDP's buckets, which
         only C++ reduces."""
         buffers = inputs if kind == "reduce_scatter" else outputs if kind == "all_gather" else []
-        if kind == "all_reduce" and self.mode.in_engine():
+        if kind == "all_reduce" and self.state.in_engine():
             buffers = outputs
         for tensor in buffers:
-            number = self.mode.number_of(tensor)
-            if number >= 0 and self.mode.recorder.builder.role_of(number) == Role.UNKNOWN:
-                self.mode.recorder.builder.set_role(number, Role.COMMUNICATION)
+            number = self.state.number_of(tensor)
+            if number >= 0 and self.state.recorder.builder.role_of(number) == Role.UNKNOWN:
+                self.state.recorder.builder.set_role(number, Role.COMMUNICATION)
 
     # Values
 
     def _known(self, tensor: torch.Tensor) -> Value:
         if isinstance(tensor, FakeTensor):
-            return self.mode.values.of(tensor)
+            return self.state.values.of(tensor)
         return tensor.detach()
 
     def _put(self, out: torch.Tensor, value: Value, inputs: list[torch.Tensor]) -> None:
@@ -305,7 +304,7 @@ class Collectives:
             if value is not None and value.numel() == out.numel():
                 out.detach().copy_(value.reshape(out.shape).clone())
             return
-        values = self.mode.values
+        values = self.state.values
         if value is None or value.numel() != out.numel():
             values.forget(out)
             if inputs and isinstance(inputs[0], FakeTensor):

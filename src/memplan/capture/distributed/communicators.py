@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import distributed
 from torch._C._distributed_c10d import ProcessGroup
 
-from memplan.capture.cuda.torch_cuda import FakeEvent
+from memplan.capture.cuda.fake_cuda import FakeEvent
 from memplan.types.trace import Communicator
 
 _SETTINGS = (

@@ -17,12 +17,12 @@ from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _MODULE = "torch.distributed.fsdp._optim_utils"
 
 
-def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None:
+def install(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
     """Until `patches.undo()`."""
 
     def adapt(module: ModuleType) -> None:
@@ -32,7 +32,7 @@ def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None
             ("_map_param_key_to_optim_keys", _map_keys(module)),
             ("_gather_all_orig_param_state", _remember(module, gathering)),
             ("_allgather_state_info", _tell(module, gathering)),
-            ("_broadcast_processed_state", _from_rank_0(module, mode)),
+            ("_broadcast_processed_state", _from_rank_0(module, state)),
         ):
             patches.set(module, name, stand_in)
 
@@ -72,13 +72,13 @@ def _map_keys(module: ModuleType) -> Callable[..., Any]:
     return map_keys
 
 
-def _from_rank_0(module: ModuleType, mode: CaptureMode) -> Callable[..., Any]:
+def _from_rank_0(module: ModuleType, state: CaptureState) -> Callable[..., Any]:
     original = module._broadcast_processed_state
 
     def receive(fsdp_state: Any, optim_state: Any, group: Any) -> Any:
         if fsdp_state.rank != 0:
             raise CaptureError(
-                f"{mode.source()}: rank 0 alone holds the optimizer's states that are loaded "
+                f"{state.source()}: rank 0 alone holds the optimizer's states that are loaded "
                 "(rank0_only) and sends them to this one; rank 0 does not run here",
                 "--rank 0, which needs most; or load without rank0_only, or leave the loading out",
             )

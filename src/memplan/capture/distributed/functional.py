@@ -14,12 +14,13 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work, _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.operators.fake import run_fake
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.imports import ImportWatcher
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.collectives import Collectives
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d
@@ -31,8 +32,8 @@ _CONTEXT = "torch.distributed.tensor.experimental._context_parallel._cp_custom_o
 class FunctionalCollectives:
     """Handlers of the operators."""
 
-    def __init__(self, mode: CaptureMode, collectives: Collectives) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, collectives: Collectives) -> None:
+        self.state = state
         self.collectives = collectives
         self._pending: dict[int, Work] = {}
         """By the result's storage, which the handle keeps alive."""
@@ -72,12 +73,12 @@ class FunctionalCollectives:
 
     def install(self, patches: Patches, watcher: ImportWatcher) -> None:
         """Until `patches.undo()`."""
-        self.mode.collectives.update(self.handlers())
+        self.state.collectives.update(self.handlers())
 
         def adapt(module: ModuleType) -> None:
             # Its rule for fake tensors makes a tensor of its own; what runs wraps the one it gets.
             if hasattr(functional, "_wrap_tensor_autograd"):
-                self.mode.collectives[functional._wrap_tensor_autograd.default] = _adapted(
+                self.state.collectives[functional._wrap_tensor_autograd.default] = _adapted(
                     module.AsyncCollectiveTensor
                 )
 
@@ -90,11 +91,11 @@ class FunctionalCollectives:
         for name in ("flex_cp_allgather", "flex_cp_allgather_backward"):
             made = getattr(module, name, None)
             if made is not None:
-                self.mode.collectives[made._opoverload] = self._inside(made._init_fn)
+                self.state.collectives[made._opoverload] = self._inside(made._init_fn)
 
     def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
         def run(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with self.mode:
+            with self.state.mode:
                 return body(*args, **kwargs)
 
         return run
@@ -142,7 +143,7 @@ class FunctionalCollectives:
         size = group.size()
         shape = list(x.shape)
         shape[shard_dim] //= size
-        with self.mode:
+        with self.state.mode:
             parts = x.view([*shape[:shard_dim], size, *shape[shard_dim:]])
             sent = parts.movedim(shard_dim, 0).contiguous()
             received = torch.empty_like(sent)
@@ -150,7 +151,7 @@ class FunctionalCollectives:
         func = c10d.alltoall_base_.default
         self.collectives.start(func, group, sent, received, args=args).wait()
         shape[gather_dim] *= size
-        with self.mode:
+        with self.state.mode:
             return received.movedim(0, gather_dim).contiguous().view(shape)
 
     def _wait(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +180,7 @@ class FunctionalCollectives:
         options = {"dtype": like.dtype, "device": like.device}
         if not isinstance(like, FakeTensor):
             return torch.empty(shape, **options)  # type: ignore[call-overload, no-any-return]
-        made: torch.Tensor = self.mode.fake(aten.empty.memory_format, (shape,), options)
+        made: torch.Tensor = run_fake(self.state, aten.empty.memory_format, (shape,), options)
         return made
 
 
@@ -187,7 +188,7 @@ def _copy(own: FunctionalCollectives, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, FakeTensor):
         return x.clone(memory_format=torch.contiguous_format)
     layout = {"memory_format": torch.contiguous_format}
-    made: torch.Tensor = own.mode.fake(aten.clone.default, (x,), layout)
+    made: torch.Tensor = run_fake(own.state, aten.clone.default, (x,), layout)
     return made
 
 

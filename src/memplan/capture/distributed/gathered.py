@@ -18,13 +18,13 @@ from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _FSDP1 = "torch.distributed.fsdp._flat_param"
 
 
-def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None:
+def install(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
     """Until `patches.undo()`."""
 
     def after(owner: Any, method: str, outputs: Callable[[Any], Iterator[Any]]) -> None:
@@ -36,7 +36,7 @@ def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None
             result = original(self, *args, **kwargs)
             for tensor, name in outputs(self):
                 if isinstance(tensor, torch.Tensor):
-                    mode.role_of(tensor, Role.GATHERED_PARAMETER, name)
+                    state.role_of(tensor, Role.GATHERED_PARAMETER, name)
             return result
 
         patches.set(owner, method, then_name)

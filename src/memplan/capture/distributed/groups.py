@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memplan.capture.distributed.communicators import Communicators
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.options import RankPlace
+    from memplan.capture.state import CaptureState
 
 _FAKE = "fake"
 _BOTH = "cpu:gloo,cuda:nccl"
@@ -64,16 +64,16 @@ class ProcessGroups:
     """Makes the groups of one capture."""
 
     def __init__(
-        self, mode: CaptureMode, place: RankPlace | None, communicators: Communicators
+        self, state: CaptureState, place: RankPlace | None, communicators: Communicators
     ) -> None:
-        self.mode = mode
+        self.state = state
         self.place = place
         self.communicators = communicators
         self._asked: dict[str, str] = {}
         self._init: Callable[..., Any] = c10d.init_process_group
         self._new: Callable[..., Any] = c10d.new_group
         self._excepthook = sys.excepthook
-        mode.collectives[torch.ops.c10d.monitored_barrier_.default] = self._monitored
+        state.collectives[torch.ops.c10d.monitored_barrier_.default] = self._monitored
 
     # Making
 
@@ -108,7 +108,7 @@ class ProcessGroups:
 
     def _rank_and_size(self, init_method: str | None, rank: int, size: int) -> tuple[int, int]:
         place = self.place
-        where = self.mode.source() or "the script"
+        where = self.state.source() or "the script"
         if place is not None:
             for name, given, ours in (
                 ("rank", rank, place.rank),
@@ -195,7 +195,7 @@ class ProcessGroups:
         self._asked[group.group_name] = asked
         if device_backend(asked) not in ("nccl", "undefined"):
             self.communicators.without_nccl(group)
-        elif device_id is not None and torch.device(device_id).type == self.mode.device_type:
+        elif device_id is not None and torch.device(device_id).type == self.state.device_type:
             self.communicators.eager(group)
 
     # Asking

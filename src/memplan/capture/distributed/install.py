@@ -11,7 +11,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from memplan.capture.cuda.torch_cuda import FakeCuda
+from memplan.capture.cuda.fake_cuda import FakeCuda
 from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric, uneven
 from memplan.capture.distributed.batches import Batches
 from memplan.capture.distributed.checkpoint import Checkpoints
@@ -26,21 +26,21 @@ from memplan.capture.distributed.place import environment, rank_environment
 from memplan.capture.distributed.sent import Broadcasts
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
-from memplan.capture.mode import CaptureMode
 from memplan.capture.options import CaptureOptions
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.imports import ImportWatcher
 from memplan.capture.patches.internals import require
 from memplan.capture.sandbox.patches import release_by_name, replace_by_name
+from memplan.capture.state import CaptureState
 from memplan.types.trace import Communicator
 
 
 class Distributed:
     """What a capture does about other processes of the same job."""
 
-    def __init__(self, mode: CaptureMode, options: CaptureOptions, cuda: FakeCuda | None) -> None:
+    def __init__(self, state: CaptureState, options: CaptureOptions, cuda: FakeCuda | None) -> None:
         self.options = options
-        self.mode = mode
+        self.state = state
         place = options.place
         local = place.local_world_size if place is not None else DEFAULT_LOCAL
         numbered = (lambda: cuda.new_stream_number(0)) if cuda is not None else (lambda: 0)
@@ -54,34 +54,34 @@ class Distributed:
             stack.enter_context(environment(variables))
         elif self.options.environment:
             stack.enter_context(environment(self.options.environment))
-        if place is not None and place.local_rank < self.mode.devices:
-            self.mode.own_device = place.local_rank
+        if place is not None and place.local_rank < self.state.devices:
+            self.state.own_device = place.local_rank
         if not distributed.is_available():
             return
         require("capture/distributed")
         dtensor.install(patches, watcher)
-        gathered.install(patches, watcher, self.mode)
-        flat_states.install(patches, watcher, self.mode)
-        symmetric.install(patches, watcher, self.mode)
+        gathered.install(patches, watcher, self.state)
+        flat_states.install(patches, watcher, self.state)
+        symmetric.install(patches, watcher, self.state)
         uneven.install(patches, watcher)
         register_backend()
-        groups = ProcessGroups(self.mode, place, self._communicators)
-        broadcasts = Broadcasts(self.mode, peers.current())
+        groups = ProcessGroups(self.state, place, self._communicators)
+        broadcasts = Broadcasts(self.state, peers.current())
         broadcasts.install(stack)
-        collectives = Collectives(self.mode, self._communicators, broadcasts)
-        self.mode.collectives.update(collectives.handlers())
-        self.mode.collectives[torch.ops.aten.is_pinned.default] = _is_pinned
-        self.mode.observe(torch.ops.aten.copy_.default, _learn_copied)
-        functional = FunctionalCollectives(self.mode, collectives)
+        collectives = Collectives(self.state, self._communicators, broadcasts)
+        self.state.collectives.update(collectives.handlers())
+        self.state.collectives[torch.ops.aten.is_pinned.default] = _is_pinned
+        self.state.observe(torch.ops.aten.copy_.default, _learn_copied)
+        functional = FunctionalCollectives(self.state, collectives)
         functional.install(patches, watcher)
         stack.callback(functional.clear)
         stack.callback(collectives.works.clear)
-        Pipelines(self.mode, self._communicators, peers.current()).install(patches, watcher)
-        Checkpoints(self.mode).install(patches, watcher)
+        Pipelines(self.state, self._communicators, peers.current()).install(patches, watcher)
+        Checkpoints(self.state).install(patches, watcher)
         stack.callback(groups.close)
         batches = Batches(collectives)
         batches.install(patches)
-        objects = ObjectCollectives(self.mode, broadcasts)
+        objects = ObjectCollectives(self.state, broadcasts)
         self._replace(stack, patches, groups, batches, objects)
 
     def _replace(
@@ -107,7 +107,7 @@ class Distributed:
             originals[name] = (getattr(_distributed_c10d, name), LocalStore)
         for name in ("spawn", "start_processes"):
             original = getattr(spawn_module, name)
-            originals[name] = (original, make_spawn(self.mode, self.options.place, original))
+            originals[name] = (original, make_spawn(self.state, self.options.place, original))
         replace_by_name(patches, {id(old): new for old, new in originals.values()})
         # Modules that are imported meanwhile take the stand-ins by name.
         back = {id(new): old for old, new in originals.values() if new is not LocalStore}
@@ -131,8 +131,8 @@ def _is_pinned(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bo
     return bool(args[0].device.type == "cpu")
 
 
-def _learn_copied(mode: CaptureMode, _func: Any, args: Any, _kwargs: Any, _result: Any) -> None:
+def _learn_copied(state: CaptureState, _func: Any, args: Any, _kwargs: Any, _result: Any) -> None:
     """A tensor that is filled whole from a known one is known: so DDP tells its buckets."""
     target, source = args[0], args[1]
-    if not mode.values.knows(target) and source.numel() == target.numel():
-        mode.values.follow(target, source)
+    if not state.values.knows(target) and source.numel() == target.numel():
+        state.values.follow(target, source)

@@ -13,14 +13,14 @@ from torch import distributed
 
 if TYPE_CHECKING:
     from memplan.capture.distributed.sent import Broadcasts
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 
 class ObjectCollectives:
     """Stand-ins, by the names in `torch.distributed`; `weights_only` changes nothing here."""
 
-    def __init__(self, mode: CaptureMode, broadcasts: Broadcasts) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, broadcasts: Broadcasts) -> None:
+        self.state = state
         self.broadcasts = broadcasts
 
     def stand_ins(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class ObjectCollectives:
         return 0 if src is None else src
 
     def _missing(self, what: str, src: int | None) -> None:
-        self.mode.assumptions.add(
+        self.state.assumptions.add(
             "rank",
             f"the objects that rank {src or 0} would {what} are those that this rank has already",
             op=f"{what}_object_list",
-            source=self.mode.source(),
+            source=self.state.source(),
         )
 
 

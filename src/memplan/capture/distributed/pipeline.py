@@ -23,7 +23,7 @@ from memplan.types.errors import CaptureError
 if TYPE_CHECKING:
     from memplan.capture.distributed.communicators import Communicators
     from memplan.capture.distributed.peers import Peers
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _MODULE = "torch.distributed.pipelining.stage"
 
@@ -31,8 +31,8 @@ _MODULE = "torch.distributed.pipelining.stage"
 class Pipelines:
     """Stand-ins for the exchanges between stages."""
 
-    def __init__(self, mode: CaptureMode, communicators: Communicators, peers: Peers) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, communicators: Communicators, peers: Peers) -> None:
+        self.state = state
         self.communicators = communicators
         self.peers = peers
 
@@ -74,8 +74,8 @@ class Pipelines:
 
     def _write(self, tensor: torch.Tensor, vote: int) -> None:
         value = torch.tensor([vote], dtype=torch.int32, device="cpu")
-        if tensor.device.type == self.mode.device_type:
-            self.mode.values.write(tensor, value)
+        if tensor.device.type == self.state.device_type:
+            self.state.values.write(tensor, value)
         else:
             tensor.copy_(value)
 
@@ -102,7 +102,7 @@ class Pipelines:
 
     def _used(self, stage: Any, kind: str) -> None:
         """The objects travel in a batch, over the communicator of the whole group."""
-        if stage.device.type == self.mode.device_type:
+        if stage.device.type == self.state.device_type:
             self.communicators.used(stage.group or c10d._get_default_group(), kind)
 
     def _gradients(self, module: ModuleType, stage: Any) -> tuple[Any, ...]:
@@ -112,12 +112,12 @@ class Pipelines:
                 metas.append(None)
                 continue
             if isinstance(meta, module._DTensorMeta):
-                self.mode.assumptions.add(
+                self.state.assumptions.add(
                     "rank",
                     "the gradient of a distributed tensor comes from the next pipeline stage with "
                     "the placements of the tensor",
                     op="recv_object_list",
-                    source=self.mode.source(),
+                    source=self.state.source(),
                 )
             metas.append(dataclasses.replace(meta, requires_grad=False))
         return tuple(metas)
@@ -127,8 +127,8 @@ class Pipelines:
         told = self.peers.ask(rank, _key(stage.stage_index))
         if told is None:
             raise CaptureError(
-                f"{self.mode.source()}: pipeline stage {stage.stage_index} takes the shapes of its "
-                f"inputs from stage {src_stage}, on rank {rank}, which does not run here",
+                f"{self.state.source()}: pipeline stage {stage.stage_index} takes the shapes of "
+                f"its inputs from stage {src_stage}, on rank {rank}, which does not run here",
                 "PipelineStage(…, input_args=…, output_args=…) with example tensors on the meta "
                 "device, or run memplan on the script as a whole, which asks that rank",
             )

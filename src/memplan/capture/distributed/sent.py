@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from memplan.capture.distributed.peers import Peers
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _SMALL = 256
 """Elements: what the host decides by is not larger."""
@@ -39,8 +39,8 @@ _Stream = tuple[int, tuple[int, ...], str]
 class Broadcasts:
     """The broadcasts of a capture, numbered by sender and group."""
 
-    def __init__(self, mode: CaptureMode, peers: Peers) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, peers: Peers) -> None:
+        self.state = state
         self.peers = peers
         self._counts: Counter[_Stream] = Counter()
         self._steps = 0
@@ -51,7 +51,7 @@ class Broadcasts:
         stack.callback(hook.remove)
 
     def _stepped(self, *_args: Any) -> None:
-        if not self.mode.context.backward_seen:
+        if not self.state.context.backward_seen:
             return
         self._steps += 1
         if self.peers.answering and self._steps == 1:
@@ -62,7 +62,7 @@ class Broadcasts:
 
     def tensor(self, tensor: torch.Tensor, group: Any, root: int) -> None:
         """`tensor` is broadcast by the rank `root` of `group`."""
-        caller = self.mode.caller
+        caller = self.state.caller
         if tensor.numel() > _SMALL:
             return
         if caller is not None and caller.f_code.co_filename.endswith(_ALIKE):
@@ -91,7 +91,7 @@ class Broadcasts:
             return value.reshape(shape) if value.numel() == shape.numel() else own
 
         if isinstance(tensor, FakeTensor):
-            self.mode.values.later(tensor, received)
+            self.state.values.later(tensor, received)
         elif self.peers.link is not None:
             value = received()
             if value is not None:
@@ -103,7 +103,7 @@ class Broadcasts:
         return decided and bool(own.count_nonzero())
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self.mode.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
+        return self.state.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
 
     # Objects
 
@@ -126,12 +126,12 @@ class Broadcasts:
     # Asking
 
     def _nobody(self, sender: int) -> None:
-        self.mode.assumptions.add(
+        self.state.assumptions.add(
             "rank",
             f"what rank {sender} broadcasts is what this rank has already: it can be asked for on "
             "the command line only, once in a process",
             op="broadcast",
-            source=self.mode.source(),
+            source=self.state.source(),
         )
 
     def _ask(self, stream: _Stream, number: int) -> Any:
@@ -150,7 +150,7 @@ class Broadcasts:
                 return self.peers.ask(sender, _key(stream, min(number, counts[stream])))
         except CaptureError as error:
             raise CaptureError(
-                f"{self.mode.source()}: rank {distributed.get_rank()} goes by what rank {sender} "
+                f"{self.state.source()}: rank {distributed.get_rank()} goes by what rank {sender} "
                 f"broadcasts, and that could not be had: {error.message}",
                 error.hint or f"memplan estimate --rank {sender} …, to see what that rank needs",
             ) from error

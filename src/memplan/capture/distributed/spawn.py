@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.options import RankPlace
+    from memplan.capture.state import CaptureState
 
 
 class _Ended:
@@ -23,7 +23,7 @@ class _Ended:
         return []
 
 
-def make_spawn(mode: CaptureMode, place: RankPlace | None, original: Any) -> Any:
+def make_spawn(state: CaptureState, place: RankPlace | None, original: Any) -> Any:
     """Stand-in for `spawn` and `start_processes`."""
 
     def spawn(
@@ -39,7 +39,7 @@ def make_spawn(mode: CaptureMode, place: RankPlace | None, original: Any) -> Any
             return original(fn, args, nprocs, join, daemon, start_method)
         if place is not None and nprocs != place.local_world_size:
             raise CaptureError(
-                f"{mode.source()}: {nprocs} processes are spawned, but what is captured has "
+                f"{state.source()}: {nprocs} processes are spawned, but what is captured has "
                 f"{place.local_world_size} in a node",
                 f"--world-size {nprocs} for one node of {nprocs}",
             )

@@ -10,18 +10,18 @@ from memplan.capture.patches.imports import ImportWatcher
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _MODULE = "torch.distributed._symmetric_memory"
 _MAKING = ("empty", "rendezvous", "get_symm_mem_workspace")
 
 
-def install(patches: Patches, watcher: ImportWatcher, mode: CaptureMode) -> None:
+def install(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
     """Until `patches.undo()`."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise CaptureError(
-            f"{mode.source()}: symmetric memory, which lies outside PyTorch's allocator and which "
+            f"{state.source()}: symmetric memory, which lies outside PyTorch's allocator and which "
             "other ranks' GPUs map, cannot be followed",
             "leave it out when estimating: the functional collectives do the same without it",
         )

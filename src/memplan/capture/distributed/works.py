@@ -23,6 +23,16 @@ _KEPT = 64
 _OWN_REFERENCES = 3  # the queue's, the loop variable's and `getrefcount`'s own
 
 
+class Batch:
+    """What one batch has been given so far."""
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        self.done: Callable[[], None] | None = None
+        """What waiting for the batch does; None while nothing in it is asynchronous."""
+
+
 class RankWork(Work):
     """A collective that is done at once, except that its tensors stay until `wait()`, and the
     outputs of one that is no batch for as long as somebody has the handle."""

@@ -194,6 +194,15 @@ def _set_metaclass(before: type, after: type) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
 
 
+base_data = torch._C.TensorBase.data
+
+
+def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
+    """`tensor.data = value`, with the Python side of the fake device moved along."""
+    base_data.__set__(tensor, value)  # type: ignore[attr-defined]
+    tensor.fake_device = value.fake_device
+
+
 def is_fake(item: Any) -> bool:
     """`isinstance(item, FakeTensor)`, at less cost."""
     return isinstance(item, _Tensor) and item._fake_device is not None  # type: ignore[attr-defined]

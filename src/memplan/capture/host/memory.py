@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,11 +28,7 @@ from memplan.capture.host.process import HostProcess, absent_bytes
 from memplan.types.trace import HostCapture, HostEventKind, Role
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
-    from memplan.capture.patches.attributes import Patches
     from memplan.capture.recording.recorder import Recorder
-
-aten = torch.ops.aten
 
 _STANDS_IN = "_memplan_stands_in"
 _SMALLEST = 64 << 10
@@ -238,51 +234,3 @@ class HostMemory:
 
     def _changed(self, died: bool, key: int, _reference: object) -> None:
         self._changes.append((died, key))
-
-
-def install(patches: Patches, mode: CaptureMode) -> None:
-    """Follow page-locked memory until `patches.undo()`."""
-    host = mode.host
-    if not host.enabled:
-        return
-    mode.observe(aten._to_copy.default, _observe_copy)
-
-    def pin_memory(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        if tensor.is_cuda:
-            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-        if hasattr(tensor, "__tensor_flatten__"):  # a wrapper: what it holds
-            for name in tensor.__tensor_flatten__()[0]:
-                host.pin(getattr(tensor, name))
-            return tensor
-        if tensor.layout is not torch.strided or host.is_pinned(tensor):
-            return tensor
-        if isinstance(tensor, FakeTensor) or _is_part(tensor):
-            with torch.no_grad():
-                tensor = tensor.clone()
-        host.pin(tensor)
-        return tensor
-
-    def is_pinned(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> bool:
-        if tensor.is_cuda or tensor.layout is not torch.strided:
-            return False
-        if hasattr(tensor, "__tensor_flatten__"):
-            return all(getattr(tensor, name).is_pinned() for name in tensor.__tensor_flatten__()[0])
-        return host.is_pinned(tensor)
-
-    patches.set(torch.Tensor, "pin_memory", pin_memory)
-    patches.set(torch.Tensor, "is_pinned", is_pinned)
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a view of something larger, which is not pinned with it."""
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-def _observe_copy(mode: CaptureMode, _func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """A copy from the device that the host does not wait for goes to page-locked memory
-    (`_to_copy` in aten/src/ATen/native/TensorConversions.cpp)."""
-    if kwargs.get("non_blocking") and isinstance(result, FakeTensor):
-        source = args[0]
-        from_device = isinstance(source, FakeTensor) and source.fake_device.type == mode.device_type
-        if from_device and result.fake_device.type == "cpu":
-            mode.host.pin(result)

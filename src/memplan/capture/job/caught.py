@@ -19,9 +19,9 @@ from memplan.capture.patches.internals import refusal
 from memplan.types.errors import CaptureError, MemplanError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
     from memplan.capture.recording.context import Context
+    from memplan.capture.state import CaptureState
 
 _MARK = "_memplan_noted"
 _MOST = 5
@@ -58,8 +58,8 @@ class _Noted:
 class Caught:
     """Takes note of errors where operators, models and backward passes raise them."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self._mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self._state = state
         self._errors: list[_Noted] = []
 
     def install(self, patches: Patches) -> None:
@@ -73,7 +73,7 @@ class Caught:
                 self.passes(error)
                 raise
 
-        self._mode.on_error = self.of_operator
+        self._state.on_error = self.of_operator
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
     def of_operator(self, error: Exception) -> None:
@@ -95,7 +95,7 @@ class Caught:
                 raise refused
         different = {(error.kind, error.place): error for error in cut_short}
         for error in list(different.values())[:_MOST]:
-            self._mode.assumptions.add(
+            self._state.assumptions.add(
                 "caught",
                 f"the script caught {error.kind} ({error.message}) and went on; what was cut short "
                 "is taken to need no more",
@@ -103,17 +103,17 @@ class Caught:
             )
 
     def _note(self, error: Exception, *, of_operator: bool) -> None:
-        if self._mode.recorder.finished:
+        if self._state.recorder.finished:
             return
         known: _Noted | None = getattr(error, _MARK, None)
         if known is None:
             known = self._new(error, of_operator)
-        known.trains = known.trains or _trains(self._mode.context)
+        known.trains = known.trains or _trains(self._state.context)
 
     def _new(self, error: Exception, of_operator: bool) -> _Noted:
         message = textwrap.shorten(short_message(error), _LONGEST, placeholder=" …")
         # The error has not come by the frames above this one yet.
-        place = place_of(error) or self._mode.source()
+        place = place_of(error) or self._state.source()
         cause = memplan_cause(error)
         noted = _Noted(
             type(error).__name__,

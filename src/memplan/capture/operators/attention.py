@@ -22,8 +22,8 @@ from memplan.capture.kernels.attention import (
     choose_sdpa,
 )
 from memplan.capture.kernels.model import version_tuple
-from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.patches.attributes import weakly
+from memplan.capture.state import CaptureState, Handler
 from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
@@ -37,8 +37,8 @@ _PRIORITY = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 class Attention:
     """Chooses and runs attention kernels for one capture."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, profile: DeviceProfile) -> None:
+        self.state = state
         self.profile = profile
 
     def install(self) -> torch.library.Library:
@@ -50,8 +50,8 @@ class Attention:
     def handler(self) -> Handler:
         """For calls that come without autograd (inference mode)."""
 
-        def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-            with mode:
+        def handle(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+            with state.mode:
                 return self.run(*args, **kwargs)
 
         return handle
@@ -73,7 +73,7 @@ class Attention:
         dtype = str(query.dtype).removeprefix("torch.")
         shape = f"{dtype}, head size {query.shape[-1]}"
         reason = f"{shape}: {choice.reason}"
-        self.mode.kernels["scaled_dot_product_attention", choice.kernel, reason] += 1
+        self.state.kernels["scaled_dot_product_attention", choice.kernel, reason] += 1
         if choice.kernel in ("math", "none"):
             result: torch.Tensor = aten._scaled_dot_product_attention_math(
                 query,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.mode import CaptureMode, Handler
+from memplan.capture.state import CaptureState, Handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def in_place(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """An in-place operator on lists asks for no memory; only known values need a kernel."""
     lists = [item for item in args if isinstance(item, (list, tuple))]
     tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
-    known = mode.values.knows
+    known = state.values.knows
     if not all(isinstance(item, FakeTensor) and not known(item) for item in tensors):
         return NotImplemented
     factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
-    written = [mode.number_of(tensor) for tensor in args[0]]
-    builder = mode.recorder.builder
+    written = [state.number_of(tensor) for tensor in args[0]]
+    builder = state.recorder.builder
     builder.begin_op(
         str(func),
-        reads=[n for n in map(mode.number_of, [*tensors, *factors]) if n >= 0],
-        stream=mode.recorder.stream,
+        reads=[n for n in map(state.number_of, [*tensors, *factors]) if n >= 0],
+        stream=state.recorder.stream,
     )
     builder.op_writes(number for number in written if number >= 0)
     return None

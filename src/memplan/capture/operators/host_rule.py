@@ -9,14 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 aten = torch.ops.aten
 
 _MAX_BYTES = 64 << 20
 
 
-def run_on_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """Fake results of an operator that PyTorch has no shape rule for.
 
     One that only writes to its arguments gives those back. Any other runs on the CPU, on values
@@ -34,7 +34,7 @@ def run_on_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     def real(item: Any) -> Any:
         if isinstance(item, FakeTensor):
-            value = mode.values.of(item)
+            value = state.values.of(item)
             return _made_up(item) if value is None else value
         return torch.device("cpu") if isinstance(item, torch.device) else item
 
@@ -43,19 +43,19 @@ def run_on_host(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*host_args, **host_kwargs)
     except (RuntimeError, NotImplementedError):
         return NotImplemented
-    mode.assumptions.add(
+    state.assumptions.add(
         "shape",
         "the result's shape was learnt from a run on the host with made-up values",
         op=str(func),
-        source=mode.source(),
+        source=state.source(),
     )
     device = flat[0].fake_device
 
     def fake(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        mode.refuse_sparse(item)
-        return mode.fake_mode.dispatch(
+        state.refuse_sparse(item)
+        return state.fake_mode.dispatch(
             aten.empty_strided.default,
             (),
             (tuple(item.size()), tuple(item.stride())),

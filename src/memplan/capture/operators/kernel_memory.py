@@ -28,7 +28,7 @@ from memplan.capture.kernels.model import Scratch, version_tuple
 from memplan.capture.kernels.reduction import reduction_scratch
 from memplan.capture.kernels.scratch import SCRATCH, scratch_for
 from memplan.capture.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
-from memplan.capture.mode import CaptureMode, Observer
+from memplan.capture.state import CaptureState, Observer
 from memplan.types.device import DeviceProfile
 
 aten = torch.ops.aten
@@ -39,8 +39,8 @@ _BATCH_NORMS = ("aten.native_batch_norm", "aten.native_batch_norm_backward")
 class KernelMemory:
     """Observers that record kernels' own memory for one capture."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, profile: DeviceProfile) -> None:
+        self.state = state
         self.profile = profile
         self.version = version_tuple(torch.__version__)
         self._workspaces: set[tuple[int, int, int, str]] = set()
@@ -71,11 +71,11 @@ class KernelMemory:
     def _on_device(self, observer: Observer) -> Observer:
         """Fake tensors on the host go through kernels of the host."""
 
-        def observe(mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             first = next(_tensors_of(args), None)
-            if first is not None and first.device.type == mode.device_type:
-                self._device = mode.device_number(first.device)
-                observer(mode, func, args, kwargs, result)
+            if first is not None and first.device.type == state.device_type:
+                self._device = state.device_number(first.device)
+                observer(state, func, args, kwargs, result)
 
         return observe
 
@@ -87,7 +87,7 @@ class KernelMemory:
         rows = [row for row in scratches if row.high > 0]
         if not rows:
             return
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         stages = sorted({row.begin for row in rows} | {row.end for row in rows if row.end})
         live: list[tuple[Scratch, int]] = []
         for stage in stages:
@@ -102,7 +102,7 @@ class KernelMemory:
         for row, number in live:
             recorder.release(number, row.low, row.bytes, row.high, device)
 
-    def scratch(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def scratch(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """What the rules of `kernels.scratch` say of an operator."""
         tensors: list[torch.Tensor] = []
         other: dict[str, Any] = {}
@@ -130,7 +130,9 @@ class KernelMemory:
         )
         self.add(scratch_for(call))
 
-    def batch_norm(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def batch_norm(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
         """Batch normalisation; a backward's first tensor is the gradient, cuDNN's the input."""
         backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
         x = args[1] if backward and not cudnn else args[0]
@@ -146,12 +148,12 @@ class KernelMemory:
         )
         if not backward:
             backend = batch_norm_backend(call)
-            self.mode.kernels["batch_norm", backend, call.dtype] += 1
+            self.state.kernels["batch_norm", backend, call.dtype] += 1
         self.add(batch_norm_scratch(call, backward=backward))
 
     # Matrix products
 
-    def blas(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def blas(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """cuBLAS workspaces, once per thread and stream."""
         name = f"aten.{func._schema.name.split('::')[1]}"
         tensors = [item for item in args if isinstance(item, torch.Tensor)]
@@ -181,17 +183,17 @@ class KernelMemory:
             if not request.kept:
                 self.add([Scratch(request.pool, request.bytes, request.bytes, request.bytes)])
                 continue
-            key = (threading.get_ident(), self._device, mode.recorder.stream, request.pool)
+            key = (threading.get_ident(), self._device, state.recorder.stream, request.pool)
             if key not in self._workspaces:
                 self._workspaces.add(key)
                 size = request.bytes
                 name = f"{request.pool} workspace"
-                mode.recorder.scratch(size, size, size, self._device, name=name)
+                state.recorder.scratch(size, size, size, self._device, name=name)
 
     # Convolutions
 
     def convolution(
-        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: FakeTensor
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: FakeTensor
     ) -> None:
         """Workspace of a forward convolution."""
         x, w, _bias, stride, padding, dilation, transposed, output_padding, groups = args
@@ -201,16 +203,16 @@ class KernelMemory:
         self._convolve(conv, Direction.FORWARD)
 
     def convolution_backward(
-        self, mode: CaptureMode, func: Any, args: Any, outputs: list[FakeTensor | None]
+        self, state: CaptureState, func: Any, args: Any, outputs: list[FakeTensor | None]
     ) -> list[int]:
         """Record the outputs in the order in which the real backward makes them: the gradient of
         the input and its workspace, of the weight and its workspace, of the bias."""
         grad, x, w, _bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
             args[:10]
         )
-        if grad.device.type != mode.device_type:
-            return [mode.record(output) for output in outputs if output is not None]
-        self._device = mode.device_number(grad.device)
+        if grad.device.type != state.device_type:
+            return [state.record(output) for output in outputs if output is not None]
+        self._device = state.device_number(grad.device)
         conv = _convolution(
             x, w, grad, stride, padding, dilation, transposed, output_padding, groups
         )
@@ -219,7 +221,7 @@ class KernelMemory:
         for output, direction in zip(outputs, directions, strict=True):
             if output is None:
                 continue
-            numbers.append(mode.record(output))
+            numbers.append(state.record(output))
             if direction is not None:
                 self._convolve(conv, direction)
             else:
@@ -246,12 +248,12 @@ class KernelMemory:
             cudnn_enabled=bool(cudnn.enabled),
         )
         backend = conv_backend(conv, settings)
-        self.mode.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
+        self.state.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
         self.add([conv_workspace(conv, direction, settings)])
 
     # Attention
 
-    def flash(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def flash(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         dropout_p = args[3] if len(args) > 3 else 0.0
         self.add(
             attention_scratch.flash_forward_scratch(
@@ -260,7 +262,7 @@ class KernelMemory:
         )
 
     def flash_backward(
-        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         grad, query, key = args[:3]
         self.add(
@@ -274,14 +276,16 @@ class KernelMemory:
             )
         )
 
-    def efficient(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def efficient(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
         query, _key, value = args[:3]
         self.add(
             attention_scratch.efficient_forward_scratch(query.shape, value.shape, _dtype(query))
         )
 
     def efficient_backward(
-        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         query, key, value = args[1:4]
         self.add(
@@ -295,11 +299,11 @@ class KernelMemory:
             )
         )
 
-    def cudnn(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def cudnn(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.add(attention_scratch.cudnn_forward_scratch(args[0].shape))
 
     def cudnn_backward(
-        self, mode: CaptureMode, func: Any, args: Any, kwargs: Any, result: Any
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
         query, key, value = args[1:4]
         self.add(

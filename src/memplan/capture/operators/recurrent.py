@@ -15,11 +15,11 @@ import torch
 import torch.backends.cudnn.rnn as cudnn_rnn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capture.fake.plain_class import set_data
 from memplan.capture.kernels import rnn
 from memplan.capture.kernels.model import Scratch, exactly
-from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.patches.attributes import Patches, weakly
-from memplan.capture.tensors.parameters import set_data
+from memplan.capture.state import CaptureState, Handler
 from memplan.types.trace import Provenance, Role
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ _OPERATORS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 class Recurrent:
     """Runs recurrent stacks for one capture."""
 
-    def __init__(self, mode: CaptureMode, profile: DeviceProfile, memory: KernelMemory) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, profile: DeviceProfile, memory: KernelMemory) -> None:
+        self.state = state
         self.profile = profile
         self.memory = memory
         self._dropout_state = False
@@ -144,24 +144,24 @@ class Recurrent:
 
     # cuDNN's operators
 
-    def flatten(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+    def flatten(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> FakeTensor:
         """All weights become views of one buffer; their own storages go."""
         weights: list[FakeTensor] = list(args[0])
-        mode.recorder.builder.begin_op(str(func), reads=[], stream=mode.recorder.stream)
+        state.recorder.builder.begin_op(str(func), reads=[], stream=state.recorder.stream)
         buffer = self._empty([sum(w.numel() for w in weights)], weights[0])
-        mode.recorder.builder.op_writes([mode.record(buffer)])
-        mode.role_of(buffer, Role.PARAMETER)
+        state.recorder.builder.op_writes([state.record(buffer)])
+        state.role_of(buffer, Role.PARAMETER)
         for weight, view in zip(weights, self._views(buffer, weights), strict=True):
             set_data(weight, view)
         return buffer
 
-    def forward(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def forward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         """Outputs and scratch in the order of `RNN.cpp`."""
         x, weights, _stride, _buffer, hx, cx = args[:6]
         call = _call(args, x, args[14])
         batch_first = args[10] and not args[14]
-        self.mode.kernels["recurrent", "cudnn", f"{call.mode}, {call.dtype}"] += 1
-        self._begin(mode, func, [x, hx, *weights])
+        self.state.kernels["recurrent", "cudnn", f"{call.mode}, {call.dtype}"] += 1
+        self._begin(state, func, [x, hx, *weights])
         steps_first = x.transpose(0, 1) if batch_first else x
         copied = _copy_of("contiguous input", steps_first)
         width = (call.proj_size or call.hidden_size) * call.directions
@@ -172,22 +172,22 @@ class Recurrent:
         size = rnn.reserve(call)
         reserve = self._empty([size.bytes], x, torch.uint8)
         self._keep_dropout_state(call)
-        writes = [mode.record(tensor) for tensor in (output, hy, cy, buffer)]
+        writes = [state.record(tensor) for tensor in (output, hy, cy, buffer)]
         self.memory.add([*copied, rnn.workspace(call)])
-        kept = mode.recorder.track(
+        kept = state.recorder.track(
             reserve, 0, provenance=Provenance.RULE, low=size.low, high=size.high
         )
         writes.append(kept)
-        mode.recorder.builder.op_writes(number for number in writes if number >= 0)
+        state.recorder.builder.op_writes(number for number in writes if number >= 0)
         return (output.transpose(0, 1) if batch_first else output, hy, cy, reserve, buffer)
 
-    def backward(self, mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def backward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         """Gradients of input, state and weights; the weights' share one buffer."""
         x, weights, _stride, buffer, hx, cx, output, grad_output = args[:8]
         call = _call((x, weights, 0, buffer, hx, cx, *args[10:]), x, args[18])
         batch_first = args[14] and not args[18]
         mask = args[21]
-        self._begin(mode, func, [x, hx, output, *weights])
+        self._begin(state, func, [x, hx, output, *weights])
         given = [tensor.transpose(0, 1) if batch_first else tensor for tensor in (x, output)]
         scratch = [row for tensor in given for row in _copy_of("contiguous input", tensor)]
         if isinstance(grad_output, torch.Tensor):
@@ -198,15 +198,15 @@ class Recurrent:
         grad_x, grad_hx = self._empty(given[0].shape, x), self._empty(hx.shape, x)
         grad_cx = None if cx is None else self._empty(cx.shape, x)
         made = [grad_x, grad_hx, *([] if grad_cx is None else [grad_cx])]
-        writes = [mode.record(tensor) for tensor in made]
+        writes = [state.record(tensor) for tensor in made]
         self.memory.add([*scratch, rnn.workspace(call)])
         grads: list[FakeTensor] = []
         if mask[3]:
             flat = self._empty([rnn.weight_count(call)], x)
-            writes.append(mode.record(flat))
+            writes.append(state.record(flat))
             self.memory.add([rnn.workspace(call)])
             grads = self._views(flat, weights)
-        mode.recorder.builder.op_writes(number for number in writes if number >= 0)
+        state.recorder.builder.op_writes(number for number in writes if number >= 0)
         return (grad_x.transpose(0, 1) if batch_first else grad_x, grad_hx, grad_cx, grads)
 
     # Parts
@@ -220,18 +220,18 @@ class Recurrent:
             return self._empty([0], weights[0])
         return self._empty([count], weights[0])
 
-    def _begin(self, mode: CaptureMode, func: Any, tensors: list[Any]) -> None:
-        reads = [mode.number_of(tensor) for tensor in tensors]
-        mode.recorder.builder.begin_op(
+    def _begin(self, state: CaptureState, func: Any, tensors: list[Any]) -> None:
+        reads = [state.number_of(tensor) for tensor in tensors]
+        state.recorder.builder.begin_op(
             str(func),
             reads=[number for number in reads if number >= 0],
-            stream=mode.recorder.stream,
+            stream=state.recorder.stream,
         )
 
     def _empty(
         self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
     ) -> FakeTensor:
-        made: Any = self.mode.fake_mode.dispatch(
+        made: Any = self.state.fake_mode.dispatch(
             aten.empty.memory_format,
             (),
             (list(shape),),
@@ -249,7 +249,7 @@ class Recurrent:
             return
         self._dropout_state = True
         row = rnn.dropout_state(self.profile.sm_count)
-        self.mode.recorder.scratch(row.low, row.bytes, row.high, 0, name=row.name)
+        self.state.recorder.scratch(row.low, row.bytes, row.high, 0, name=row.name)
 
 
 def _call(args: Sequence[Any], x: torch.Tensor, batch_sizes: Sequence[int]) -> rnn.Rnn:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.operators.data_dependent import boxes_kept
+from memplan.capture.operators.fake import run_fake
 from memplan.capture.recording.work import moved_bytes
+from memplan.capture.state import CaptureState, Handler
 
 if TYPE_CHECKING:
     from memplan.capture.patches.attributes import Patches
@@ -17,106 +18,105 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def grouped_mm(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """The CUDA kernel of `_grouped_mm` takes float32 and float16 too; the shape rule only bf16."""
     dtype = args[0].dtype
     if dtype == torch.bfloat16:
         return NotImplemented
 
-    stand_ins = [_empty(mode, tensor, torch.bfloat16) for tensor in args[:2]]
+    stand_ins = [_empty(state, tensor, torch.bfloat16) for tensor in args[:2]]
     named = {name: value for name, value in kwargs.items() if name != "out_dtype"}
-    shaped = mode.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
-    builder = mode.recorder.builder
-    reads = [mode.number_of(tensor) for tensor in args[:2]]
-    builder.begin_op(str(func), reads=reads, stream=mode.recorder.stream)
-    result = _empty(mode, shaped, kwargs.get("out_dtype") or dtype)
-    builder.op_writes([mode.record(result)])
+    shaped = state.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
+    builder = state.recorder.builder
+    reads = [state.number_of(tensor) for tensor in args[:2]]
+    builder.begin_op(str(func), reads=reads, stream=state.recorder.stream)
+    result = _empty(state, shaped, kwargs.get("out_dtype") or dtype)
+    builder.op_writes([state.record(result)])
     builder.op_work(
-        flops=mode.work.flops(func, args, kwargs, result),
+        flops=state.work.flops(func, args, kwargs, result),
         moved_bytes=moved_bytes(func, args, args[:2], [result], []),
     )
     return result
 
 
-def gru_cell(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
     hx = args[2]
-    state = mode.fake(aten.empty_like.default, (hx,), {})
-    workspace = mode.fake(aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
-    return state, workspace
+    hidden = run_fake(state, aten.empty_like.default, (hx,), {})
+    workspace = run_fake(state, aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
+    return hidden, workspace
 
 
-def gru_cell_backward(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """Gradients of both gates, of the state, and of the biases as sums of the gates' gradients."""
     grad, workspace, has_bias = args
     rows, units = workspace.shape[0], workspace.shape[1] // 5
-    gates = [
-        mode.fake(aten.new_empty.default, (workspace, [rows, 3 * units]), {}) for _ in range(2)
-    ]
-    state = mode.fake(aten.empty_like.default, (grad,), {})
-    biases = [
-        mode.fake(aten.sum.dim_IntList, (gate, [0]), {}) if has_bias else None for gate in gates
-    ]
-    return (*gates, state, *biases)
+    shape = [rows, 3 * units]
+    gates = [run_fake(state, aten.new_empty.default, (workspace, shape), {}) for _ in range(2)]
+    hidden = run_fake(state, aten.empty_like.default, (grad,), {})
+    biases: list[Any] = [None, None]
+    if has_bias:
+        biases = [run_fake(state, aten.sum.dim_IntList, (gate, [0]), {}) for gate in gates]
+    return (*gates, hidden, *biases)
 
 
-def no_cudnn_ctc(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> bool:
+def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """cuDNN's loss wants 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`); what
     it takes is not public, so PyTorch's own kernel stands for it."""
     return False
 
 
-def ctc_loss(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`native/cuda/LossCTC.cu`: the losses, and alpha for every frame and extended label."""
     log_probs, lengths = args[0], args[3]
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    longest = max(_integers(mode, lengths), default=0)
-    losses = mode.fake(aten.new_empty.default, (log_probs, [batch]), {})
+    longest = max(_integers(state, lengths), default=0)
+    losses = run_fake(state, aten.new_empty.default, (log_probs, [batch]), {})
     shape = [batch, log_probs.shape[0], 2 * longest + 1]
-    return losses, mode.fake(aten.new_empty.default, (log_probs, shape), {})
+    return losses, run_fake(state, aten.new_empty.default, (log_probs, shape), {})
 
 
-def copy_into_gather(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """FSDP2 gathers shards that lie on the host too (loaded by `assign=True`): its kernel copies
     from there, without memory of its own."""
     shards, output = args[0], args[1]
     there = [tensor for tensor in shards if tensor.device == output.device]
     if len(there) == len(shards):
         return NotImplemented
-    return mode.fake(func, (there, *args[1:]), kwargs)
+    return run_fake(state, func, (there, *args[1:]), kwargs)
 
 
-def install(patches: Patches, mode: CaptureMode) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
     tensor; for a tensor subclass it would divide by them on the host."""
-    mode.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
-    mode.rules["torchvision::nms"] = boxes_kept
+    state.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
+    state.rules["torchvision::nms"] = boxes_kept
     real: Any = torch.ctc_loss
 
     def loss(
         log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **named: Any
     ) -> Any:
-        lists = [_integers(mode, item) for item in (inputs, lengths)]
+        lists = [_integers(state, item) for item in (inputs, lengths)]
         return real(log_probs, targets, *lists, *rest, **named)
 
     patches.set(torch, "ctc_loss", loss)
 
 
-def ctc_loss_backward(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def ctc_loss_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient; the kernel's beta is scratch."""
-    gradient = mode.fake(aten.empty_like.default, (args[1],), {})
-    observer = mode.observers.get(func)
+    gradient = run_fake(state, aten.empty_like.default, (args[1],), {})
+    observer = state.observers.get(func)
     if observer is not None:
-        observer(mode, func, args, kwargs, gradient)
+        observer(state, func, args, kwargs, gradient)
     return gradient
 
 
-def _integers(mode: CaptureMode, lengths: Any) -> list[int]:
+def _integers(state: CaptureState, lengths: Any) -> list[int]:
     if not isinstance(lengths, torch.Tensor):
         return list(lengths)
-    known = mode.values.of(lengths) if isinstance(lengths, FakeTensor) else lengths
+    known = state.values.of(lengths) if isinstance(lengths, FakeTensor) else lengths
     if known is None:
-        raise mode.cannot(
+        raise state.cannot(
             "ctc_loss",
             "the lengths of its targets are not known",
             "lengths that come from the batch's data are known, whether on the CPU or the GPU",
@@ -125,8 +125,8 @@ def _integers(mode: CaptureMode, lengths: Any) -> list[int]:
     return numbers
 
 
-def _empty(mode: CaptureMode, like: torch.Tensor, dtype: torch.dtype) -> Any:
-    return mode.fake_mode.dispatch(
+def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
+    return state.fake_mode.dispatch(
         aten.empty_strided.default,
         (),
         (tuple(like.size()), tuple(like.stride())),

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.mode import CaptureMode, Handler
 from memplan.capture.operators.data_dependent import masked_index
-from memplan.capture.parity.fan_in import called_by_engine
+from memplan.capture.operators.fake import run_fake
+from memplan.capture.parity.additions import called_by_engine
+from memplan.capture.state import CaptureState, Handler
 
 aten = torch.ops.aten
 
@@ -36,38 +37,38 @@ _LOGITS_NODE = "BinaryCrossEntropyWithLogitsBackward0"
 _OWN = "memplan.capture."
 
 
-def into_zeros(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def into_zeros(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """What scatters gradients into zeros that the formula made just before."""
-    if _is_formula(mode, args[0]):
+    if _is_formula(state, args[0]):
         func = _INTO_ZEROS[func]
         if func is not aten.index_put_.default:
-            return mode.fake(func, args, kwargs)
-        result = masked_index(mode, func, args, kwargs)
-        return mode.fake(func, args, kwargs) if result is NotImplemented else result
-    return masked_index(mode, func, args, kwargs) if func is aten.index_put.default else _ORDINARY
+            return run_fake(state, func, args, kwargs)
+        result = masked_index(state, func, args, kwargs)
+        return run_fake(state, func, args, kwargs) if result is NotImplemented else result
+    return masked_index(state, func, args, kwargs) if func is aten.index_put.default else _ORDINARY
 
 
-def of_logits(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
+def of_logits(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """The chain of `binary_cross_entropy_with_logits`, which goes on in one tensor."""
-    if torch._C._current_graph_task_id() == -1 or kwargs or not _is_formula(mode, args[0]):
+    if torch._C._current_graph_task_id() == -1 or kwargs or not _is_formula(state, args[0]):
         return _ORDINARY
     node = torch._C._current_autograd_node()
     if node is None or node.name() != _LOGITS_NODE:
         return _ORDINARY
-    return mode.fake(_OF_LOGITS[func], args, kwargs)
+    return run_fake(state, _OF_LOGITS[func], args, kwargs)
 
 
 _ORDINARY = NotImplemented
 
 
-def _is_formula(mode: CaptureMode, target: Any) -> bool:
+def _is_formula(state: CaptureState, target: Any) -> bool:
     """Whether the engine calls, with the storage that was made last."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     if not isinstance(target, FakeTensor):
         return False
-    newest = mode.recorder.builder.newest_storage
-    return mode.number_of(target) == newest and called_by_engine(_caller())
+    newest = state.recorder.builder.newest_storage
+    return state.number_of(target) == newest and called_by_engine(_caller())
 
 
 def _caller() -> FrameType | None:

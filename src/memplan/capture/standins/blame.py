@@ -17,7 +17,7 @@ from memplan.capture.recording.context import shown_path
 from memplan.types.errors import CaptureError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 _MEMPLAN = str(Path(__file__).parents[2])
 _DEBUG = "correct the rule (docs/packages.md); MEMPLAN_DEBUG=1 shows the whole traceback"
@@ -36,12 +36,12 @@ def is_ours(function: Callable[..., Any]) -> bool:
 
 
 def failed(
-    mode: CaptureMode, name: str, function: Callable[..., Any], error: Exception, call: Any
+    state: CaptureState, name: str, function: Callable[..., Any], error: Exception, call: Any
 ) -> CaptureError:
     """The error for a rule that raised one. `call`: what it was called with, `(args, kwargs)`."""
     if not _takes(function, *call):
         return CaptureError(
-            f"{_where(mode)}: {_named(name, function)} does not take what the script passes: "
+            f"{_where(state)}: {_named(name, function)} does not take what the script passes: "
             f"{error}",
             f"it takes {_signature(function)}; after the call, a rule takes what the real one does",
         )
@@ -51,13 +51,13 @@ def failed(
     detail = (str(error).strip().splitlines() or ["(no message)"])[0]
     return CaptureError(
         f"{place}: the rule for {name} raised {type(error).__name__}: {detail} "
-        f"(called at {_where(mode)})",
+        f"(called at {_where(state)})",
         _DEBUG,
     )
 
 
 def check_devices(
-    mode: CaptureMode, name: str, function: Callable[..., Any], inputs: Any, made: Any
+    state: CaptureState, name: str, function: Callable[..., Any], inputs: Any, made: Any
 ) -> None:
     """Raises CaptureError where a rule made its memory on the host, though the real one's tensors
     are on the device: it would be counted nowhere."""
@@ -69,7 +69,7 @@ def check_devices(
         if not isinstance(tensor, FakeTensor) and id(tensor) not in known:
             raise CaptureError(
                 f"{_named(name, function)} made a tensor of shape {tuple(tensor.shape)} on the "
-                f"{tensor.device} and its arguments are on the device (called at {_where(mode)})",
+                f"{tensor.device} and its arguments are on the device (called at {_where(state)})",
                 "make it with torch.empty(..., device=x.device), x.new_empty or torch.empty_like",
             )
 
@@ -100,7 +100,7 @@ def check_gradients(
 
 
 def check_returns(
-    mode: CaptureMode, name: str, function: Callable[..., Any], func: Any, call: Any, made: Any
+    state: CaptureState, name: str, function: Callable[..., Any], func: Any, call: Any, made: Any
 ) -> None:
     """Raises CaptureError where a rule gives something else than its operator does, by the
     operator's schema and, where PyTorch has one, its shape rule."""
@@ -113,21 +113,21 @@ def check_returns(
     if not fits:
         raise CaptureError(
             f"{_named(name, function)} returned {', '.join(map(_kind, results))}, and the operator "
-            f"returns {', '.join(wanted) or 'nothing'} (called at {_where(mode)})",
+            f"returns {', '.join(wanted) or 'nothing'} (called at {_where(state)})",
             f"its schema is {func._schema}",
         )
     if func._schema.is_mutable:
         return
     try:
         args, kwargs = call
-        expected = mode.fake_mode.dispatch(func, (), args, kwargs)
+        expected = state.fake_mode.dispatch(func, (), args, kwargs)
     except Exception:  # no shape rule, or one that asks for values: the user's is the only one
         return
     for mine, theirs in zip(_tensors(made), _tensors(expected), strict=False):
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             raise CaptureError(
                 f"{_named(name, function)} returned {_geometry(mine)}, and the operator's shape "
-                f"rule says {_geometry(theirs)} (called at {_where(mode)})",
+                f"rule says {_geometry(theirs)} (called at {_where(state)})",
                 "return what the operator returns; memory that is only used is call.workspace",
             )
 
@@ -181,8 +181,8 @@ def _signature(function: Callable[..., Any]) -> str:
     return str(inspect.signature(function)).partition(" -> ")[0]
 
 
-def _where(mode: CaptureMode) -> str:
-    return mode.source() or "the script"
+def _where(state: CaptureState) -> str:
+    return state.source() or "the script"
 
 
 def _shown(filename: str) -> str:

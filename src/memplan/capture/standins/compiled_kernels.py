@@ -94,9 +94,9 @@ def adapt_extensions(patches: Patches, module: ModuleType) -> None:
     def stand_in(name: str) -> ModuleType:
         rules = rules_of_module(name)
         if not rules and is_guarded(sys._getframe(2)):
-            mode = running()
-            if mode is not None:
-                mode.assumptions.add("kernel", _NOT_BUILT, op=name)
+            state = running()
+            if state is not None:
+                state.assumptions.add("kernel", _NOT_BUILT, op=name)
             # As `torch.utils.cpp_extension` says it where there is no compiler.
             raise OSError("CUDA_HOME environment variable is not set.")
         made = ModuleType(name)

@@ -90,9 +90,9 @@ def _module(finder: StandInFinder, repo_id: str) -> ModuleType:
 
 
 def _refusal(repo_id: str, what: str, hint: str) -> CaptureError:
-    mode = running()
+    state = running()
     return CaptureError(
-        f"{(mode.source() if mode else '') or 'the script'}: {what} {repo_id} is fetched from the "
-        "Hub for the GPU at hand, and nothing says what it takes of the GPU's memory",
+        f"{(state.source() if state else '') or 'the script'}: {what} {repo_id} is fetched from "
+        "the Hub for the GPU at hand, and nothing says what it takes of the GPU's memory",
         hint,
     )

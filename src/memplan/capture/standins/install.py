@@ -46,9 +46,9 @@ from memplan.types.errors import CaptureError, MemplanError, UsageError
 if TYPE_CHECKING:
     import types
 
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
     from memplan.capture.patches.imports import Adapter, ImportWatcher
+    from memplan.capture.state import CaptureState
 
 
 def _not_expected(record: logging.LogRecord) -> bool:
@@ -94,19 +94,19 @@ class StandIns:
         self._kernels: Counter[tuple[str, str, str]] = Counter()
 
     def install(
-        self, stack: ExitStack, patches: Patches, mode: CaptureMode, watcher: ImportWatcher
+        self, stack: ExitStack, patches: Patches, state: CaptureState, watcher: ImportWatcher
     ) -> None:
         """Until the stack unwinds."""
         for path in self._files:
             _run_rules(path)
         self.finder.start()
         stack.callback(self.finder.stop)
-        self._kernels = mode.kernels
-        actor = RuleActor(mode, patches, watcher)
+        self._kernels = state.kernels
+        actor = RuleActor(state, patches, watcher)
         actor.start(kernels.rules())
         stack.callback(actor.stop)
-        _follow_functions(patches, mode)
-        subclasses.install(patches, mode)
+        _follow_functions(patches, state)
+        subclasses.install(patches, state)
         transformer_engine.install(stack, self.finder)
         loading = logging.getLogger("bitsandbytes.cextension")
         loading.addFilter(_not_expected)
@@ -114,7 +114,7 @@ class StandIns:
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
         for name, adapt_to in registered_attention.MODULES.items():
-            watcher.add(name, partial(adapt_to, patches, mode))
+            watcher.add(name, partial(adapt_to, patches, state))
 
     def _adapters(self, patches: Patches) -> dict[str, Adapter]:
         overflow = partial(compiled_kernels.adapt_overflow, patches)
@@ -198,9 +198,9 @@ def _needs_deepspeed(patches: Patches, module: types.ModuleType) -> None:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if not installed("deepspeed"):
-            mode = running()
+            state = running()
             raise CaptureError(
-                f"{(mode.source() if mode else '') or 'the script'}: the job wants DeepSpeed, "
+                f"{(state.source() if state else '') or 'the script'}: the job wants DeepSpeed, "
                 "which is not installed here, and only its own Python says what it takes",
                 INSTALL["deepspeed"],
             )
@@ -229,9 +229,9 @@ def _place(path: str, error: BaseException) -> str:
     return f"{path}:{frames[-1].lineno}" if frames else path
 
 
-def _follow_functions(patches: Patches, mode: CaptureMode) -> None:
+def _follow_functions(patches: Patches, state: CaptureState) -> None:
     """The forward of a `torch.autograd.Function` runs without gradients, in the job's forward."""
-    context = mode.context
+    context = state.context
     apply: Any = vars(torch.autograd.Function)["apply"]  # of Python, or native since 2.15
 
     def follow(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from memplan.capture.operators.fake import record_launch
 from memplan.capture.standins.registry import rule_for_function
 from memplan.capture.standins.rules import Call, acting, running
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 _SAID = {
     "triton": "Triton kernels are not run: they allocate nothing, and what they write is not "
@@ -34,23 +35,23 @@ FLUSHED_BYTES = 256 << 20
 
 def launch(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What `kernel[grid](*args, **kwargs)` does to memory: nothing, or what its rule says."""
-    mode = running()
-    if mode is None:
+    state = running()
+    if state is None:
         raise RuntimeError("a Triton kernel was launched outside the capture that it was made in")
     name = getattr(kernel, "__name__", "kernel")
     rule = rule_for_function(f"{getattr(kernel, '__module__', '')}.{name}")
     if rule is not None:
         return rule(*args, **kwargs)
     leaves = (getattr(leaf, "base", leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-    _not_run(mode, "triton", name, leaves)  # tensors, or a descriptor's base
+    _not_run(state, "triton", name, leaves)  # tensors, or a descriptor's base
     return None
 
 
-def _not_run(mode: CaptureMode, language: str, name: str, given: Iterable[Any]) -> None:
+def _not_run(state: CaptureState, language: str, name: str, given: Iterable[Any]) -> None:
     tensors = [item for item in given if isinstance(item, FakeTensor)]
-    mode.launch(f"{language}.{name}", tensors, tensors)
-    mode.kernels[name, language, "not run: writes to what is passed in, allocates nothing"] += 1
-    mode.assumptions.add("kernel", _SAID[language])
+    record_launch(state, f"{language}.{name}", tensors, tensors)
+    state.kernels[name, language, "not run: writes to what is passed in, allocates nothing"] += 1
+    state.assumptions.add("kernel", _SAID[language])
 
 
 class CudaKernel:
@@ -69,9 +70,9 @@ class CudaKernel:
         stream: Any = None,
     ) -> None:
         del grid, block, shared_mem
-        if (mode := running()) is not None:
+        if (state := running()) is not None:
             with torch.cuda.stream(stream):
-                _not_run(mode, "nvrtc", self._name, args or ())
+                _not_run(state, "nvrtc", self._name, args or ())
 
     def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
         """It is of the chip, not of the device's memory."""
@@ -84,8 +85,8 @@ def tune(tuner: Any, names: Sequence[str], args: Any, kwargs: Any) -> None:
     Source: Triton 3.7, `runtime/autotuner.py`: copies of what is restored after each timing, and
     `backends/nvidia/driver.py`: a buffer with which the L2 cache is cleared.
     """
-    mode = running()
-    if mode is None or len(tuner.configs) < 2:
+    state = running()
+    if state is None or len(tuner.configs) < 2:
         return
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     values = [given[key] for key in tuner.keys if key in given]
@@ -94,12 +95,12 @@ def tune(tuner: Any, names: Sequence[str], args: Any, kwargs: Any) -> None:
     if key in tuner.timed:
         return
     tuner.timed.add(key)
-    with acting(mode, "triton.autotune"), torch.no_grad():
+    with acting(state, "triton.autotune"), torch.no_grad():
         kept = [given[name] for name in tuner.restore_value if given.get(name) is not None]
         copies = [tensor.clone() for tensor in kept]
         buffer = Call().workspace(FLUSHED_BYTES, low=0, high=FLUSHED_BYTES)
         del kept, copies, buffer
-    mode.assumptions.add("kernel", _TUNED)
+    state.assumptions.add("kernel", _TUNED)
 
 
 def bench(
@@ -112,12 +113,12 @@ def bench(
 ) -> Any:
     """`triton.testing.do_bench`: two calls, the second beside its buffer; a time of 1 ms."""
     del warmup, rep
-    mode = running()
+    state = running()
     fn()
     for tensor in grad_to_none or ():
         tensor.grad = None
-    if mode is not None:
-        with acting(mode, "triton.do_bench"):
+    if state is not None:
+        with acting(state, "triton.do_bench"):
             buffer = Call().workspace(FLUSHED_BYTES, low=0, high=FLUSHED_BYTES)
         fn()
         del buffer
@@ -128,10 +129,12 @@ def bench(
 
 def record(name: str, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
     """A kernel that a package launches on its tensors: it allocates nothing."""
-    mode = running()
-    if mode is not None:
+    state = running()
+    if state is not None:
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        mode.launch(name, fakes, [tensor for tensor in written if isinstance(tensor, FakeTensor)])
+        record_launch(
+            state, name, fakes, [tensor for tensor in written if isinstance(tensor, FakeTensor)]
+        )
 
 
 def adapt_jit(patches: Patches, module: types.ModuleType) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch.nn.attention import _registry
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 
 _FA4 = (
@@ -29,36 +29,36 @@ _FA4 = (
 class _Library:
     """In place of `torch.library.Library`; as there, what it registered goes with it."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self._mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self._state = state
         self._names: list[str] = []
 
     def impl(self, operator: str, function: Callable[..., Any], _key: str = "") -> None:
         """Let a function answer an operator of `aten`."""
 
-        def handle(mode: CaptureMode, _func: Any, args: Any, kwargs: Any) -> Any:
-            args, kwargs, _ = mode._without_real(args, kwargs)
-            with mode, torch.no_grad():
+        def handle(state: CaptureState, _func: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs, _ = state.without_real(args, kwargs)
+            with state.mode, torch.no_grad():
                 return function(*args, **kwargs)
 
         self._names.append(f"aten::{operator}")
-        self._mode.rules[self._names[-1]] = handle
-        _look_again(self._mode, operator)
+        self._state.rules[self._names[-1]] = handle
+        _look_again(self._state, operator)
 
     def __del__(self) -> None:
         for name in self._names:
-            self._mode.rules.pop(name, None)
-            _look_again(self._mode, name.partition("::")[2])
+            self._state.rules.pop(name, None)
+            _look_again(self._state, name.partition("::")[2])
 
 
-def _look_again(mode: CaptureMode, operator: str) -> None:
+def _look_again(state: CaptureState, operator: str) -> None:
     name, _, overload = operator.partition(".")
-    mode.handlers.pop(getattr(getattr(torch.ops.aten, name), overload or "default", None), None)
+    state.handlers.pop(getattr(getattr(torch.ops.aten, name), overload or "default", None), None)
 
 
-def adapt(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
+def adapt(patches: Patches, state: CaptureState, module: ModuleType) -> None:
     """Of `torch.nn.attention._fa3`: nothing is registered with the dispatcher."""
-    patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Library(mode))
+    patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Library(state))
     patches.set(torch._C, "_set_sdp_use_fa3", lambda _on: None)  # for choosing kernels in C++
     patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
 
@@ -68,11 +68,11 @@ class _Inert:
         """Nothing answers in place of PyTorch's own kernel."""
 
 
-def adapt_fa4(patches: Patches, mode: CaptureMode, module: ModuleType) -> None:
+def adapt_fa4(patches: Patches, state: CaptureState, module: ModuleType) -> None:
     """Of `torch.nn.attention._fa4`: the package is not imported."""
 
     def imported(module_path: str) -> None:
-        mode.assumptions.add("kernel", _FA4)
+        state.assumptions.add("kernel", _FA4)
 
     patches.set(module, "_fa4_import_module", imported)
     patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Inert())

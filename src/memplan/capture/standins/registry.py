@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch._library.custom_ops import CustomOpDef
 
+from memplan.capture.operators.fake import forget_written
 from memplan.capture.standins import rules as rules_module
 from memplan.capture.standins.blame import place_of
 from memplan.capture.standins.rules import Call, Rule
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode, Handler
     from memplan.capture.patches.attributes import Patches
     from memplan.capture.patches.imports import ImportWatcher
+    from memplan.capture.state import CaptureState, Handler
 
 _PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
 """Namespaces of operators that are there wherever PyTorch is."""
@@ -137,8 +138,8 @@ def rules_of_module(module: str) -> dict[str, Rule]:
 class RuleActor:
     """Puts rules in place of what they are for, for one capture."""
 
-    def __init__(self, mode: CaptureMode, patches: Patches, watcher: ImportWatcher) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, patches: Patches, watcher: ImportWatcher) -> None:
+        self.state = state
         self.patches = patches
         self.watcher = watcher
 
@@ -147,12 +148,12 @@ class RuleActor:
         for name, rule in {**built_in, **_rules}.items():
             self.add(name, rule)
         _actors.append(self)
-        rules_module._modes.append(self.mode)
+        rules_module._captures.append(self.state)
 
     def stop(self) -> None:
         """No rule acts any more."""
         _actors.remove(self)
-        rules_module._modes.remove(self.mode)
+        rules_module._captures.remove(self.state)
 
     def add(self, name: str, rule: Rule) -> None:
         """Let a rule act from now on."""
@@ -178,14 +179,14 @@ class RuleActor:
         namespace, _, operator = name.partition("::")
         operator, _, _ = operator.partition(".")
         packet = _packet(namespace, operator)
-        self.mode.rules[name] = _handler(rule)
+        self.state.rules[name] = _handler(rule)
         if packet is None or rule.of_backward is not None:
             # Absent here, or differentiated by the rule: taken before the dispatcher.
             face = RuledOperator(rule, namespace, operator)
             self.patches.set(getattr(torch.ops, namespace), operator, face, new=True)
-        for known in list(self.mode.handlers):
-            if self.mode.handlers[known] is None:
-                del self.mode.handlers[known]
+        for known in list(self.state.handlers):
+            if self.state.handlers[known] is None:
+                del self.state.handlers[known]
 
 
 _packets: dict[str, Any] = {}
@@ -235,37 +236,37 @@ class RuledOperator:
         return getattr(packet, name)
 
 
-def run_python_of(mode: CaptureMode, op: CustomOpDef) -> None:
+def run_python_of(state: CaptureState, op: CustomOpDef) -> None:
     """Let an operator that is written in Python run instead of its shape rule, which does not show
     what it takes beside its results."""
 
-    def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs, _ = mode._without_real(args, kwargs)
-        with mode, torch.no_grad():
+    def handle(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs, _ = state.without_real(args, kwargs)
+        with state.mode, torch.no_grad():
             result = op._init_fn(*args, **kwargs)
         if func._schema.is_mutable:
-            mode.forget_written(func, args, kwargs)
+            forget_written(state, func, args, kwargs)
         return result
 
-    mode.rules[op._qualname] = handle
+    state.rules[op._qualname] = handle
 
 
 def run_python_of_module(module: ModuleType) -> None:
     """The same of all operators of a module."""
-    mode = rules_module.running()
+    state = rules_module.running()
     for item in vars(module).values():
-        if mode is not None and isinstance(item, CustomOpDef):
-            run_python_of(mode, item)
+        if state is not None and isinstance(item, CustomOpDef):
+            run_python_of(state, item)
 
 
 def _handler(rule: Rule) -> Handler:
-    def handle(mode: CaptureMode, func: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs, _ = mode._without_real(args, kwargs)
-        with mode, torch.no_grad():
+    def handle(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs, _ = state.without_real(args, kwargs)
+        with state.mode, torch.no_grad():
             result = rule.run(Call(), *args, **kwargs)
         rule.check(func, args, kwargs, result)
         if func._schema.is_mutable:
-            mode.forget_written(func, args, kwargs)
+            forget_written(state, func, args, kwargs)
         return result
 
     return handle

@@ -27,7 +27,7 @@ from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OURS = (str(Path(__file__).parents[2]), contextlib.__file__)
 
-_modes: list[CaptureMode] = []
+_captures: list[CaptureState] = []
 """The capture that is running, if one is."""
 
 
@@ -73,17 +73,17 @@ class Call:
 
 
 def _bounded(nbytes: int, low: int, high: int) -> torch.Tensor:
-    mode = running()
-    if mode is None:
+    state = running()
+    if state is None:
         return torch.empty(nbytes, dtype=torch.uint8)
-    device = torch.device(mode.device_type, 0) if mode.device_type != "cpu" else "cpu"
-    made: Any = mode.fake_mode.dispatch(
+    device = torch.device(state.device_type, 0) if state.device_type != "cpu" else "cpu"
+    made: Any = state.fake_mode.dispatch(
         aten.empty.memory_format, (), ([nbytes],), {"dtype": torch.uint8, "device": device}
     )
-    builder, recorder = mode.recorder.builder, mode.recorder
+    builder, recorder = state.recorder.builder, state.recorder
     recorder.flush()
-    mode.context.locate(mode.acting_for, recorder.stream)
-    builder.begin_op(mode.acting or "rule", stream=recorder.stream)
+    state.context.locate(state.acting_for, recorder.stream)
+    builder.begin_op(state.acting or "rule", stream=recorder.stream)
     number = recorder.track(made, 0, provenance=Provenance.RULE, low=low, high=high)
     builder.op_writes([number])
     tensor: torch.Tensor = made
@@ -147,9 +147,9 @@ class Rule:
     def run_backward(self, call: Call, *gradients: Any) -> tuple[Any, ...]:
         """What the backward rule makes. Raises CaptureError where there is none."""
         if self.of_backward is None:
-            mode = running()
+            state = running()
             raise CaptureError(
-                f"{(mode.source() if mode else '') or 'the script'}: the backward pass of "
+                f"{(state.source() if state else '') or 'the script'}: the backward pass of "
                 f"{self.name} cannot be captured: its rule says nothing of it",
                 f"add one: @rule.backward beside memplan.register_rule({self.name!r})",
             )
@@ -158,28 +158,28 @@ class Rule:
 
     def check(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         """Raises CaptureError where a user's rule gives something else than its operator does."""
-        mode = running()
-        if mode is not None and not self.built_in:
-            blame.check_returns(mode, self.name, self.function, func, (args, kwargs), made)
+        state = running()
+        if state is not None and not self.built_in:
+            blame.check_returns(state, self.name, self.function, func, (args, kwargs), made)
 
     def _run(self, function: Any, call: Call, args: Any, kwargs: Any) -> Any:
-        mode = running()
-        if mode is None:
+        state = running()
+        if state is None:
             return function(call, *args, **kwargs)
-        mode.kernels[self.name, "rule", self.source or "memplan.register_rule"] += 1
-        with acting(mode, self.name):
+        state.kernels[self.name, "rule", self.source or "memplan.register_rule"] += 1
+        with acting(state, self.name):
             try:
                 made = function(call, *args, **kwargs)
             except Exception as error:
                 if self.built_in or isinstance(error, MemplanError):
                     raise
                 given = (call, *args), kwargs
-                raise blame.failed(mode, self.name, function, error, given) from error
+                raise blame.failed(state, self.name, function, error, given) from error
             finally:
                 call._held.clear()
         if not self.built_in:
             inputs = (args, kwargs, call.saved)
-            blame.check_devices(mode, self.name, function, inputs, (made, call._kept))
+            blame.check_devices(state, self.name, function, inputs, (made, call._kept))
         return made
 
 
@@ -192,15 +192,15 @@ def _takes_no_call(name: str, function: Any) -> UsageError:
 
 
 @contextmanager
-def acting(mode: CaptureMode, name: str) -> Iterator[None]:
+def acting(state: CaptureState, name: str) -> Iterator[None]:
     """While entered, what is allocated belongs to `name` and is known by a rule."""
-    before = mode.acting, mode.acting_for, mode.recorder.provenance
-    mode.acting, mode.recorder.provenance = name, Provenance.RULE
-    mode.acting_for = _calling_frame() if not before[0] else before[1]
+    before = state.acting, state.acting_for, state.recorder.provenance
+    state.acting, state.recorder.provenance = name, Provenance.RULE
+    state.acting_for = _calling_frame() if not before[0] else before[1]
     try:
         yield
     finally:
-        mode.acting, mode.acting_for, mode.recorder.provenance = before
+        state.acting, state.acting_for, state.recorder.provenance = before
 
 
 def _calling_frame() -> FrameType | None:
@@ -210,9 +210,9 @@ def _calling_frame() -> FrameType | None:
     return frame
 
 
-def running() -> CaptureMode | None:
-    """The mode of the capture that is running."""
-    return _modes[-1] if _modes else None
+def running() -> CaptureState | None:
+    """The state of the capture that is running, if one is."""
+    return _captures[-1] if _captures else None
 
 
 class _Differentiable(torch.autograd.Function):

@@ -13,8 +13,8 @@ import torch
 from memplan.capture.fake.plain_class import dress, is_fake
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 _AS_THEY_ARE = (
     torch.nn.Parameter,
@@ -24,7 +24,7 @@ _AS_THEY_ARE = (
 """PyTorch's own, which others see to."""
 
 
-def install(patches: Patches, mode: CaptureMode) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Patch `Tensor._make_subclass` and `as_subclass` until `patches.undo()`."""
     make_subclass = torch.Tensor._make_subclass
 
@@ -36,7 +36,7 @@ def install(patches: Patches, mode: CaptureMode) -> None:
                 return make_subclass(cls, data, require_grad, **options)
             if data.device.type != "cpu" or data.layout is not torch.strided:
                 return make_subclass(cls, data, require_grad, **options)
-            data = mode.fakify(data)
+            data = state.fakify(data)
         made = data.detach()
         dress(made, cls)
         return made.requires_grad_(require_grad)

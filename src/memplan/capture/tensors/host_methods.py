@@ -18,22 +18,22 @@ from memplan.capture.operators.data_dependent import MAX_READ_BACK, read_back
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 _ADDRESS = "_memplan_address"
 _ALIGNMENT = 512
 _BASE = 1 << 40
 
 
-def install(patches: Patches, mode: CaptureMode) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Patch `Tensor` and `UntypedStorage` until `patches.undo()`."""
     addresses = _Addresses()
 
     def host(tensor: FakeTensor) -> torch.Tensor:
         """The values; a large tensor's are zeros that no memory page backs."""
         if tensor.numel() <= MAX_READ_BACK:
-            return read_back(mode, tensor)
+            return read_back(state, tensor)
         # NumPy's zeros come from calloc: pages that nobody writes cost nothing.
         import numpy as np
 

@@ -9,13 +9,13 @@ from torch.nn import parameter as parameter_module
 from torch.nn.modules import lazy
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 _DEVICE = "_memplan_device"
 
 
-def install(patches: Patches, mode: CaptureMode) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Patch lazy modules until `patches.undo()`."""
     mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
     infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
 
 
-def install(patches: Patches, mode: CaptureMode) -> None:
+def install(patches: Patches, state: CaptureState) -> None:
     """Watch `UntypedStorage.resize_` until `patches.undo()`."""
     resize: Any = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        mode.recorder.flush()
-        if storage._cdata not in mode.recorder.live:
+        state.recorder.flush()
+        if storage._cdata not in state.recorder.live:
             resize(storage, size)
-            mode.host.resized(storage)
+            state.host.resized(storage)
             return storage
-        mode.begin_host_op("storage.resize_", sys._getframe(1))
+        state.begin_host_op("storage.resize_", sys._getframe(1))
         resize(storage, size)
-        mode.values.forget_storage(storage)
-        mode.recorder.resized(storage)
+        state.values.forget_storage(storage)
+        state.recorder.resized(storage)
         return storage
 
     patches.set(torch.UntypedStorage, "resize_", resize_)

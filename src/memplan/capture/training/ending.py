@@ -11,6 +11,7 @@ leave memory behind, as where predictions are collected, is read to its end.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,8 @@ import torch
 from torch.utils.data import dataloader
 
 from memplan.capture.enough import EnoughSeen
-from memplan.capture.mode import CaptureMode
 from memplan.capture.patches.attributes import Patches
-from memplan.capture.training.patience import Patience
+from memplan.capture.state import CaptureState
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
@@ -33,13 +33,28 @@ _FORWARDS_AHEAD = 8
 _MORE = 1 << 20
 """Bytes that are worth another look."""
 _MOST_TRAININGS = 8
+_BY_THE_CLOCK = 4.0
+"""Seconds by the clock for each processor second, for a limit not to depend on what else runs."""
+
+
+class Patience:
+    """Lasts so many processor seconds of this process, and by the clock at most four times as
+    long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.process_time() + seconds
+        self._latest = time.monotonic() + _BY_THE_CLOCK * seconds
+
+    @property
+    def over(self) -> bool:
+        return time.process_time() > self._end or time.monotonic() > self._latest
 
 
 class Ending:
     """Decides when the script has shown enough, and stops it."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self.state = state
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -122,15 +137,15 @@ class Ending:
         """Enough training steps were seen: drain the loaders being read, or stop right here."""
         if at_once or not self._reading:
             self.stop()
-        self.draining = self.mode.answers.finishing = True
+        self.draining = self.state.answers.finishing = True
         self._patience = Patience(_SECONDS_AFTER)
-        self.mode.on_real_op = self._watch_time
+        self.state.on_real_op = self._watch_time
 
     def model_runs(self, *, training: bool) -> None:
         """One that no other module called, which asks for memory of the device or has some."""
         if training and self._forward_from is None:
-            self.mode.recorder.flush()
-            self._forward_from = self.mode.recorder.live_bytes
+            self.state.recorder.flush()
+            self._forward_from = self.state.recorder.live_bytes
         if not self.draining:
             return
         if not training:
@@ -144,8 +159,8 @@ class Ending:
     def before_backward(self) -> None:
         """On another loader's batch that is training; what only runs forward may be an evaluation
         that keeps its gradients."""
-        self.mode.recorder.flush()
-        alive = self.mode.recorder.live_bytes
+        self.state.recorder.flush()
+        alive = self.state.recorder.live_bytes
         begun = alive if self._forward_from is None else self._forward_from
         self._forward_from = None
         held = alive, alive - begun
@@ -164,15 +179,15 @@ class Ending:
     def _train_on(self) -> None:
         """This training holds more than what was seen: no end before that is seen too."""
         if self._trainings == _MOST_TRAININGS:
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "trainings",
                 f"the job trained {self._trainings} times over, each time with more memory; what "
                 "it trains after that may need more: --steps N",
             )
             self.stop()
         self._trainings += 1
-        self.draining = self.mode.answers.finishing = False
-        self._patience, self.mode.on_real_op = None, None
+        self.draining = self.state.answers.finishing = False
+        self._patience, self.state.on_real_op = None, None
         self._batches.clear()
         self._nothing_seen()
         self.another_training()
@@ -191,10 +206,10 @@ class Ending:
     def stop(self) -> None:
         """Raises EnoughSeen, here and at every operator that the script may still try."""
         if self._kept:
-            self.mode.assumptions.add("growth", self._kept)
+            self.state.assumptions.add("growth", self._kept)
             self._kept = ""
-        self.mode.recorder.flush()
-        self.mode.recorder.finished = True
+        self.state.recorder.flush()
+        self.state.recorder.finished = True
         raise EnoughSeen
 
     def _allow(self, loader: Any) -> None:
@@ -219,7 +234,7 @@ class Ending:
     def _left_behind(self, loader: Any) -> int:
         """Bytes that the batch before this one keeps alive."""
         self._kept = ""
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         recorder.flush()
         before = self._alive.get(loader, recorder.live_bytes)
         self._alive[loader] = recorder.live_bytes

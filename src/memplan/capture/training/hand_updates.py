@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
     from memplan.capture.patches.attributes import Patches
+    from memplan.capture.state import CaptureState
     from memplan.capture.training.watcher import StepWatcher
 
 
 class HandUpdates:
     """Looks for updates between backward passes."""
 
-    def __init__(self, mode: CaptureMode, steps: StepWatcher) -> None:
-        self._mode = mode
+    def __init__(self, state: CaptureState, steps: StepWatcher) -> None:
+        self._state = state
         self._steps = steps
         self._since: int | None = None
         """The first operator of the last backward pass; None before any."""
@@ -37,7 +37,7 @@ class HandUpdates:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() == -1:  # not of a checkpoint within another
                 self.look(at_end=False)
-                self._since = self._mode.recorder.builder.ops
+                self._since = self._state.recorder.builder.ops
             return real_backward(*args, **kwargs)
 
         patches.set(torch.autograd, "_engine_run_backward", run_backward)
@@ -48,7 +48,7 @@ class HandUpdates:
         if self._since is None or self._steps.has_optimizers:
             return
         # Without modules nothing tells a forward pass from what is around it.
-        in_place = at_end or not self._mode.context.module_seen
-        if self._mode.recorder.builder.updated_by_hand(self._since, in_place=in_place):
+        in_place = at_end or not self._state.context.module_seen
+        if self._state.recorder.builder.updated_by_hand(self._since, in_place=in_place):
             self._since = None
             self._steps.updated_by_hand()

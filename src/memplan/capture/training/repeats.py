@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from memplan.capture.fake.plain_class import is_fake
 
 if TYPE_CHECKING:
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
 
 aten = torch.ops.aten
 
@@ -105,8 +105,8 @@ class _Row:
 class Repeats:
     """Runs a job's forwards without gradients, or answers them."""
 
-    def __init__(self, mode: CaptureMode) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState) -> None:
+        self.state = state
         self._rows: dict[object, _Row] = {}
         self._disturbed = False
         self._thread = 0
@@ -129,7 +129,7 @@ class Repeats:
     ) -> Any:
         """What `run()` returns, which calls `module` with these arguments; or its like. `in_steps`:
         between steps that train."""
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         state, key = _state_of(module), _key_of(module, args, kwargs)
         if state is None or key is None or recorder.finished:
             return run()
@@ -164,7 +164,7 @@ class Repeats:
         ]
 
     def _surroundings(self) -> object:
-        device = self.mode.device_type
+        device = self.state.device_type
         return (
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device),
@@ -179,18 +179,18 @@ class Repeats:
         self, module: torch.nn.Module, before: _Before, run: Callable[[], Any]
     ) -> tuple[Any, _Seen | None]:
         """The result of a call that is run; and what it did, if it only made that."""
-        mode = self.mode
-        recorder, builder = mode.recorder, mode.recorder.builder
+        state = self.state
+        recorder, builder = state.recorder, state.recorder.builder
         start, newest, live = len(builder), builder.newest_storage, recorder.live_bytes
-        op, looked = builder.ops, mode.values.looked_at
+        op, looked = builder.ops, state.values.looked_at
         self._disturbed, self._thread = False, threading.get_ident()
-        mode.on_foreign_op = self._disturb
+        state.on_foreign_op = self._disturb
         try:
             result = run()
         finally:
-            mode.on_foreign_op = None
+            state.on_foreign_op = None
         recorder.flush()
-        quiet = not self._disturbed and mode.values.looked_at == looked
+        quiet = not self._disturbed and state.values.looked_at == looked
         if not quiet or recorder.stream != before.stream or _state_of(module) != before.state:
             return result, None
         if not builder.only_made_new(start, op, newest):
@@ -216,8 +216,8 @@ class Repeats:
                 continue
             if not is_fake(leaf) or type(leaf) is not torch.Tensor or leaf.requires_grad:
                 return None
-            number = self.mode.number_of(leaf)
-            if number <= newest or self.mode.values.of(leaf) is not None:
+            number = self.state.number_of(leaf)
+            if number <= newest or self.state.values.of(leaf) is not None:
                 return None
             nbytes = leaf.untyped_storage().nbytes()
             if made.setdefault(number, leaf.dtype) != leaf.dtype or nbytes % leaf.itemsize:
@@ -231,16 +231,16 @@ class Repeats:
                     tuple(leaf.size()),
                     tuple(leaf.stride()),
                     int(leaf.storage_offset()),
-                    self.mode.values.origin(leaf),
+                    self.state.values.origin(leaf),
                 )
             )
         return tuple(outputs)
 
     def _answer(self, seen: _Seen) -> Any:
-        mode = self.mode
-        mode.begin_host_op(_OP, sys._getframe(2))
+        state = self.state
+        state.begin_host_op(_OP, sys._getframe(2))
         flops, moved_bytes = seen.work
-        mode.recorder.builder.op_work(flops=flops, moved_bytes=moved_bytes)
+        state.recorder.builder.op_work(flops=flops, moved_bytes=moved_bytes)
         made: dict[int, FakeTensor] = {}
         leaves = [
             self._like(output, made) if isinstance(output, _Output) else output.value
@@ -256,18 +256,18 @@ class Repeats:
             if output.offset or whole.untyped_storage().nbytes() != output.nbytes:
                 whole = self._empty(((output.nbytes // output.dtype.itemsize,), (1,)), output)
             made[output.storage] = whole
-            self.mode.recorder.builder.op_writes([self.mode.record(whole)])
-            self.mode.values.note_origin(whole, output.origin)
+            self.state.recorder.builder.op_writes([self.state.record(whole)])
+            self.state.values.note_origin(whole, output.origin)
             if (tuple(whole.size()), tuple(whole.stride())) == shape:
                 return whole
-        part: FakeTensor = self.mode.fake_mode.dispatch(
+        part: FakeTensor = self.state.fake_mode.dispatch(
             aten.as_strided.default, (), (whole, *shape, output.offset), {}
         )
         return part
 
     def _empty(self, shape: tuple[tuple[int, ...], ...], output: _Output) -> FakeTensor:
         options = {"dtype": output.dtype, "device": output.device}
-        made: FakeTensor = self.mode.fake_mode.dispatch(
+        made: FakeTensor = self.state.fake_mode.dispatch(
             aten.empty_strided.default, (), shape, options
         )
         return made

@@ -13,14 +13,14 @@ import torch
 from torch.optim import optimizer as optim_module
 
 from memplan.capture.patches.attributes import Patches
-from memplan.capture.training.patience import Patience
+from memplan.capture.training.ending import Patience
 from memplan.capture.training.told import UPDATED
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memplan.capture.mode import CaptureMode
+    from memplan.capture.state import CaptureState
     from memplan.capture.training.ending import Ending
 
 DEFAULT_MAX_STEPS = 16
@@ -49,8 +49,8 @@ class StepWatcher:
     left as much alive.
     """
 
-    def __init__(self, mode: CaptureMode, max_steps: int | None, ending: Ending | None) -> None:
-        self.mode = mode
+    def __init__(self, state: CaptureState, max_steps: int | None, ending: Ending | None) -> None:
+        self.state = state
         self.max_steps = max_steps
         self.ending = ending
         self.enough = False
@@ -100,7 +100,7 @@ class StepWatcher:
         return sum(
             parameter.numel() * parameter.element_size()
             for parameter in _parameters(optimizer)
-            if parameter.requires_grad and parameter.device.type == self.mode.device_type
+            if parameter.requires_grad and parameter.device.type == self.state.device_type
         )
 
     def __enter__(self) -> StepWatcher:
@@ -126,20 +126,20 @@ class StepWatcher:
         self._updated |= kwargs.get(UPDATED, set())
         # One whose step raised an error runs no more, though no hook was told.
         if running := _steps_running():  # this one included; none is seen where it is compiled
-            self.mode.context.in_optimizer = min(self.mode.context.in_optimizer, running - 1)
-        outermost = self.mode.context.in_optimizer == 0
+            self.state.context.in_optimizer = min(self.state.context.in_optimizer, running - 1)
+        outermost = self.state.context.in_optimizer == 0
         if outermost and self._passes is not None and self._first in (None, id(optimizer)):
-            self.mode.recorder.flush()
-            self._passes = self._passes[0], len(self.mode.recorder.builder)
-        self.mode.context.in_optimizer += 1
+            self.state.recorder.flush()
+            self._passes = self._passes[0], len(self.state.recorder.builder)
+        self.state.context.in_optimizer += 1
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 self._updated.add(id(parameter))
-                self.mode.role_of(parameter.grad, Role.GRADIENT)
-            self.mode.role_of(parameter, Role.PARAMETER)
+                self.state.role_of(parameter.grad, Role.GRADIENT)
+            self.state.role_of(parameter, Role.PARAMETER)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
-        self.mode.context.in_optimizer -= 1
+        self.state.context.in_optimizer -= 1
         if optimizer not in self._stepped:
             self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
@@ -147,12 +147,12 @@ class StepWatcher:
         for state in optimizer.state.values():
             for tensor in _tensors(state):
                 kept += 1
-                self.mode.role_of(tensor, Role.OPTIMIZER_STATE)
+                self.state.role_of(tensor, Role.OPTIMIZER_STATE)
         if kept > self._kept:
             self._kept, self._grew_in = kept, self.completed + 1
-        if self.mode.context.in_optimizer > 0:  # one optimizer wraps another
+        if self.state.context.in_optimizer > 0:  # one optimizer wraps another
             return
-        if self._stepped[optimizer] == 1 and not self.mode.context.backward_seen:
+        if self._stepped[optimizer] == 1 and not self.state.context.backward_seen:
             return
         if self._first is None:
             self._first = id(optimizer)
@@ -170,7 +170,7 @@ class StepWatcher:
 
     def forward(self, begun: int) -> None:
         """A model runs with gradients since event `begun`."""
-        if self._passes is None and not self.mode.context.in_optimizer:
+        if self._passes is None and not self.state.context.in_optimizer:
             self._passes = begun, begun
 
     def replayed(self) -> None:
@@ -178,11 +178,11 @@ class StepWatcher:
         self._complete()
 
     def _complete(self) -> None:
-        recorder = self.mode.recorder
+        recorder = self.state.recorder
         recorder.flush()
         self.completed += 1
         recorder.builder.step = self.completed
-        self.mode.answers.new_step()
+        self.state.answers.new_step()
         end = len(recorder.builder)
         requests = recorder.builder.requests(self._start, end)
         self._history.append((blake2b(requests).digest(), recorder.live_bytes))
@@ -195,7 +195,7 @@ class StepWatcher:
         self._start = end
         self._earlier_passes, self._passes = self._passes, None
         if self.ending is None:
-            self.mode.answers.finishing = self.steady or self._out_of_patience()
+            self.state.answers.finishing = self.steady or self._out_of_patience()
             return
         if self.enough:
             self.ending.after_step()
@@ -222,7 +222,7 @@ class StepWatcher:
         first, second = self._earlier_passes, self._passes
         if first is None or second is None or before != after:
             return False
-        builder = self.mode.recorder.builder
+        builder = self.state.recorder.builder
         return builder.allocations(*second) == builder.allocations(*first, gone_by=len(builder))
 
     def _waiting(self) -> int:
@@ -239,7 +239,7 @@ class StepWatcher:
         }
         return sum(
             parameter.requires_grad
-            and parameter.device.type == self.mode.device_type
+            and parameter.device.type == self.state.device_type
             and id(parameter) not in updated
             for one in late
             for parameter in _parameters(one)
@@ -253,7 +253,7 @@ class StepWatcher:
             for one in self._stepped
             for parameter in _parameters(one)
             if parameter.requires_grad
-            and parameter.device.type == self.mode.device_type
+            and parameter.device.type == self.state.device_type
             and id(parameter) not in self._updated
             and not one.state.get(parameter)
         }
@@ -281,14 +281,14 @@ class StepWatcher:
     def _say_why(self) -> None:
         waiting = self._waiting()
         if waiting:
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "optimizer",
                 f"an optimizer of {waiting} parameters did not step twice in the first "
                 f"{self.completed} steps; a step that it takes later may need more: --steps N",
             )
         count, nbytes = self._without_gradient()
         if nbytes >= _WORTH_SAYING:
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "optimizer",
                 f"{count} parameters of the optimizer ({nbytes:,} bytes) had no gradient in the "
                 f"first {self.completed} steps; once they have, it and their state need more: "
@@ -306,7 +306,7 @@ class StepWatcher:
                 f"{alike}"
             )
             if growth > 0:
-                self.mode.assumptions.add(
+                self.state.assumptions.add(
                     "growth",
                     f"every step keeps {growth:,} bytes more than it frees (tensors kept "
                     f"in a list?); the peak is that of {self.completed} steps, and a longer run "
@@ -316,7 +316,7 @@ class StepWatcher:
             self.stop_reason = (
                 f"stopped after {self.completed} optimizer steps, the last unlike those before"
             )
-            self.mode.assumptions.add(
+            self.state.assumptions.add(
                 "steady-step",
                 f"the last of the first {self.completed} steps was not like those before it "
                 "(batches of different shapes?); a later step may need more: raise --steps to see "
@@ -332,7 +332,7 @@ class StepWatcher:
     def _on_default_stream(self) -> bool:
         """Whether this is the job proper: the steps before a CUDA graph is captured, three and
         more, run on another stream and look steady."""
-        return self.mode.context.outer_stream == 0
+        return self.state.context.outer_stream == 0
 
     def notes(self) -> list[str]:
         """What a reader should know about the steps that were seen."""

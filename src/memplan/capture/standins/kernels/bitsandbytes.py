@@ -52,13 +52,13 @@ RULES = (gemm_4bit,)
 def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
     """A state of a paged optimizer, in CUDA's unified memory: it moves to the host under pressure,
     and is counted there."""
-    mode = running()
-    if mode is None:
+    state = running()
+    if state is None:
         return torch.zeros(shape, dtype=dtype)
-    made: Any = mode.fake_mode.dispatch(
+    made: Any = state.fake_mode.dispatch(
         torch.ops.aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": "cpu"}
     )
-    mode.assumptions.add(
+    state.assumptions.add(
         "paged", "states of paged optimizers are in unified memory, and counted on the host"
     )
     made.is_paged = True

@@ -146,9 +146,9 @@ def _map(logits: torch.Tensor, form: Any, top_k: int) -> torch.Tensor:
     if int(form) == NVTERoutingMapFormat.BITMAP_U8:
         return torch.empty(*leading, -(-experts // _BITS), dtype=torch.uint8, device=logits.device)
     chosen = torch.empty(*leading, experts, dtype=torch.bool, device=logits.device)
-    mode = running()
-    if mode is not None and isinstance(chosen, FakeTensor):
-        assume_routing_map(mode, mode.acting, chosen, top_k)
+    state = running()
+    if state is not None and isinstance(chosen, FakeTensor):
+        assume_routing_map(state, state.acting, chosen, top_k)
     return chosen
 
 

@@ -1,14 +1,21 @@
-"""The tensors of the job: which of them are recorded, what they are for, what is known of them."""
+"""What a capture knows of its job: the device, the tensors on it and what is known of them.
+
+Rules and handlers of operators get it; `mode` routes operators to them.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.capture.fake.device_fake_mode import DeviceFakeMode
 from memplan.capture.host.memory import HostMemory
@@ -16,31 +23,107 @@ from memplan.capture.known_values.answers import Answers, Assumptions
 from memplan.capture.known_values.store import Values, worth_keeping
 from memplan.capture.recording.context import Context, shown_path
 from memplan.capture.recording.recorder import Recorder
+from memplan.capture.recording.work import Work
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
 from memplan.types.trace import Role
 
 aten = torch.ops.aten
 
+Handler = Callable[["CaptureState", Any, tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[["CaptureState", Any, tuple[Any, ...], dict[str, Any], Any], None]
+OnOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
+Recording = Callable[["CaptureState", Any, tuple[Any, ...], Any], list[int]]
 
-class JobTensors:
-    """What a capture knows of its job's tensors, and where it writes that down."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.devices = 1
-        self.alone = False
-        """Nobody said how many GPUs the job has."""
-        self.own_device = 0
-        """The process's own among them: number 0 of the trace."""
-        self.fake_mode = DeviceFakeMode()
-        self.recorder = Recorder()
-        self.host = HostMemory(self.recorder, enabled=device_type != "cpu")
+@dataclass(eq=False)
+class CaptureState:
+    """One capture's device, recorder, host memory, values, assumptions and rules of operators."""
+
+    device_type: str = "cuda"
+    routing: str = "balanced"
+    """How data-dependent choices are assumed: `balanced` or `worst`."""
+    handlers: dict[Any, Handler | None] = field(default_factory=dict)
+    """Answer an operator in place of the fake kernel, or return NotImplemented. None: looked for
+    among the rules, and there is none."""
+    observers: dict[Any, Observer] = field(default_factory=dict)
+    """See an operator's result and may add what its kernel takes for itself."""
+    recordings: dict[Any, Recording] = field(default_factory=dict)
+    """Record an operator's outputs, where their order against the kernel's own memory matters."""
+    rules: dict[str, Handler] = field(default_factory=dict)
+    """Users' and packages' rules, by `namespace::operator`."""
+    collectives: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = field(
+        default_factory=dict
+    )
+    """Answer operators between processes, on real tensors too."""
+
+    # The device
+    devices: int = 1
+    alone: bool = False
+    """Nobody said how many GPUs the job has."""
+    own_device: int = 0
+    """The process's own among them: number 0 of the trace."""
+    current_device: Callable[[], int] = lambda: 0
+    """The device that `cuda` without an index means."""
+    everything: bool = False
+    """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
+
+    # Who is running
+    acting: str = ""
+    """The rule that is running; what it does is recorded under its name."""
+    acting_for: FrameType | None = None
+    """The frame that called it."""
+    caller: FrameType | None = None
+    """The frame that called the collective being answered."""
+    on_op: OnOp | None = None
+    """Told of each operator that is recorded, by its row."""
+    on_real_op: Callable[[], None] | None = None
+    """Told of each operator that is about to run for real."""
+    on_foreign_op: Callable[[], None] | None = None
+    """Told of operators whose effect is not in the trace alone: those between processes, those
+    that write to real tensors and those whose result hangs on a real tensor's values."""
+    on_error: Callable[[Exception], None] | None = None
+    """Told of an error that an operator raises."""
+
+    # What is known
+    fake_mode: DeviceFakeMode = field(default_factory=DeviceFakeMode)
+    recorder: Recorder = field(default_factory=Recorder)
+    values: Values = field(default_factory=Values)
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    work: Work = field(default_factory=Work)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    mode: TorchDispatchMode = field(init=False)
+    """Entered where operators are to be followed that would not be else."""
+
+    def __post_init__(self) -> None:
+        self.host = HostMemory(self.recorder, enabled=self.device_type != "cpu")
         self.context = Context(self.recorder.builder)
-        self.values = Values()
-        self.assumptions = Assumptions()
         self.answers = Answers(self.assumptions, self.source, self.context.in_model)
         self._op_names: dict[Any, str] = {}
+
+    def observe(self, func: Any, observer: Observer) -> None:
+        """Add an observer; those that an operator already has come first."""
+        before = self.observers.get(func)
+
+        def both(*call: Any) -> None:
+            assert before is not None
+            before(*call)
+            observer(*call)
+
+        self.observers[func] = observer if before is None else both
+
+    def in_engine(self) -> bool:
+        """Whether the collective being answered is one of C++'s own in the backward pass."""
+        return self.caller is None and torch._C._current_graph_task_id() != -1
+
+    def begin_host_op(self, name: str, frame: FrameType | None) -> None:
+        """Something that is no operator of PyTorch's begins to move memory."""
+        self.recorder.flush()
+        self.context.locate(frame, self.recorder.stream)
+        self.recorder.builder.begin_op(name, stream=self.recorder.stream)
+
+    # Tensors
 
     def record(self, tensor: FakeTensor) -> int:
         """Track a fake tensor on the device; -1 for one that lives on the host."""
@@ -87,9 +170,9 @@ class JobTensors:
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the tracked storages among those of some tensors."""
-        return self._numbers([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
+        return self.numbers_of([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
 
-    def _numbers(self, tensors: list[FakeTensor]) -> list[int]:
+    def numbers_of(self, tensors: list[FakeTensor]) -> list[int]:
         live = self.recorder.live
         found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
         return [storage.number for storage in found if storage is not None]
@@ -123,7 +206,7 @@ class JobTensors:
         self.values.learn(fake, like)
         return fake
 
-    def _without_real(
+    def without_real(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
         made: list[FakeTensor] = []
