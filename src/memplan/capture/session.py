@@ -30,12 +30,12 @@ from memplan.capture.host.process import capture_peak_bytes
 from memplan.capture.job import other_processes
 from memplan.capture.job.caught import Caught
 from memplan.capture.mode import CaptureMode
-from memplan.capture.operators import data_dependent, foreach, shape_rules
+from memplan.capture.operators import data_dependent, one_kernel, shape_rules
 from memplan.capture.operators.attention import Attention
 from memplan.capture.operators.kernel_memory import KernelMemory
 from memplan.capture.operators.recurrent import Recurrent
 from memplan.capture.options import CaptureOptions
-from memplan.capture.parity import formulas, fused
+from memplan.capture.parity import formulas
 from memplan.capture.parity.additions import InPlaceAdditions
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.imports import ImportWatcher
@@ -49,8 +49,7 @@ from memplan.capture.tensors import (
     host_methods,
     lazy_modules,
     parameters,
-    pinned,
-    resizing,
+    storages,
 )
 from memplan.capture.training.ending import Ending
 from memplan.capture.training.hand_updates import HandUpdates
@@ -101,7 +100,7 @@ class CaptureSession:
                 **data_dependent.HANDLERS,
                 **formulas.HANDLERS,
                 **self._additions.handlers(),
-                **foreach.HANDLERS,
+                **one_kernel.HANDLERS,
                 **shape_rules.HANDLERS,
             },
             observers={**data_dependent.OBSERVERS, **self._additions.observers()},
@@ -163,12 +162,11 @@ class CaptureSession:
             self.stand_ins.install(stack, patches, self.state, watcher)
             parameters.install(patches, self.state)
             lazy_modules.install(patches, self.state)
-            resizing.install(patches, self.state)
             if self.method != "cuda":  # there the job's own processes run
                 self._distributed = Distributed(self.state, self.options, self._cuda)
                 self._distributed.install(stack, patches, watcher)
             host_methods.install(patches, self.state)
-            pinned.install(patches, self.state)
+            storages.install(patches, self.state)
             constructors.install(patches)
             shape_rules.install(patches, self.state)
             self._patch_framework(patches)
@@ -276,7 +274,7 @@ class CaptureSession:
         attention = Attention(self.state, self.options.profile)
         library = attention.install()
         stack.callback(library._destroy)
-        stack.callback(fused.install()._destroy)
+        stack.callback(one_kernel.install()._destroy)
         self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = self._watch_kernels()
         recurrent = Recurrent(self.state, self.options.profile, memory)

@@ -11,7 +11,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.runtime import hints
 from torch.utils import _triton
 
-from memplan.capture.compiled.on_host import OnHost
+from memplan.capture.compiled.dynamo import OnHost
 
 if TYPE_CHECKING:
     from memplan.capture.patches.attributes import Patches

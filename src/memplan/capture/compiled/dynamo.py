@@ -37,10 +37,9 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memplan.capture.compiled import flex
-from memplan.capture.compiled.on_host import OnHost
 from memplan.capture.patches import attributes as patching
 from memplan.capture.recording.context import shown_path
 from memplan.capture.standins.finder import PACKAGES, without_triton
@@ -280,3 +279,19 @@ def _is_seen_by_a_model(owner: Any, name: str, before: Any) -> bool:
     if not isinstance(owner, types.ModuleType) or owner is torch:
         return True
     return not owner.__name__.startswith(_ANSWERING) or isinstance(before, type)
+
+
+class OnHost(TorchDispatchMode):
+    """Computes on the host what a compiler asks for on the device: constants of a graph."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        moved = {name: _to_host(item) for name, item in (kwargs or {}).items()}
+        return func(*map(_to_host, args), **moved)
+
+
+def _to_host(item: Any) -> Any:
+    if isinstance(item, torch.device) and item.type == "cuda":
+        return torch.device("cpu")
+    return item

@@ -42,9 +42,6 @@ class Call:
     op: str
     args: tuple[Any, ...]
 
-    def is_root(self, position: int) -> bool:
-        return int(self.args[position]) == self.rank
-
 
 Rule = Callable[[Call, Callable[[torch.Tensor], Value]], Iterator[tuple[torch.Tensor, Value]]]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,3 +238,24 @@ def _query(init_method: str) -> dict[str, str]:
     """`rank` and `world_size` of `tcp://host:port?rank=0&world_size=2`."""
     _, _, query = init_method.partition("?")
     return dict(item.split("=", 1) for item in query.split("&") if "=" in item)
+
+
+class Options:
+    """`ProcessGroupNCCL.Options`: kept, and without effect on what is captured."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.backend = "nccl"
+        self.config: Any = types.SimpleNamespace()
+        self.split_from: Any = None
+        self.split_color = 0
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self._timeout: Any = None
+
+
+class ProcessGroupNCCL:
+    """The name, which a build without CUDA lacks: for annotations, `isinstance` (always false) and
+    `Options`."""
+
+    Options = Options

@@ -18,8 +18,7 @@ from memplan.capture.distributed.checkpoint import Checkpoints
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
 from memplan.capture.distributed.functional import FunctionalCollectives
-from memplan.capture.distributed.groups import ProcessGroups, register_backend
-from memplan.capture.distributed.nccl import ProcessGroupNCCL
+from memplan.capture.distributed.groups import ProcessGroupNCCL, ProcessGroups, register_backend
 from memplan.capture.distributed.objects import ObjectCollectives
 from memplan.capture.distributed.pipeline import Pipelines
 from memplan.capture.distributed.place import environment, rank_environment

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capture.known_values.routing import assumed_mask, assumed_topk
 from memplan.capture.known_values.store import MAX_INTEGER_ELEMENTS, small_enough, worth_keeping
 from memplan.capture.operators.fake import run_fake
 from memplan.capture.state import CaptureState, Handler, Observer
@@ -106,7 +105,7 @@ def read_back(state: CaptureState, source: FakeTensor) -> torch.Tensor:
             op=state.values.origin(source),
             source=state.source(),
         )
-        return assumed_mask(source.shape, state.routing)
+        return _assumed_mask(source.shape, state.routing)
     if source.numel() > 1:
         state.assumptions.add(
             "value",
@@ -191,7 +190,7 @@ def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tenso
     if tensor.numel() > 16 * MAX_INTEGER_ELEMENTS:
         raise state.cannot(func, "a shape depends on the values of a very large tensor")
     if tensor.dtype == torch.bool:
-        value = assumed_mask(tensor.shape, state.routing)
+        value = _assumed_mask(tensor.shape, state.routing)
         text = f"a mask that depends on data selects {_share(state)} element"
     elif tensor.dtype.is_floating_point:
         value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + 1
@@ -305,14 +304,14 @@ def _assume_choice(
         return
     if options > _MAX_ROUTING_OPTIONS:
         return
-    state.values.learn(indices, assumed_topk(indices.shape, options, dim, state.routing))
+    state.values.learn(indices, _assumed_topk(indices.shape, options, dim, state.routing))
     _say_assumed(state, str(func), options)
 
 
 def assume_routing_map(state: CaptureState, op: str, chosen: FakeTensor, top_k: int) -> None:
     """A boolean map, rows x options, with `top_k` true elements a row that a router chooses."""
     rows, options = chosen.shape[:-1], chosen.shape[-1]
-    indices = assumed_topk(torch.Size((*rows, top_k)), options, -1, state.routing)
+    indices = _assumed_topk(torch.Size((*rows, top_k)), options, -1, state.routing)
     values = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(-1, indices, True)
     state.values.learn(chosen, values)
     _say_assumed(state, op, options)
@@ -341,6 +340,29 @@ def assume_uniform(value: int) -> Observer:
 def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
     return False
+
+
+def _assumed_topk(shape: torch.Size, options: int, dim: int, routing: str) -> torch.Tensor:
+    """Indices of shape `shape` into `options` choices along `dim`; distinct along `dim`."""
+    dim %= len(shape)
+    chosen = shape[dim]
+    rank = torch.arange(chosen).view([-1 if axis == dim else 1 for axis in range(len(shape))])
+    if routing == "worst":
+        return rank.expand(shape).contiguous()
+    rows = [1 if axis == dim else size for axis, size in enumerate(shape)]
+    count = 1
+    for size in rows:
+        count *= size
+    row = torch.arange(count).view(rows)
+    return ((row * chosen + rank) % max(options, 1)).expand(shape).contiguous()
+
+
+def _assumed_mask(shape: torch.Size, routing: str) -> torch.Tensor:
+    """A boolean mask of `shape`."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    if routing == "balanced":
+        mask.view(-1)[1::2] = False
+    return mask
 
 
 HANDLERS: dict[Any, Handler] = {

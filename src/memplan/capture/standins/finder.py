@@ -22,7 +22,6 @@ from memplan.capture.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError, UsageError
 
 PACKAGES = Path(__file__).parent / "packages"
-KERNELS = Path(__file__).parent / "kernels"
 
 VERSIONS = {
     "apex": "0.1",

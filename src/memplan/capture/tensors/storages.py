@@ -1,7 +1,9 @@
-"""Page-locked tensors: `pin_memory` without a driver, and copies that end in such memory."""
+"""What a job does to storages: they are resized (FSDP frees a parameter by resizing its storage to
+nothing), and page-locked, for which there is no driver here."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,8 @@ aten = torch.ops.aten
 
 
 def install(patches: Patches, state: CaptureState) -> None:
-    """Follow page-locked memory until `patches.undo()`."""
+    """Follow both until `patches.undo()`."""
+    _follow_sizes(patches, state)
     host = state.host
     if not host.enabled:
         return
@@ -45,6 +48,24 @@ def install(patches: Patches, state: CaptureState) -> None:
 
     patches.set(torch.Tensor, "pin_memory", pin_memory)
     patches.set(torch.Tensor, "is_pinned", is_pinned)
+
+
+def _follow_sizes(patches: Patches, state: CaptureState) -> None:
+    resize: Any = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        state.recorder.flush()
+        if storage._cdata not in state.recorder.live:
+            resize(storage, size)
+            state.host.resized(storage)
+            return storage
+        state.begin_host_op("storage.resize_", sys._getframe(1))
+        resize(storage, size)
+        state.values.forget_storage(storage)
+        state.recorder.resized(storage)
+        return storage
+
+    patches.set(torch.UntypedStorage, "resize_", resize_)
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

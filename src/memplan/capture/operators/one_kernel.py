@@ -1,4 +1,10 @@
-"""Multi-tensor operators in place, which ask for no memory."""
+"""Operators that CUDA runs as one kernel.
+
+Some of them a PyTorch without CUDA takes apart: where the device's backend has no kernel of its
+own, PyTorch falls back on a composition of other operators, whose intermediate results no GPU ever
+makes (six for each SiLU in the backward pass). Once the backend has one, autograd takes the
+operator whole. Multi-tensor operators in place are one kernel too, and ask for no memory.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 aten = torch.ops.aten
+
+_NAMES = ("_fused_rms_norm", "silu_backward", "mish_backward")
+"""All that `native_functions.yaml` gives both a composition and a kernel for CUDA."""
 
 
 def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -40,6 +49,19 @@ def _in_place_overloads() -> Iterator[Any]:
             packet, _, overload = name.removeprefix("aten::").partition(".")
             if packet.endswith("_"):
                 yield getattr(getattr(aten, packet), overload or "default")
+
+
+def install() -> torch.library.Library:
+    """Register them for fake CUDA; the library must stay alive."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _NAMES:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, _never, "CUDA")
+    return library
+
+
+def _never(*_arguments: Any) -> Any:
+    raise AssertionError("a fake tensor's kernel was run")
 
 
 HANDLERS: dict[Any, Handler] = dict.fromkeys(_in_place_overloads(), in_place)
