@@ -27,7 +27,7 @@ from memplan.capture.job.faults import (
 from memplan.capture.job.oom_handlers import oom_note
 from memplan.capture.job.other_processes import device_error, end_children
 from memplan.capture.job.run import exit_with, run_program
-from memplan.capture.job.unseen import Unseen
+from memplan.capture.job.uncounted import UncountedProcesses
 from memplan.capture.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.recording.context import shown_path
@@ -64,11 +64,11 @@ def _capture(
     within: AbstractContextManager[object] | None,
 ) -> Trace:
     session = CaptureSession(options)
-    unseen = Unseen(session.state.assumptions)
+    uncounted = UncountedProcesses(session.state.assumptions)
     box = sandbox(
         allow_network=options.allow_network,
         on_note=session.notes.append,
-        on_program=unseen.program,
+        on_program=uncounted.program,
         is_fake=lambda tensor: isinstance(tensor, FakeTensor),
         new_tensor=session.new_tensor,
     )
@@ -80,7 +80,7 @@ def _capture(
     main_before = sys.modules["__main__"]
     try:
         with adopting(), box:
-            unseen.watch(watched)
+            uncounted.watch(watched)
             watched.set(os, "_exit", exit_with(os._exit))
             place = options.place
             nvidia_smi.install(
@@ -96,7 +96,7 @@ def _capture(
                     with ended_whatever_it_catches():
                         _run(target)
                 finally:
-                    end_children(others, unseen)
+                    end_children(others, uncounted)
                     elsewhere = box.device_uses
                     started.end()
                     session.notes += oom_note(target)  # while its folder is on the path
@@ -132,7 +132,7 @@ def _capture(
         sys.modules["__main__"] = main_before
     if peers.current().over:
         raise EnoughSeen
-    unseen.used(elsewhere)
+    uncounted.used(elsewhere)
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
         raise device_error(elsewhere[0])

@@ -22,8 +22,8 @@ from memplan.capture.distributed.works import Batch, RankWork, Works, finished
 from memplan.types.trace import EventKind, Role
 
 if TYPE_CHECKING:
+    from memplan.capture.distributed.broadcasts import Broadcasts
     from memplan.capture.distributed.communicators import Communicators
-    from memplan.capture.distributed.sent import Broadcasts
     from memplan.capture.state import CaptureState
 
 c10d = torch.ops.c10d

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from memplan.capture.cuda.fake_cuda import FakeCuda
 from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric, uneven
 from memplan.capture.distributed.batches import Batches
+from memplan.capture.distributed.broadcasts import Broadcasts
 from memplan.capture.distributed.checkpoint import Checkpoints
 from memplan.capture.distributed.collectives import Collectives
 from memplan.capture.distributed.communicators import DEFAULT_LOCAL, Communicators
@@ -22,7 +23,6 @@ from memplan.capture.distributed.groups import ProcessGroupNCCL, ProcessGroups, 
 from memplan.capture.distributed.objects import ObjectCollectives
 from memplan.capture.distributed.pipeline import Pipelines
 from memplan.capture.distributed.place import environment, rank_environment
-from memplan.capture.distributed.sent import Broadcasts
 from memplan.capture.distributed.spawn import make_spawn
 from memplan.capture.distributed.stores import LocalStore
 from memplan.capture.options import CaptureOptions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 if TYPE_CHECKING:
-    from memplan.capture.distributed.sent import Broadcasts
+    from memplan.capture.distributed.broadcasts import Broadcasts
     from memplan.capture.state import CaptureState
 
 

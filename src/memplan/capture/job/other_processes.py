@@ -18,7 +18,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memplan.capture.job.unseen import Unseen
+    from memplan.capture.job.uncounted import UncountedProcesses
     from memplan.types.errors import CaptureError
 
 _SECONDS_TO_DIE = 5.0
@@ -32,7 +32,7 @@ class DeviceInOtherProcess(SystemExit):
     """Ends a child that uses CUDA; not an error that the child's own handling would print."""
 
 
-def end_children(others: Sequence[BaseProcess], unseen: Unseen) -> None:
+def end_children(others: Sequence[BaseProcess], uncounted: UncountedProcesses) -> None:
     """End the processes that the script left running (data loader workers), except `others`.
 
     They are killed while their sandbox still stands: asked politely they would clean up in folders
@@ -44,7 +44,7 @@ def end_children(others: Sequence[BaseProcess], unseen: Unseen) -> None:
     for child in multiprocessing.active_children():
         if child in others:
             continue
-        unseen.left_running(child)
+        uncounted.left_running(child)
         child.kill()
         child.join(_SECONDS_TO_DIE)
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ class BufferOrigin(NamedTuple):
     """Below the module that was compiled."""
     source: str
     phase: Phase | None = None
-    """Where the code itself knows; None: as the surroundings say."""
+    """Where the code itself knows; None: that of the operator that runs it."""
 
 
 def generated_origin(frame: FrameType) -> BufferOrigin | None:

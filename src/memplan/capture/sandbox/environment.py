@@ -1,4 +1,4 @@
-"""The script's surroundings: services told to stay quiet, and the process put back as it was."""
+"""The script's environment: services told to stay quiet, and the process put back as it was."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Sandbox:
             self._owner = create
             stack.callback(view.close)
             stack.callback(environment.Surroundings().restore)
-            # Undone before the surroundings: from here on, the last in is the first out.
+            # Undone before the environment: from here on, the last in is the first out.
             stack.callback(self._release)
             undo = Patches()
             stack.callback(undo.undo)

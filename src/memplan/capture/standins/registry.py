@@ -13,7 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from memplan.capture.operators.fake import forget_written
 from memplan.capture.standins import rules as rules_module
-from memplan.capture.standins.blame import place_of
+from memplan.capture.standins.rule_errors import place_of
 from memplan.capture.standins.rules import Call, Rule
 from memplan.types.errors import UsageError
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.capture.standins import blame
+from memplan.capture.standins import rule_errors
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Provenance
 
@@ -101,7 +101,7 @@ class Rule:
         self.source = source
         self.function = function
         self.of_backward: Callable[..., Any] | None = None
-        self.built_in = blame.is_ours(function)
+        self.built_in = rule_errors.is_ours(function)
         self.__name__ = name.replace("::", ".").rpartition(".")[2]
         self.__doc__ = function.__doc__
         try:
@@ -160,7 +160,7 @@ class Rule:
         """Raises CaptureError where a user's rule gives something else than its operator does."""
         state = running()
         if state is not None and not self.built_in:
-            blame.check_returns(state, self.name, self.function, func, (args, kwargs), made)
+            rule_errors.check_returns(state, self.name, self.function, func, (args, kwargs), made)
 
     def _run(self, function: Any, call: Call, args: Any, kwargs: Any) -> Any:
         state = running()
@@ -174,17 +174,17 @@ class Rule:
                 if self.built_in or isinstance(error, MemplanError):
                     raise
                 given = (call, *args), kwargs
-                raise blame.failed(state, self.name, function, error, given) from error
+                raise rule_errors.failed(state, self.name, function, error, given) from error
             finally:
                 call._held.clear()
         if not self.built_in:
             inputs = (args, kwargs, call.saved)
-            blame.check_devices(state, self.name, function, inputs, (made, call._kept))
+            rule_errors.check_devices(state, self.name, function, inputs, (made, call._kept))
         return made
 
 
 def _takes_no_call(name: str, function: Any) -> UsageError:
-    place = blame.place_of(function)
+    place = rule_errors.place_of(function)
     return UsageError(
         f"{place + ': ' if place else ''}the rule for {name} is not a function that takes a call",
         "def rule(call, x, ...): first a call, then what the real one takes (docs/packages.md)",
@@ -243,7 +243,7 @@ class _Differentiable(torch.autograd.Function):
         saved = tuple(next(tensors) if item is None else item[0] for item in ctx.plain)
         call = Call(needs_grad=ctx.needs_grad, saved=saved)
         made = ctx.rule.run_backward(call, *gradients)
-        blame.check_gradients(ctx.rule.name, ctx.rule.of_backward, made, ctx.shapes)
+        rule_errors.check_gradients(ctx.rule.name, ctx.rule.of_backward, made, ctx.shapes)
         result: list[Any] = [None] * (2 + ctx.leaves)
         for position, gradient, wanted in zip(ctx.positions, made, ctx.needs_grad, strict=True):
             result[2 + position] = gradient if wanted else None

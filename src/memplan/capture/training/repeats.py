@@ -68,7 +68,7 @@ class _Before(NamedTuple):
 
     state: object
     """Of the module."""
-    surroundings: object
+    preconditions: object
     stream: int
 
 
@@ -135,7 +135,7 @@ class Repeats:
             return run()
         name = type(module).__name__
         self._calls[name] += 1
-        before = _Before(state, self._surroundings(), recorder.stream)
+        before = _Before(state, self._preconditions(), recorder.stream)
         recorder.flush()
         row = self._rows.get(key)
         if row is not None and row.foresees(
@@ -163,7 +163,7 @@ class Repeats:
             for name, count in self._answered.items()
         ]
 
-    def _surroundings(self) -> object:
+    def _preconditions(self) -> object:
         device = self.state.device_type
         return (
             torch.is_inference_mode_enabled(),

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optim_module
 
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.training.ending import Patience
-from memplan.capture.training.told import UPDATED
+from memplan.capture.training.reported_steps import UPDATED
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:

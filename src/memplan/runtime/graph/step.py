@@ -21,7 +21,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memplan.capture.training.told import tell
+from memplan.capture.training.reported_steps import tell
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators, operators

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdRef
 
-from memplan.capture.training.told import others_listen
+from memplan.capture.training.reported_steps import others_listen
 from memplan.runtime.graph.arithmetic import (
     Arithmetic,
     arithmetic,

@@ -1,4 +1,4 @@
-"""Optimizer steps that come without a call of `Optimizer.step`, and those of ours who count steps.
+"""Optimizer steps that come without a call of `Optimizer.step`, reported to hooks that count steps.
 
 `memplan.compile` updates each parameter as soon as its gradient is there. It does so only where no
 hook of the job's listens to steps; hooks of memplan's own (captures, recordings) are told once all

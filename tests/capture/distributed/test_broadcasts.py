@@ -126,8 +126,8 @@ def capture_one(folder: Path, body: dict[str, str]) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
     """In a process of its own: another rank is a fork, which computes."""
     folder = tmp_path_factory.mktemp("sent")
-    call = "import sys, pathlib; from tests.capture.distributed import test_sent; "
-    call += "test_sent.capture_all(pathlib.Path(sys.argv[1]))"
+    call = "import sys, pathlib; from tests.capture.distributed import test_broadcasts; "
+    call += "test_broadcasts.capture_all(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", call, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

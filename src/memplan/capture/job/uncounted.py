@@ -24,7 +24,7 @@ _OF_THE_DEVICE = re.compile(r"\b(torch|cuda|jax|tensorflow|cupy|vllm)\b")
 _WITHOUT_DEVICE = frozenset(("pip", "venv", "ensurepip", "compileall", "json", "http", "site"))
 
 
-class Unseen:
+class UncountedProcesses:
     """What other processes may take of the card while nobody looks: assumptions about them."""
 
     def __init__(self, assumptions: Assumptions) -> None:
