@@ -61,6 +61,8 @@ class CaptureMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state
         state.mode = self
+        self.fake_mode = state.fake_mode
+        """Tells a recording of the job (`runtime/tape/recording`) that tensors are fake."""
         self._additions = additions
         self._composite: dict[Any, bool] = {}
 

@@ -29,6 +29,7 @@ def install(patches: Patches, state: CaptureState) -> None:
     module_apply: Any = torch.nn.Module._apply
     module_set_state: Any = torch.nn.Module.__setstate__
     module_register_buffer: Any = torch.nn.Module.register_buffer
+    belongs_to_module = state.belongs_to_module
     swap_tensors = torch.utils.swap_tensors
 
     @cache
@@ -48,26 +49,26 @@ def install(patches: Patches, state: CaptureState) -> None:
             return data.requires_grad_(requires_grad)
         made = data.detach().requires_grad_(requires_grad)
         made.__class__ = cls
-        state.belongs_to_module(made)
+        belongs_to_module(made)
         return made
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
         _make_parameters_fake(module, state)
         moved = module_apply(module, fn, recurse)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            state.belongs_to_module(tensor)
+            belongs_to_module(tensor)
         return moved
 
-    def set_state(module: torch.nn.Module, saved: dict[str, Any]) -> None:
-        module_set_state(module, saved)
+    def set_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
+        module_set_state(module, state)
         for tensor in module._buffers.values():  # of a copy; its parameters were made anew
-            state.belongs_to_module(tensor)
+            belongs_to_module(tensor)
 
     def register_buffer(
         module: torch.nn.Module, name: str, tensor: Any, persistent: bool = True
     ) -> None:
         module_register_buffer(module, name, tensor, persistent)
-        state.belongs_to_module(tensor)
+        belongs_to_module(tensor)
 
     def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
         left, right = t1, t2
