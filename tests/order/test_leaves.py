@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import held, peak, program_order
 from memplan.order.leaf import exact_order
+from memplan.order.refine import leaves
 from memplan.order.search import Clock
-from memplan.order.tree import leaves
 from memplan.order.validate import order_fault
 from memplan.types.graph import Graph
 from tests.order.exhaustive import exhaustive_order

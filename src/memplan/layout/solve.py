@@ -21,6 +21,10 @@ Cancel: TypeAlias = npt.NDArray[np.uint8]
 """One byte; the search stops soon after it is set to another value than 0."""
 
 
+THREADS = 2
+"""Part of the question: with another number the search goes another way."""
+
+
 def new_cancel() -> Cancel:
     return np.zeros(1, np.uint8)
 
@@ -31,7 +35,6 @@ def minimise(
     seconds: float,
     within: float = 0.0,
     seed: int = 0,
-    threads: int = 2,
     cancel: Cancel | None = None,
 ) -> Solution[Layout]:
     """The lowest layout found within `seconds`.
@@ -39,10 +42,10 @@ def minimise(
     `Solved` when it is proved that none is lower, or lower by more than the part `within` of the
     bound; `TimedOut` with the best found and the bound proved when time ran out or `cancel` was
     set; `Infeasible` when fixed buffers overlap. Costs and bounds are heights in bytes. The same
-    problem, seed and threads give the same layout unless time runs out. A first layout is made
+    problem and seed give the same layout unless time runs out. A first layout is made
     whatever the time.
     """
-    answer, layout = _pack(problem, -1, within, seconds, seed, threads, cancel)
+    answer, layout = _pack(problem, -1, within, seconds, seed, cancel)
     if layout is None:
         return _infeasible(answer, "the fixed buffers overlap")
     bound = max(answer["bound_bytes"], problem.lower_bound)
@@ -56,8 +59,6 @@ def fit_capacity(
     capacity: int,
     *,
     seconds: float,
-    seed: int = 0,
-    threads: int = 2,
     cancel: Cancel | None = None,
 ) -> Solution[Layout]:
     """A layout of at most `capacity` bytes.
@@ -69,7 +70,7 @@ def fit_capacity(
     if capacity < 0:
         raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
     capacity = min(capacity, MOST_BYTES)
-    answer, layout = _pack(problem, capacity, 0.0, seconds, seed, threads, cancel)
+    answer, layout = _pack(problem, capacity, 0.0, seconds, 0, cancel)
     if layout is None:
         return _infeasible(answer, "these buffers do not fit together")
     bound = max(answer["bound_bytes"], problem.lower_bound)
@@ -88,7 +89,6 @@ def _pack(
     within: float,
     seconds: float,
     seed: int,
-    threads: int,
     cancel: Cancel | None,
 ) -> tuple[_native.Packing, Layout | None]:
     """The native answer, and its layout, checked; None where it is proved that there is none."""
@@ -102,7 +102,7 @@ def _pack(
             answers.append(
                 _native.pack(
                     problem.lower, problem.upper, problem.size, problem.alignment, problem.fixed,
-                    problem.twin, capacity, within, seconds, seed, threads, stop, offsets,
+                    problem.twin, capacity, within, seconds, seed, THREADS, stop, offsets,
                 )
             )  # fmt: skip
         except BaseException as error:

@@ -47,7 +47,6 @@ def static_plan(
     trace: Trace,
     *,
     seconds: float = 10.0,
-    seed: int = 0,
     cancel: Cancel | None = None,
     device: int | None = None,
     prologue: bool = True,
@@ -65,7 +64,7 @@ def static_plan(
     problem, rows = round_problem(made, windows.blocks)
     if not len(problem):
         raise NoAnswerError("no request of the step recurs: nothing to plan")
-    answer = minimise(problem, seconds=seconds, within=CLOSE, seed=seed, cancel=cancel)
+    answer = minimise(problem, seconds=seconds, within=CLOSE, cancel=cancel)
     assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     if layout is None:
