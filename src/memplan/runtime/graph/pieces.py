@@ -19,7 +19,7 @@ from memplan.runtime.graph.arithmetic import GRADIENT, PARAMETER, Arithmetic, Na
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
-ELEMENTS = {"cpu": 2**18}
+ELEMENTS = {"cpu": 2**20}
 """Of a piece, by the kind of device: so many that starting an operator costs little."""
 _ELEMENTS = 2**24
 

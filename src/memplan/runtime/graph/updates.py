@@ -67,11 +67,14 @@ class Updates:
         self._looked = 0
         """Times that they were looked for."""
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self._scratch: dict[Any, int] = {}
+        """Of this call."""
 
     def begin(self) -> None:
         """Find each parameter's group, as it is now."""
         self.done = set()
         self._begun = []
+        self._scratch = {}
         self._groups = {
             id(parameter): (optimizer, number)
             for optimizer in self.optimizers
@@ -141,6 +144,16 @@ class Updates:
 
     def scratch_bytes(self, parameter: torch.Tensor) -> int:
         """What an update that may be done in pieces asks for and frees, in bytes."""
+        found = self._groups.get(id(parameter))
+        if found is None:
+            return 0
+        begun = bool(found[0].state.get(parameter))
+        key = (*found, parameter.shape, parameter.stride(), parameter.dtype, begun)
+        if key not in self._scratch:
+            self._scratch[key] = self._measure_scratch(parameter)
+        return self._scratch[key]
+
+    def _measure_scratch(self, parameter: torch.Tensor) -> int:
         self.arithmetic(parameter)
         classes, _ = self.take_classes()
         update = classes[0].pointwise if classes else None
