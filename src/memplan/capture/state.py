@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.capture.fake.device_fake_mode import DeviceFakeMode
+from memplan.capture.fake.fast_fake import DeviceFakeMode
 from memplan.capture.host.memory import HostMemory
 from memplan.capture.known_values.answers import Answers, Assumptions
 from memplan.capture.known_values.store import Values, worth_keeping

@@ -1,9 +1,10 @@
-"""All of it in place for the length of a capture."""
+"""Puts what a distributed job needs in place for the length of a capture."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from memplan.capture.cuda.fake_cuda import FakeCuda
-from memplan.capture.distributed import dtensor, flat_states, gathered, peers, symmetric, uneven
+from memplan.capture.distributed import dtensor, flat_states, gathered, peers, uneven
 from memplan.capture.distributed.batches import Batches
 from memplan.capture.distributed.broadcasts import Broadcasts
 from memplan.capture.distributed.checkpoint import Checkpoints
@@ -31,6 +32,7 @@ from memplan.capture.patches.imports import ImportWatcher
 from memplan.capture.patches.internals import require
 from memplan.capture.sandbox.patches import release_by_name, replace_by_name
 from memplan.capture.state import CaptureState
+from memplan.types.errors import CaptureError
 from memplan.types.trace import Communicator
 
 
@@ -61,7 +63,7 @@ class Distributed:
         dtensor.install(patches, watcher)
         gathered.install(patches, watcher, self.state)
         flat_states.install(patches, watcher, self.state)
-        symmetric.install(patches, watcher, self.state)
+        _refuse_symmetric_memory(patches, watcher, self.state)
         uneven.install(patches, watcher)
         register_backend()
         groups = ProcessGroups(self.state, place, self._communicators)
@@ -135,3 +137,21 @@ def _learn_copied(state: CaptureState, _func: Any, args: Any, _kwargs: Any, _res
     target, source = args[0], args[1]
     if not state.values.knows(target) and source.numel() == target.numel():
         state.values.follow(target, source)
+
+
+def _refuse_symmetric_memory(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
+    """`torch.distributed._symmetric_memory`: before C++ refuses it, until `patches.undo()`."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"{state.source()}: symmetric memory, which lies outside PyTorch's allocator and which "
+            "other ranks' GPUs map, cannot be followed",
+            "leave it out when estimating: the functional collectives do the same without it",
+        )
+
+    def adapt(module: ModuleType) -> None:
+        for name in ("empty", "rendezvous", "get_symm_mem_workspace"):
+            if hasattr(module, name):
+                patches.set(module, name, refuse)
+
+    watcher.add("torch.distributed._symmetric_memory", adapt)
