@@ -1,4 +1,4 @@
-"""Parameters that FSDP gathers whole: their storages are told what they are.
+"""Parameters that FSDP gathers whole: their storages get the role of gathered parameters.
 
 FSDP2 keeps an all-gather output for each parameter, FSDP1 one for each flat parameter. Both resize
 its storage to nothing while only the shard is needed; a generation that begins anew keeps the role

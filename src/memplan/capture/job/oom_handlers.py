@@ -1,4 +1,4 @@
-"""Code that waits for the device to run out of memory: never reached while capturing, so said."""
+"""Handlers of out-of-memory errors in the script: no capture reaches them, and a note says so."""
 
 from __future__ import annotations
 

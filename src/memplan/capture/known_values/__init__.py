@@ -1,1 +1,1 @@
-"""What is known of the contents of fake tensors, and what a script is told that asks for more."""
+"""Contents of fake tensors that are known, and answers where a script asks for others."""

@@ -1,4 +1,4 @@
-"""The values of one fake storage: there, or worked out when somebody asks.
+"""The values of one fake storage: computed already, or when somebody asks.
 
 Most of what is known is never asked for: masks, positions, constants of a million elements, made
 anew in every layer. What is computed from them is put off; a chain of such computations holds its

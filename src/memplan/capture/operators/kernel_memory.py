@@ -1,4 +1,4 @@
-"""Adds to the record what CUDA kernels take for themselves and no operator shows.
+"""Records the memory that CUDA kernels allocate for themselves, which no operator shows.
 
 The sizes come from the rules in `kernels`; this module only translates operators into the rules'
 terms and the rules' answers into events with provenance RULE.

@@ -1,4 +1,4 @@
-"""Packages adapted when they are, or get, imported."""
+"""Adapts packages: at once where they are imported already, else when they are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is wrong with a user's rule is said of the rule, with its file and line; the script that
-called it is not to blame."""
+"""Errors in users' rules: they name the rule's file and line, not those of the script's call."""
 
 from __future__ import annotations
 

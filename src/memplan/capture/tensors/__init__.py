@@ -1,1 +1,1 @@
-"""What a job does to tensors and modules without an operator: made, moved, resized, asked."""
+"""What Python does to tensors and modules outside of operators: it makes, moves and reads them."""
