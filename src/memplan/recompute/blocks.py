@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from memplan.phases.step_graph import alive_rows
 from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64
@@ -77,10 +78,20 @@ def blocks_of(graph: StepGraph, least_values: int) -> list[Block]:
 def alive_bytes(graph: StepGraph, which: Bools) -> I64:
     """Bytes of some values alive at each row of the plain run."""
     values = graph.values
-    change = np.zeros(len(graph) + 1, dtype=np.int64)
-    np.add.at(change, np.maximum(values.alloc[which], 0), values.bytes[which])
-    np.add.at(change, np.minimum(values.free[which], len(graph)), -values.bytes[which])
-    return np.cumsum(change)[:-1]
+    return alive_rows(len(graph), values.alloc[which], values.free[which], values.bytes[which])
+
+
+def last_forward(graph: StepGraph) -> I64:
+    """By value: the last forward row that reads or writes it, -1 for none."""
+    last = np.full(len(graph.values), -1, np.int64)
+    for edges, start in (
+        (graph.ops.reads, graph.ops.reads_start),
+        (graph.ops.writes, graph.ops.writes_start),
+    ):
+        stop = start[graph.forward_ops]
+        rows = np.repeat(np.arange(graph.forward_ops), np.diff(start[: graph.forward_ops + 1]))
+        np.maximum.at(last, edges[:stop], rows)
+    return last
 
 
 def used_in_backward(graph: StepGraph) -> Bools:
@@ -94,14 +105,7 @@ def used_in_backward(graph: StepGraph) -> Bools:
 
 def _facts(graph: StepGraph) -> _Facts:
     values, forward = graph.values, graph.forward_ops
-    last = np.full(len(values), -1, dtype=np.int64)
-    for edges, start in (
-        (graph.ops.reads, graph.ops.reads_start),
-        (graph.ops.writes, graph.ops.writes_start),
-    ):
-        rows = np.repeat(np.arange(len(graph)), np.diff(start))
-        inside = rows < forward
-        np.maximum.at(last, edges[inside], rows[inside])
+    last = last_forward(graph)
     made = (values.alloc >= 0) & (values.alloc < forward)
     sizes = np.sort(values.bytes[values.droppable])
     half = np.searchsorted(np.cumsum(sizes), sizes.sum() / 2)

@@ -12,12 +12,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from memplan.phases.step_graph import alive_rows
 from memplan.recompute.articulation import (
     Articulation,
     ForwardUses,
     articulations,
     forward_uses,
 )
+from memplan.recompute.blocks import last_forward
 from memplan.recompute.chain import Chain, least_peak
 from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.selection import Selection
@@ -56,8 +58,9 @@ def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
     parts = _cut(graph, graph.forward_ops if longest is None else longest)
     triggers = _triggers(graph, parts)
     sizes = _Sizes(graph, parts, triggers)
-    alive = _alive(graph, sizes.free)
-    dropping = _alive(graph, sizes.free_when_dropped(parts))
+    values = graph.values
+    alive = alive_rows(len(graph), values.alloc, sizes.free, values.bytes)
+    dropping = alive_rows(len(graph), values.alloc, sizes.free_when_dropped(parts), values.bytes)
     dying = alive - _let_go_early(graph, parts, triggers)
     columns = np.zeros((8, parts.count), np.int64)
     for k in range(1, parts.count + 1):
@@ -186,7 +189,7 @@ class _Sizes:
         for value, layer in cut.aside.items():
             if self.free[value] <= graph.forward_ops:
                 self.free[value] = min(triggers[layer] + 1, len(graph))
-        self.last_forward = _last_forward(graph)
+        self.last_forward = last_forward(graph)
         values = graph.values
         inner = cut.boundaries[1:-1]
         in_backward = values.free > graph.forward_ops
@@ -226,27 +229,6 @@ class _Sizes:
         droppable = self.graph.values.droppable[value]
         free = self.last_forward[value] + 1 if droppable else self.free[value]
         return alive[rows] - np.where(rows < free, self.output[k - 1], 0)
-
-
-def _alive(graph: StepGraph, free: I64) -> I64:
-    """Bytes alive during each row, values ending at `free`."""
-    change = np.zeros(len(graph) + 1, np.int64)
-    np.add.at(change, np.maximum(graph.values.alloc, 0), graph.values.bytes)
-    np.subtract.at(change, free, graph.values.bytes)
-    return np.asarray(np.cumsum(change)[:-1], np.int64)
-
-
-def _last_forward(graph: StepGraph) -> I64:
-    """By value: the last forward row that reads or writes it, -1 for none."""
-    last = np.full(len(graph.values), -1, np.int64)
-    for edges, start in (
-        (graph.ops.reads, graph.ops.reads_start),
-        (graph.ops.writes, graph.ops.writes_start),
-    ):
-        stop = start[graph.forward_ops]
-        rows = np.repeat(np.arange(graph.forward_ops), np.diff(start[: graph.forward_ops + 1]))
-        np.maximum.at(last, edges[:stop], rows)
-    return last
 
 
 def _let_go_early(graph: StepGraph, cut: _Parts, triggers: list[int]) -> I64:
