@@ -32,12 +32,17 @@ from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
 from memplan.order.baselines import Candidate
+from memplan.order.bound import cut_bound
 from memplan.order.evaluate import lifetimes, peak, program_order
 from memplan.order.solve import solve
+from memplan.order.updates import early_updates
 from memplan.runtime.graph.program import chains_of
 from memplan.types.graph import Graph, csr
 from memplan.types.solution import Solved
 from memplan.types.trace import I64
+
+_NEARLY = 1.01
+"""Times the least peak that is possible: a lower one is not worth the seconds of a search."""
 
 
 @dataclass(frozen=True)
@@ -210,15 +215,19 @@ def _is_whole(graph: Any) -> bool:
 
 
 def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[Any]:
-    """The nodes in the order of least peak that is found: their own, unless another has less."""
+    """The nodes in the order of least peak that is found: their own, unless another has less.
+    There is no search where a peak is proved to be nearly the least."""
     own = program_order(graph)
     theirs = Candidate("inductor", own, peak(graph, own))
-    found = solve(graph, deadline_seconds=deadline_seconds, baselines=lambda: [theirs])
-    best = found.solution if isinstance(found, Solved) else found.best
-    if best is None or best.peak_bytes >= theirs.peak_bytes:
-        return nodes
-    ordered = [nodes[int(row)] for row in best.order]
-    less = _peak(graph, best.order, ordered) < _peak(graph, own, nodes)
+    early = early_updates(graph, own)
+    order = early if peak(graph, early) < theirs.peak_bytes else own
+    if peak(graph, order) > _NEARLY * cut_bound(graph, order).bytes:
+        found = solve(graph, deadline_seconds=deadline_seconds, baselines=lambda: [theirs])
+        best = found.solution if isinstance(found, Solved) else found.best
+        if best is not None and best.peak_bytes < peak(graph, order):
+            order = best.order
+    ordered = [nodes[int(row)] for row in order]
+    less = _peak(graph, order, ordered) < _peak(graph, own, nodes)
     return ordered if less else nodes
 
 
