@@ -3,9 +3,9 @@
 `make compat` installs every release, the CPU build where the index has one, else the CUDA build
 (gigabytes), and memplan's wheel from this tree; asks `memplan env` whether capturing works;
 captures four small trainings, one a rank of a job; finds a plan for a fifth and runs it; and trains
-with `auto_checkpoint` and `memplan.compile`. What could not be run is a row that says so. Results
-of other machines and builds stay: rows are replaced one by one. Writes `bench/results/compat.json`
-and the table in `docs/support.md`.
+with `auto_checkpoint`, `memplan.compile` and `torch.compile(backend="memplan")`. What could not be
+run is a row that says so. Results of other machines and builds stay: rows are replaced one by one,
+as they come. Writes `bench/results/compat.json` and the table in `docs/support.md`.
 """
 
 from __future__ import annotations
@@ -255,9 +255,10 @@ def main(arguments: list[str] | None = None) -> int:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 rows.append(empty_row(build) | {"detail": f"not installed: {error}"[:200]})
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    every = merged(rows, previous())
-    write_result("compat", {"rows": every, "failed": sum(r["result"] == "fails" for r in every)})
-    write_page(every)
+            every = merged(rows[-1:], previous())
+            failed = sum(row["result"] == "fails" for row in every)
+            write_result("compat", {"rows": every, "failed": failed})
+            write_page(every)
     return 1 if any(row["result"] == "fails" for row in rows) else 0
 
 
