@@ -61,6 +61,18 @@ class Autocast(nn.Module):
         return hidden.float()
 
 
+class Upsampled(nn.Module):
+    """What PyTorch traces in other operators than those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.cell = nn.Conv2d(3, 4, 3), nn.GRU(13, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.interpolate(self.conv(x), size=(11, 13), mode="bilinear")
+        return self.cell(nn.functional.dropout(x, 0.3).flatten(0, 1))[0]
+
+
 def perceptron() -> tuple[nn.Module, Tensor]:
     layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3)) for _ in range(6)]
     return nn.Sequential(*layers), torch.randn(512, 32)
@@ -88,6 +100,7 @@ MODELS = {
     "transformer": lambda: (nn.Sequential(Block(32), Block(32)), torch.randn(8, 16, 32)),
     "tied": lambda: (Tied(), torch.randint(50, (4, 8))),
     "autocast": lambda: (Autocast(), torch.randn(16, 32)),
+    "upsampled": lambda: (Upsampled(), torch.randn(2, 3, 8, 8)),
 }
 
 

@@ -17,7 +17,7 @@ from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import parse_budget
 from memplan.runtime.graph.dependencies import operators
-from memplan.runtime.graph.eager_kernels import every_draw
+from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
@@ -119,7 +119,7 @@ def memplan(
     made = _Parts(chosen)
     compile_parts: Any = aot_module_simplified
     # Donated buffers forbid a second backward.
-    with functorch_config.patch(donated_buffer=False), every_draw():
+    with functorch_config.patch(donated_buffer=False), eager_kernels(), every_draw():
         compiled: Callable[..., Any] = compile_parts(
             module,
             inputs,
