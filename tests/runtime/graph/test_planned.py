@@ -77,6 +77,7 @@ def test_a_region_of_a_plan_needs_less(plain: tuple[list[float], int], least: Re
 
 
 def test_another_graph_runs_as_without_a_plan(least: RegionsPart) -> None:
+    torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] += 1  # of an earlier graph
     _, peak, regions, notes = run(least, blocks=3)
     assert not regions
     assert "not one of the plan's" in notes[0] and "1 of the 1 compiled graphs" in notes[1]

@@ -40,17 +40,20 @@ class PlannedRegions(CustomPartitionerFn):
         self._on_region = on_region
         self._met: set[str] = set()
         self._before: Any = None
+        self._hits = 0
 
     def __enter__(self) -> PlannedRegions:
         self._before = config.custom_partitioner_fn
         config.custom_partitioner_fn = self
+        self._hits = _cache_hits()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         if config.custom_partitioner_fn is self:
             config.custom_partitioner_fn = self._before
         missed = len(self._known.keys() - self._met)
-        if missed and not _taken_from_cache():
+        # A graph that PyTorch has on disk, divided as `uuid` says, is not compiled.
+        if missed and _cache_hits() == self._hits:
             self._on_note(
                 f"{missed} of the {len(self._known)} compiled graphs of the plan were not compiled "
                 "in this run"
@@ -123,11 +126,11 @@ class PlannedRegions(CustomPartitionerFn):
         return found
 
 
-def _taken_from_cache() -> bool:
-    """Whether graphs were not compiled because PyTorch had them on disk, divided as `uuid` says."""
+def _cache_hits() -> int:
+    """Of graphs, by this process."""
     if "torch._dynamo.utils" not in sys.modules:
-        return False
-    return bool(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+        return 0
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def _digest(module: fx.GraphModule) -> str:
