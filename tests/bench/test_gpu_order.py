@@ -142,4 +142,5 @@ def test_a_job_is_measured_on_the_cpu(codegen: str, tmp_path: Path) -> None:
     assert found["repeatable"]
     assert found["compiled_calls"] > 4
     assert found["compiled"]["promised_bytes"] >= found["compiled"]["lower_bound_bytes"]
-    assert abs(found["compiled"]["peak_bytes"] / found["compiled"]["promised_bytes"] - 1) < 0.02
+    kept = found["compiled"]["peak_bytes"] / found["compiled"]["promised_bytes"]
+    assert (0.98 if codegen == "eager" else 0.9) < kept < 1.02

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from bench.recompute.tracker import measure
 from memplan.order.evaluate import held, peak
-from memplan.runtime.graph import step as stepping
+from memplan.runtime.graph import step_capture as stepping
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import Added, facts_of, tensors
-from memplan.runtime.graph.step import Compiled, CompiledStep
+from memplan.runtime.graph.step import CompiledStep
+from memplan.runtime.graph.step_graph import Compiled
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.test_optimizers import OPTIMIZERS
@@ -60,7 +61,7 @@ class Watcher:
     """Stands in for the operators of an executable, and looks at what each does."""
 
     def __init__(self, step: CompiledStep[...]) -> None:
-        (program,) = step._programs
+        (program,) = step._capture.programs
         assert isinstance(program, Compiled)
         self.program = program
         self.faults: list[str] = []
@@ -197,7 +198,7 @@ def test_live_bytes_are_those_that_are_predicted(
     step, found = compiled(job, monkeypatch, order)
     step._updates.whole = True
     step(*job.batches[0])
-    (made,) = step._programs
+    (made,) = step._capture.programs
     values: list[Any] = []
     run = made.run
 
@@ -247,8 +248,8 @@ def test_a_workspace_that_the_shape_function_does_not_know() -> None:
     job = MODELS["lstm"]()
     step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
     step(*job.batches[0])
-    (made,) = step._programs
-    assert isinstance(made, stepping.Compiled)
+    (made,) = step._capture.programs
+    assert isinstance(made, Compiled)
     program = made.made.program
     for node in program.graph_module.graph.nodes:
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:

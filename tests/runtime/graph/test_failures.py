@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memplan
-from memplan.runtime.graph.step import Compiled, CompiledStep
+from memplan.runtime.graph.step import CompiledStep
+from memplan.runtime.graph.step_graph import Compiled
 from memplan.types.errors import InfeasibleError, UsageError
 from tests.runtime.graph.training import (
     Job,
@@ -136,7 +137,7 @@ def test_labels_that_are_out_of_range_change_nothing() -> None:
 
 def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
     """The compiled graph's n-th call of an operator raises, once."""
-    (program,) = step._programs[:1]
+    (program,) = step._capture.programs[:1]
     assert isinstance(program, Compiled)
     space = program.made.executable._space
     name = next(name for name, value in space.items() if value is op._op)

@@ -645,7 +645,7 @@ def test_random_numbers_that_nobody_wants_are_drawn(name: str, kind: str) -> Non
 
 
 def programs_of(step: CompiledStep[...]) -> list[Any]:
-    return list(step._programs)
+    return list(step._capture.programs)
 
 
 def test_what_was_compiled_before_is_let_go() -> None:
@@ -675,7 +675,7 @@ def test_what_was_compiled_before_is_let_go() -> None:
     assert report.compiled_calls + report.plain_calls == 12
     torch._dynamo.reset()
     gc.collect()
-    assert not step._programs
+    assert not step._capture.programs
     assert all(one() is None for one in seen)
     assert not {name for name in linecache.cache if name in files}
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import memplan
+from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
 from tests.runtime.graph.training import (
     Job,
@@ -119,6 +120,13 @@ class OfTheUser(torch.optim.SGD):
 def test_an_optimizer_of_the_user_runs_with_all_gradients_there() -> None:
     step, _ = run_both(lambda: classifier(make=of(OfTheUser)), keep_gradients=True)
     captured(step, 4)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactor_by_foreach_sees_all_parameters_at_once(foreach: bool) -> None:
+    """On a GPU its norms are reduced in an order that depends on the list."""
+    optimizer = torch.optim.Adafactor(nn.Linear(2, 2).parameters(), foreach=foreach)
+    assert Updates([optimizer]).each_by_itself() != foreach
 
 
 def test_lbfgs_says_what_it_wants() -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memplan.runtime.early.applied_gradient import AppliedGradient
-from memplan.runtime.early.one_parameter import settings, update, why_not_step
+from memplan.runtime.early.one_parameter import settings, why_not_step
 from memplan.runtime.early.watched import storage_of
+from memplan.runtime.one_update import update
 
 
 class Parameter:

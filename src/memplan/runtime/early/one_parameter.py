@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -114,17 +114,3 @@ def _dense(parameter: Tensor) -> bool:
 def settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """What `optimizer.step()` does to a parameter, alone; no hook of the optimizer is called."""
-    alone: Any = object.__new__(type(optimizer))
-    alone.__dict__.update(vars(optimizer))
-    alone.param_groups = [{**group, "params": [parameter]}]
-    _plain_step(type(optimizer))(alone)
-
-
-def _plain_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """The step of a class without what PyTorch wraps around it to call hooks."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

@@ -20,14 +20,8 @@ from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.dependencies import operators
-from memplan.runtime.graph.inductor import (
-    Given,
-    Kernels,
-    compiled,
-    given_of,
-    looked_at,
-    uncached,
-)
+from memplan.runtime.graph.inductor import Kernels, compiled, looked_at, uncached
+from memplan.runtime.graph.inductor_buffers import Given, given_of
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import facts_of, program_of

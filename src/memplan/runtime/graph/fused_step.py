@@ -22,7 +22,8 @@ from torch._inductor.compile_fx import compile_fx
 
 from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts
-from memplan.runtime.graph.inductor import SCRATCH, Given, compiled, uncached
+from memplan.runtime.graph.inductor import compiled, uncached
+from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
 from memplan.runtime.graph.joint import (
     Joint,
     LossGradient,

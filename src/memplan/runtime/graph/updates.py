@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdRef
 
 from memplan.capture.training.reported_steps import others_listen
 from memplan.runtime.graph.arithmetic import (
@@ -28,8 +26,10 @@ from memplan.runtime.graph.arithmetic import (
     scalars,
     without_memory,
 )
+from memplan.runtime.graph.meter import Meter, storage_bytes
 from memplan.runtime.graph.pieces import Pointwise, pointwise
 from memplan.runtime.graph.program import Added, tensors
+from memplan.runtime.one_update import alone, plain_step, update
 
 Optimizer = torch.optim.Optimizer
 _MOST_LOOKED = 8
@@ -104,7 +104,7 @@ class Updates:
         optimizer, number = found
         self.done.add(id(parameter))
         if not self._in_pieces_if_it_can(optimizer, parameter):
-            _step(optimizer, optimizer.param_groups[number], parameter)
+            update(optimizer, optimizer.param_groups[number], parameter)
         if not self.keep_gradients:
             parameter.grad = None
 
@@ -160,7 +160,7 @@ class Updates:
         if update is None or not update.fits(parameter):
             return self.state_bytes(parameter)[1]
         with as_in_a_step():
-            tensors, meter = update.without_memory(parameter), _Meter()
+            tensors, meter = update.without_memory(parameter), Meter()
             with meter:
                 update.each(*tensors, *classes[0].numbers)
         return meter.peak + _OF_NUMBERS
@@ -210,14 +210,14 @@ class Updates:
         parameter: torch.Tensor,
         known: Arithmetic | None = None,
     ) -> Arithmetic | None:
-        def alone(group: dict[str, Any], model: nn.Parameter, states: Any) -> Any:
-            shell = _alone(optimizer, group, model)
+        def shell_of(group: dict[str, Any], model: nn.Parameter, states: Any) -> Any:
+            shell = alone(optimizer, group, model)
             shell.state = states
             return shell
 
         return arithmetic(
-            lambda *given: _unhooked(_of_torch(type(optimizer)).step)(alone(*given)),
-            lambda *given: _begin(alone(*given)),
+            lambda *given: plain_step(_of_torch(type(optimizer)))(shell_of(*given)),
+            lambda *given: _begin(shell_of(*given)),
             optimizer.param_groups[number],
             parameter,
             optimizer.state.get(parameter, {}),
@@ -252,7 +252,7 @@ class Updates:
             before = parameter.grad
             parameter.grad = torch.empty_like(parameter)
             try:
-                _begin(_alone(of.optimizer, group, parameter))
+                _begin(alone(of.optimizer, group, parameter))
             except torch.OutOfMemoryError:
                 raise
             except Exception:
@@ -297,14 +297,12 @@ class Updates:
         model.grad = torch.empty_like(model)
         group = optimizer.param_groups[number]
         group = {**group, **{key: None for key in ("foreach", "fused") if key in group}}
-        shell = _alone(optimizer, group, model)  # such kernels are not there
+        shell = alone(optimizer, group, model)  # such kernels are not there
         shell.state = defaultdict(dict)
-        meter = _Meter()
-        kind = _of_torch(type(optimizer))
-        step: Any = kind.step
+        meter = Meter()
         with meter:
-            _unhooked(step)(shell)
-        state = sum(_bytes(one) for one in tensors(list(shell.state.values())))
+            plain_step(_of_torch(type(optimizer)))(shell)
+        state = sum(storage_bytes(one) for one in tensors(list(shell.state.values())))
         return state, max(0, meter.peak - state) + _OF_NUMBERS
 
 
@@ -398,14 +396,12 @@ def _each_by_itself(optimizer: Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and not others_listen()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
+        # Its foreach norms are reduced in an order that depends on the list of parameters.
+        and not (
+            kind is torch.optim.Adafactor
+            and any(group.get("foreach") for group in optimizer.param_groups)
+        )
     )
-
-
-def _alone(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> Any:
-    """The optimizer with a parameter for its only one; it has the same state."""
-    shell: Any = object.__new__(type(optimizer))
-    shell.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": [parameter]}]}
-    return shell
 
 
 class _BegunError(Exception):
@@ -424,42 +420,4 @@ def _begin(shell: Any) -> None:
 
     shell._init_group = begun
     with contextlib.suppress(_BegunError):
-        _unhooked(_of_torch(type(shell)).step)(shell)
-
-
-def _step(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    step: Any = type(optimizer).step
-    _unhooked(step)(_alone(optimizer, group, parameter))
-
-
-def _unhooked(step: Any) -> Any:
-    """Without what calls hooks: nobody listens but those who are told in the end."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-class _Meter(TorchDispatchMode):
-    """The most bytes of new storages that were alive at once, by size alone."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._alive: dict[WeakIdRef, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item):
-            # Those without memory have no values; sizes do not depend on them.
-            return 1.0 if args[0].is_meta else func(*args)
-        given = {one.untyped_storage()._cdata for one in tensors([args, kwargs])}
-        result = func(*args, **(kwargs or {}))
-        for one in tensors(result):
-            if one.untyped_storage()._cdata not in given:
-                self._alive[WeakIdRef(one)] = _bytes(one)
-        self._alive = {ref: size for ref, size in self._alive.items() if ref() is not None}
-        self.peak = max(self.peak, sum(self._alive.values()))
-        return result
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
+        plain_step(_of_torch(type(shell)))(shell)

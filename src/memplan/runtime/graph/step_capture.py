@@ -1,0 +1,303 @@
+"""How PyTorch's compiler captures a whole step, and what it is given to run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import fx
+from torch._C._dynamo.eval_frame import reset_code
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memplan.runtime.graph.again import Again
+from memplan.runtime.graph.compile import Options
+from memplan.runtime.graph.dependencies import Operators, operators
+from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
+from memplan.runtime.graph.guarded import Guarded, refusal
+from memplan.runtime.graph.in_place import in_place
+from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
+from memplan.runtime.graph.leaves import Leaves
+from memplan.runtime.graph.ordering import choose_order
+from memplan.runtime.graph.passes import Pass, pass_of
+from memplan.runtime.graph.program import Program, program_of
+from memplan.runtime.graph.recompute import within_budget
+from memplan.runtime.graph.report import ProgramReport
+from memplan.runtime.graph.step_graph import Compiled, Made
+from memplan.runtime.graph.updates import Updates
+from memplan.types.errors import UsageError
+
+
+class Runs(Protocol):
+    """The code of one set of shapes."""
+
+    def run(self, primals: list[Any]) -> list[Any]: ...
+
+    def written_until(self, error: BaseException) -> list[str]: ...
+
+    def report(self) -> ProgramReport: ...
+
+
+class UncapturedError(Exception):
+    """PyTorch's capture of a step is not the step."""
+
+
+class LookedError(Exception):
+    def __init__(self, found: Operators) -> None:
+        super().__init__()
+        self.found = found
+
+
+class StepCapture:
+    """A loss function as PyTorch captures it, and the graphs that came of it."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        updates: Updates,
+        scaler: torch.amp.GradScaler | None,
+        options: Options,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._updates = updates
+        self._scaler = scaler
+        self._options = options
+        self.programs: list[Runs] = []
+        """One for each set of shapes or values."""
+        self.ran: Runs | None = None
+        """What began to run last."""
+        self.only_looks = False
+        """Whether a graph is wanted and no run: it comes as a LookedError."""
+        self.guarded = Guarded()
+        self._graph: Callable[..., Any] = self._captured()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the loss function returns, forward, backward and updates done."""
+        return self._graph(*args, **kwargs)
+
+    def begin_anew(self) -> None:
+        """What the next call runs is captured then."""
+        self.forget()
+        self._graph = self._captured()
+
+    def forget(self) -> None:
+        """Let go of what was compiled; Dynamo keeps it with a function's code."""
+        self.programs = []
+        self.ran = None
+        reset_code(self._code)
+
+    def can_update_in_graph(self) -> bool:
+        return (
+            self._scaler is None
+            and self._options.clip_grad_norm is None
+            and self._updates.each_by_itself()
+        )
+
+    def _captured(self) -> Callable[..., Any]:
+        """A function that PyTorch captures anew."""
+        self.guarded = Guarded()
+        captured = _own_code(self._loss_fn)
+        self._code = captured.__code__
+        weakref.finalize(self, reset_code, self._code).atexit = False
+        owner = weakref.ref(self)  # Dynamo keeps backends for ever
+
+        def backend(*given: Any, **more: Any) -> Callable[..., Any]:
+            compiled: Callable[..., Any] = _there(owner)._backend(*given, **more)
+            return compiled
+
+        seen: Any = {"guard_filter_fn": self.guarded.see}
+        graph: Callable[..., Any] = torch.compile(
+            captured,
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
+            options=seen,
+        )
+        return graph
+
+    def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
+        if why := refusal(module) or of_several(primals) or self._not_trained(primals):
+            raise UncapturedError(why)
+
+        def refuse(joint: fx.GraphModule, results: int) -> None:
+            if _checkpoints(joint) and (results > _results(module) or _writes_inputs(joint)):
+                raise UncapturedError(
+                    "a checkpoint around what changes a buffer: run twice, it changes it twice"
+                )
+
+        if self._options.codegen == "inductor" and not self.only_looks:
+            return self._fused(module, primals, refuse)
+        joints: list[Joint] = []
+
+        def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
+            refuse(joint, num_fwd_outputs)
+            joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
+            forward, backward = map(copied, joints[0].parts())
+            gradients = len(_output(backward))
+            return forward_alone(forward, backward, num_fwd_outputs, gradients)
+
+        def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
+            if not joints:
+                _without_gradient()
+            owner = weakref.ref(self)
+
+            def make(primals: list[Any]) -> Made:
+                made: Made = _there(owner)._make(joints[0], primals)
+                return made
+
+            return self._boxed(Compiled(make, make(primals), self._updates, joints[0].results))
+
+        compile_parts: Any = aot_module_simplified
+        with eager_kernels(), every_draw():
+            compiled: Callable[..., Any] = compile_parts(
+                module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
+            )
+        return compiled
+
+    def _fused(self, module: Any, primals: list[Any], refuse: Any) -> Callable[..., Any]:
+        with self.guarded.compiling():
+            # Takes seconds to import.
+            from memplan.runtime.graph.fused_step import StepParts, fused_step
+
+            parts = StepParts(
+                primals,
+                self._updates,
+                self._scaler,
+                keep=self._keeps(),
+                base_bytes=self._held_bytes(),
+                budget=self._options.budget,
+                deadline_seconds=self._options.deadline_seconds,
+                refuse=refuse,
+                wrap=self._boxed,
+                without_gradient=_without_gradient,
+            )
+            compiled: Callable[..., Any] = fused_step(module, primals, parts)
+        return compiled
+
+    def _boxed(self, made: Runs) -> Callable[[list[Any]], list[Any]]:
+        """As PyTorch calls it."""
+        self.programs.append(made)
+        guarded, owner = self.guarded, weakref.ref(self)
+
+        def boxed(args: list[Any]) -> list[Any]:
+            if guarded.refusal:
+                raise UncapturedError(guarded.refusal)
+            capture = _there(owner)
+            if why := capture._not_trained(args):
+                raise UncapturedError(why)
+            capture.ran = made
+            return made.run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    def _make(self, joint: Joint, primals: list[Any]) -> Made:
+        options = self._options
+
+        def program(replays: tuple[Again, ...]) -> Program:
+            module = whole_step(
+                joint, replays, self._updates, self._scaler, primals, keep=self._keeps()
+            )
+            return program_of(module, self._held_bytes())
+
+        def plain() -> Pass:
+            graph = operators(program(()))
+            self._updates.take_classes()
+            return pass_of(graph)
+
+        def attempt(replays: tuple[Again, ...]) -> Made:
+            graph = operators(in_place(program(replays)))
+            classes, first_only = self._updates.take_classes()
+            ordering = choose_order(
+                graph,
+                search=options.order,
+                deadline_seconds=options.deadline_seconds,
+                seed=options.seed,
+            )
+            recomputed = sum(len(one.operators) for one in replays)
+            return Made(graph.program, ordering, recomputed, classes, first_only)
+
+        if self.only_looks:
+            raise LookedError(operators(in_place(program(()))))
+        return within_budget(plain, attempt, options.budget)
+
+    def _not_trained(self, inputs: Iterable[Any]) -> str:
+        """What would happen to gradients that no optimizer wants; empty if they are kept."""
+        return Leaves().refusal(one for one in inputs if not self._updates.trains(one))
+
+    def _keeps(self) -> bool:
+        if self._options.accumulate > 1:
+            return False  # they are added to those that are there
+        return self._options.keep_gradients or not self.can_update_in_graph()
+
+    def _held_bytes(self) -> int:
+        """Optimizer state, and gradients of earlier calls."""
+        parameters = list(self._updates.parameters())
+        state = sum(self._updates.state_bytes(one)[0] for one in parameters)
+        gradients = sum(one.numel() * one.element_size() for one in parameters)
+        return state + (gradients if self._options.accumulate > 1 else 0)
+
+
+def _there(owner: weakref.ref[Any]) -> Any:
+    found = owner()
+    assert found is not None
+    return found
+
+
+def _own_code(loss_fn: Callable[..., Any]) -> FunctionType:
+    """The function, with code of its own: PyTorch counts captures for each code object. It runs
+    nothing where PyTorch leaves it alone, since the step would then run it a second time."""
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise UncapturedError("PyTorch does not capture it here")
+        return loss_fn(*args, **kwargs)
+
+    assert isinstance(captured, FunctionType)
+    captured.__code__ = captured.__code__.replace()
+    return captured
+
+
+def _results(module: fx.GraphModule) -> int:
+    """How much a captured function returns. A traced one returns changed inputs, too."""
+    *_, output = module.graph.nodes
+    return len(pytree.tree_leaves(output.args))
+
+
+def _checkpoints(joint: fx.GraphModule) -> bool:
+    return any(node.meta.get("recompute") for node in joint.graph.nodes)
+
+
+def _output(module: fx.GraphModule) -> Any:
+    *_, output = module.graph.nodes
+    return output.args[0]
+
+
+def _writes_inputs(joint: fx.GraphModule) -> bool:
+    return any(node.target is torch.ops.aten.copy_.default for node in joint.graph.nodes)
+
+
+def _without_gradient() -> NoReturn:
+    raise UsageError(
+        "the loss depends on nothing that requires a gradient",
+        "a model with parameters that train",
+    )
+
+
+def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:
+    def backward(*_args: Any) -> Any:
+        raise RuntimeError("the step has run its backward pass already")
+
+    return backward
+
+
+def of_several(inputs: Iterable[Any]) -> str:
+    """Whether an input is made of other tensors, which a graph has in its place."""
+    for one in inputs:
+        if isinstance(one, torch.Tensor) and is_traceable_wrapper_subclass(one):
+            return f"a {type(one).__name__} among inputs and parameters; compile the model instead"
+    return ""

@@ -1,0 +1,27 @@
+"""What `optimizer.step()` does to one parameter, alone: by the optimizer's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    """No hook of the optimizer is called. Raises what its step raises."""
+    plain_step(type(optimizer))(alone(optimizer, group, parameter))
+
+
+def alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Any:
+    """The optimizer with a parameter for its only one; it has the same state."""
+    shell: Any = object.__new__(type(optimizer))
+    shell.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": [parameter]}]}
+    return shell
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[[Any], Any]:
+    """The step of a class without what PyTorch wraps around it to call hooks."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
