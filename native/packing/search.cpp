@@ -11,7 +11,6 @@ namespace memplan::packing {
 namespace {
 
 constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-constexpr std::size_t kKnown = std::size_t{1} << 20;
 
 std::uint64_t mix(std::uint64_t value) {  // splitmix64's finaliser
   value += 0x9e3779b97f4a7c15ULL;
@@ -32,7 +31,7 @@ Search::Search(const Problem& problem, std::int64_t capacity, std::uint64_t seed
   offsets_.assign(n, -1);
   keys_.resize(n);
   for (std::size_t i = 0; i < n; ++i) keys_[i] = mix(i + 1);
-  known_.assign(kKnown, 0);
+  known_.assign(std::size_t{1} << 20, 0);  // a power of two
   floor_.assign(sections, 0);
   closed_.assign(sections, 0);
   remaining_ = problem.load;
@@ -443,9 +442,5 @@ std::uint64_t Search::state_hash(const std::vector<int>& items, int first, int l
   }
   return hash | 1;
 }
-
-bool Search::known_impossible(std::uint64_t hash) const { return known_[hash % kKnown] == hash; }
-
-void Search::remember(std::uint64_t hash) { known_[hash % kKnown] = hash; }
 
 }  // namespace memplan::packing

@@ -77,8 +77,8 @@ class Search {
   void unplace(int item);
   std::uint64_t state_hash(const std::vector<int>& items, int first, int last) const;
   void order(Choice& choice);
-  bool known_impossible(std::uint64_t hash) const;
-  void remember(std::uint64_t hash);
+  bool known_impossible(std::uint64_t hash) const { return known_[hash & (known_.size() - 1)] == hash; }
+  void remember(std::uint64_t hash) { known_[hash & (known_.size() - 1)] = hash; }
   double random();
 
   const Problem& problem_;

@@ -120,4 +120,17 @@ class Device {
   std::vector<int> peers_;                 // as these.
 };
 
+template <typename Visit>
+void Device::for_each_owner(Visit visit) {
+  owners_.for_each(visit);
+  noted_.for_each(visit);
+  const auto visit_holders = [&visit](Range& range) {
+    for (Owner& owner : range.holders) {
+      if (owner.address != 0) visit(owner);
+    }
+  };
+  if (current_ != nullptr) visit_holders(*current_);
+  for (const std::unique_ptr<Range>& range : retired_) visit_holders(*range);
+}
+
 }  // namespace memplan::planned

@@ -12,6 +12,12 @@
 
 namespace memplan::planned {
 
+inline void* pointer_to(std::uint64_t address) { return reinterpret_cast<void*>(address); }
+
+inline std::uint64_t address_of(const void* pointer) {
+  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(pointer));
+}
+
 struct Range;
 
 // A request that is served and not released.
