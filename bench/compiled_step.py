@@ -73,7 +73,7 @@ def one(name: str, out: Path, budget_bytes: int | None) -> None:
     training = JOBS[name]()
     training.module.train()
     options = argparse.Namespace(
-        device="cpu", optimizer="adam", deadline=DEADLINE_SECONDS, steps=STEPS,
+        device="cpu", optimizer="adam", codegen="eager", deadline=DEADLINE_SECONDS, steps=STEPS,
         budget_bytes=budget_bytes,
     )  # fmt: skip
     out.write_text(json.dumps(measure.measured(measure.Job(options, training))), encoding="utf-8")
