@@ -11,7 +11,8 @@ these was measured to have, and for a row of budgets between the least peak and 
 All are run by the same executor, operators in place where they may be, each storage freed at its
 last use: PyTorch's graphs in their own order, ours in the order that is found. The peak is that of
 the CPU allocator's record, FLOPs are counted by `FlopCounterMode` while the graphs run. Each model
-is a process of its own. Writes `bench/results/compiled_budgets.json`.
+is a process of its own. Writes `bench/results/compiled_budgets.json` after each
+model.
 """
 
 from __future__ import annotations
@@ -298,9 +299,11 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         options.out.write_text(json.dumps(one(options.names[0])), encoding="utf-8")
         return 0
-    models = {name: run(name) for name in options.names}
-    summary = summarize(models)
-    write_result("compiled_budgets", {"summary": summary, "models": models})
+    models: dict[str, dict[str, Any]] = {}
+    for name in options.names:
+        models[name] = run(name)
+        summary = summarize(models)
+        write_result("compiled_budgets", {"summary": summary, "models": models})
     print(json.dumps(summary, indent=1))
     return 0
 
