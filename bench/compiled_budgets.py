@@ -11,17 +11,15 @@ these was measured to have, and for a row of budgets between the least peak and 
 All are run by the same executor, operators in place where they may be, each storage freed at its
 last use: PyTorch's graphs in their own order, ours in the order that is found. The peak is that of
 the CPU allocator's record, FLOPs are counted by `FlopCounterMode` while the graphs run. Each model
-is a process of its own. Writes `bench/results/compiled_budgets.json` after each
-model.
+is a process of its own. Writes `bench/results/compiled_budgets.json`
+after each model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -39,9 +37,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.gpu_jobs.models import UNet
+from bench.process import measured_apart
 from bench.recompute.inductor import solvers
 from bench.recompute.tracker import measure
-from bench.results import ROOT, write_result
+from bench.results import write_result
 from memplan.capture.standins.adapters import make_torchvision_importable
 from memplan.runtime.graph.backend import Options, _Parts
 from memplan.runtime.graph.dependencies import operators
@@ -254,11 +253,7 @@ def given(point: dict[str, Any]) -> int:
 
 
 def run(name: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "bench.compiled_budgets", name, "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    found: dict[str, Any] = measured_apart("bench.compiled_budgets", name)
     return found
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,8 @@ from torch import Tensor
 from bench.gpu_order import budget_for
 from bench.gpu_order_jobs import measure
 from bench.gpu_recompute_jobs.models import SEED, Training, build
-from bench.results import ROOT, write_result
+from bench.process import measured_apart
+from bench.results import write_result
 from memplan.capture.standins.adapters import make_torchvision_importable
 
 DEADLINE_SECONDS = 60.0
@@ -80,12 +79,8 @@ def one(name: str, out: Path, budget_bytes: int | None) -> None:
 
 
 def run(name: str, budget_bytes: int | None = None) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        budget = [] if budget_bytes is None else ["--budget-bytes", str(budget_bytes)]
-        command = [sys.executable, "-m", "bench.compiled_step", name, "--out", str(out), *budget]
-        subprocess.run(command, cwd=ROOT, check=True)
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    budget = [] if budget_bytes is None else ["--budget-bytes", str(budget_bytes)]
+    found: dict[str, Any] = measured_apart("bench.compiled_step", name, *budget)
     if "error" in found:
         raise RuntimeError(f"{name}: {found['error']}")
     print(f"{name:16s} {line(found)}", flush=True)

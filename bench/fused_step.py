@@ -18,9 +18,7 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +31,9 @@ from torch import Tensor, nn
 import memplan
 from bench.gpu_jobs.models import UNet
 from bench.gpu_measure import host_seconds
+from bench.process import measured_apart
 from bench.recompute.tracker import measure, storage_bytes
-from bench.results import ROOT, write_result
+from bench.results import write_result
 from memplan.capture.standins.adapters import make_torchvision_importable
 
 SEED = 1729
@@ -215,11 +214,7 @@ def _processor_seconds() -> float:
 
 
 def run(name: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "bench.fused_step", name, "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    found: dict[str, Any] = measured_apart("bench.fused_step", name)
     plain, fused = found["plain"], found["fused"]
     print(
         f"{name:16s} peak {plain['peak_bytes'] / 2**20:.1f} -> {fused['peak_bytes'] / 2**20:.1f} "

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from bench.results import ROOT
 
 POLL_SECONDS = 0.02
 _EXACT_SECONDS = 0.2
@@ -34,6 +39,17 @@ class Run:
     stderr: str
     seconds: float
     peak_rss_bytes: int
+
+
+def measured_apart(module: str, *words: str) -> Any:
+    """What `python -m MODULE WORDS… --out FILE` writes into the file, as JSON: a measurement in a
+    process of its own. Raises subprocess.CalledProcessError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        subprocess.run(
+            (sys.executable, "-m", module, *words, "--out", str(out)), cwd=ROOT, check=True
+        )
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def watch(

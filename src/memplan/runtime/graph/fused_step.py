@@ -96,9 +96,9 @@ class StepParts(Parts):
         without_gradient: Callable[[], Any],
     ) -> None:
         """`keep`: gradients stay. `base_bytes`: optimizer state, and gradients of earlier calls.
-        `refuse` is told the joint graph, and how many
-        results forward has, and raises where it is not the step; `wrap` gives what
-        PyTorch is to call; `without_gradient` raises for a graph that has no backward."""
+        `refuse` is told the joint graph, and how many results forward has, and raises where it is
+        not the step; `wrap` gives what PyTorch is to call; `without_gradient` raises for a graph
+        that has no backward."""
         super().__init__(budget, deadline_seconds)
         self._updates = updates
         self._scaler = scaler
