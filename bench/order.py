@@ -24,6 +24,7 @@ from memplan.api import compile as compile_step
 from memplan.order.baselines import baseline_orders, best
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
 from tests.oracles.check_bound import check_bound
@@ -57,7 +58,7 @@ def step_graph(case: Case) -> tuple[Graph, float]:
 def row(case: Case) -> dict[str, Any]:
     graph, capture_seconds = step_graph(case)
     start = time.perf_counter()
-    answer = solve(graph, deadline_seconds=DEADLINE.get(case.name, OTHERS_DEADLINE))
+    answer = solve(graph, deadline=Deadline(DEADLINE.get(case.name, OTHERS_DEADLINE)))
     seconds = time.perf_counter() - start
     order = answer.solution if isinstance(answer, Solved) else answer.best
     assert order is not None

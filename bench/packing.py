@@ -27,6 +27,7 @@ from bench.results import ROOT, write_result
 from memplan.layout.problem import Problem, make_problem
 from memplan.layout.problem_file import read_problem
 from memplan.layout.solve import fit_capacity, minimise
+from memplan.types.deadline import Deadline
 from memplan.types.solution import Infeasible, Solved
 from tests.oracles.layout_fault import validate
 
@@ -118,7 +119,7 @@ def problems() -> dict[str, tuple[Problem, int | None]]:
 
 def decide(problem: Problem, capacity: int) -> dict[str, Any]:
     began = time.perf_counter()
-    answer = fit_capacity(problem, capacity, seconds=DECIDE_SECONDS)
+    answer = fit_capacity(problem, capacity, deadline=Deadline(DECIDE_SECONDS))
     seconds = time.perf_counter() - began
     return {
         "capacity_bytes": capacity,
@@ -130,7 +131,7 @@ def decide(problem: Problem, capacity: int) -> dict[str, Any]:
 
 def ours(problem: Problem, seconds: float, within: float = 0.0) -> dict[str, Any]:
     began = time.perf_counter()
-    answer = minimise(problem, seconds=seconds, within=within)
+    answer = minimise(problem, deadline=Deadline(seconds), within=within)
     took = time.perf_counter() - began
     if isinstance(answer, Infeasible):
         raise AssertionError(answer.reason)  # without a capacity or fixed offsets there is a layout

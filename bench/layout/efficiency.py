@@ -25,6 +25,7 @@ from memplan.layout.step import step_requests
 from memplan.phases.steps import find_steps
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.allocation import ROUNDING, rounded
+from memplan.types.deadline import Deadline
 from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64, EventKind, Phase, Trace
 
@@ -69,7 +70,7 @@ def seconds_to_match(captured: Trace, arena_bytes: int, seconds: float) -> float
     start = time.perf_counter()
     made = make_round(step_requests(captured))
     problem, _ = round_problem(made, dynamic_windows(made).blocks)
-    answer = fit_capacity(problem, arena_bytes, seconds=seconds)
+    answer = fit_capacity(problem, arena_bytes, deadline=Deadline(seconds))
     return time.perf_counter() - start if isinstance(answer, Solved) else math.inf
 
 
@@ -79,7 +80,7 @@ def planned_by_memplan(captured: Trace, run: Trace, seconds: float) -> Outcome:
     made = make_round(step_requests(captured))
     windows = dynamic_windows(made)
     problem, rows = round_problem(made, windows.blocks)
-    answer = minimise(problem, seconds=seconds, within=CLOSE)
+    answer = minimise(problem, deadline=Deadline(seconds), within=CLOSE)
     assert not isinstance(answer, Infeasible)
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     assert layout is not None

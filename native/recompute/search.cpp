@@ -16,7 +16,7 @@ double processor_seconds() {
 }
 
 using Wall = std::chrono::steady_clock;
-constexpr double kPatience = 4.0;  // PATIENCE of planner.py
+constexpr double kPatience = 4.0;  // PATIENCE of types/deadline.py
 
 struct Change {
   Value value;

@@ -93,7 +93,7 @@ def pack(
     seconds: float,
     seed: int,
     threads: int,
-    cancel: npt.NDArray[np.uint8],
+    cancel: bytearray,
     offsets: npt.NDArray[np.int64],
 ) -> Packing:
     """Fill `offsets` with the lowest layout found, or one within `capacity` (-1: none is given).
@@ -138,7 +138,7 @@ class OrderCuts:
         held: npt.NDArray[np.int64],
         floor: int,
         seconds: float,
-        cancel: npt.NDArray[np.uint8],
+        cancel: bytearray,
         bytes: npt.NDArray[np.int64],
     ) -> int:
         """Fill `bytes` with what is held at least while each of `ops` runs, as far as the returned
@@ -146,7 +146,7 @@ class OrderCuts:
         more than `floor` or what was found, none can be higher. Stops soon after `cancel[0]` is no
         longer 0. Releases the GIL."""
     def narrow(
-        self, op: int, budget: int, seconds: float, cancel: npt.NDArray[np.uint8]
+        self, op: int, budget: int, seconds: float, cancel: bytearray
     ) -> tuple[bool, list[int], list[int]]:
         """False where no order keeps the peak within `budget`; and what must then run before `op`
         and after it, each in the order found. Stops as `least` does. Releases the GIL."""
@@ -247,7 +247,7 @@ def improve_order(
     floor: int,
     nodes: int,
     seconds: float,
-    cancel: npt.NDArray[np.uint8],
+    cancel: bytearray,
 ) -> tuple[int, int]:
     """Change `order`, an order of the operators of a `Graph`'s columns, into one of a lower peak;
     returns its peak and the largest lower bound on any order's, both in bytes.

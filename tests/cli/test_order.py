@@ -11,16 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from memplan.cli import main
-from memplan.layout import solve as layout_solve
 from memplan.order import baselines, solve
 from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.phases.op_graph import op_graph
+from memplan.types.deadline import Deadline
 from memplan.types.trace_file import load_trace
 from tests.order.graphs import make_graph, write_graph
 from tests.order.test_solve import random_graph, training_step, weak_bound
@@ -140,10 +139,13 @@ def test_out_of_time_before_anything_is_known(
     path = tmp_path / "step.graph"
     write_graph(make_graph([set(), set()], [(3, 0, {1}, False)]), path)
 
-    def cancelled() -> Any:
-        return np.ones(1, np.uint8)
+    made = Deadline.__init__
 
-    monkeypatch.setattr(layout_solve, "new_cancel", cancelled)
+    def ended(self: Deadline, *seconds: float, **how: bool) -> None:
+        made(self, *seconds, **how)
+        self.end()
+
+    monkeypatch.setattr(Deadline, "__init__", ended)
     monkeypatch.setattr(solve, "cut_bound", weak_bound)
     monkeypatch.setattr(solve, "lower_bound", weak_bound)
     assert main(["order", str(path)]) == 0

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bench.layout.greedy import greedy_by_size
 from memplan.layout.problem import Problem, make_problem
-from memplan.layout.solve import fit_capacity, minimise, new_cancel
+from memplan.layout.solve import fit_capacity, minimise
+from memplan.types.deadline import Deadline
 from memplan.types.errors import UsageError
 from memplan.types.solution import Infeasible, Solved, TimedOut
 from tests.layout.problems import best_height, problems
@@ -25,7 +26,7 @@ slow_machine = settings(
 @slow_machine
 @given(problem=problems(), seed=st.integers(0, 3))
 def test_minimising_is_valid_bounded_and_no_worse_than_greedy(problem: Problem, seed: int) -> None:
-    answer = minimise(problem, seconds=SECONDS, seed=seed)
+    answer = minimise(problem, deadline=Deadline(SECONDS), seed=seed)
     layout = answer.solution if isinstance(answer, Solved) else None
     if isinstance(answer, TimedOut):
         layout = answer.best
@@ -39,12 +40,12 @@ def test_minimising_is_valid_bounded_and_no_worse_than_greedy(problem: Problem, 
 @given(problem=problems(most=6))
 def test_what_is_proved_is_so(problem: Problem) -> None:
     best = best_height(problem)
-    answer = minimise(problem, seconds=SECONDS)
+    answer = minimise(problem, deadline=Deadline(SECONDS))
     assert isinstance(answer, Solved) and answer.bound == answer.cost == best
-    fits = fit_capacity(problem, best, seconds=SECONDS)
+    fits = fit_capacity(problem, best, deadline=Deadline(SECONDS))
     assert isinstance(fits, Solved)
     assert validate(problem, fits.solution.offsets, best) == ""
-    refused = fit_capacity(problem, best - 1, seconds=SECONDS)
+    refused = fit_capacity(problem, best - 1, deadline=Deadline(SECONDS))
     assert isinstance(refused, Infeasible)
     rows = list(refused.rows)
     assert rows and set(rows) <= set(range(len(problem)))
@@ -59,26 +60,26 @@ def test_the_same_seed_gives_the_same_layout() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 1000, 300)
     problem = make_problem(lower, lower + rng.integers(1, 80, 300), rng.integers(1, 50, 300) * 512)
-    first, second = (minimise(problem, seconds=20.0, seed=7) for _ in range(2))
+    first, second = (minimise(problem, deadline=Deadline(20.0), seed=7) for _ in range(2))
     assert isinstance(first, Solved) and isinstance(second, Solved)
     assert np.array_equal(first.solution.offsets, second.solution.offsets)
 
 
 def test_fixed_buffers() -> None:
     problem = make_problem([0, 0], [9, 9], [4, 6], fixed=[2, -1])
-    answer = minimise(problem, seconds=SECONDS)
+    answer = minimise(problem, deadline=Deadline(SECONDS))
     assert isinstance(answer, Solved) and answer.solution.offsets.tolist() == [2, 6]
     clash = make_problem([0, 1, 0], [2, 3, 1], [4, 4, 1], fixed=[0, 2, -1])
-    refused = minimise(clash, seconds=SECONDS)
+    refused = minimise(clash, deadline=Deadline(SECONDS))
     assert isinstance(refused, Infeasible) and set(refused.rows) == {0, 1}
-    beyond = fit_capacity(problem, 5, seconds=SECONDS)
+    beyond = fit_capacity(problem, 5, deadline=Deadline(SECONDS))
     assert isinstance(beyond, Infeasible) and beyond.witness > 5
 
 
 def test_twins_get_one_offset() -> None:
     # The second half of 0 must lie where its first does, though 1 would let it lie at the bottom.
     problem = make_problem([0, 0, 4, 4], [2, 2, 6, 6], [4, 6, 4, 5], twin=[2, -1, 0, -1])
-    answer = minimise(problem, seconds=SECONDS)
+    answer = minimise(problem, deadline=Deadline(SECONDS))
     assert isinstance(answer, Solved) and answer.solution.height == 10
     offsets = answer.solution.offsets
     assert offsets[0] == offsets[2] and validate(problem, offsets) == ""
@@ -103,7 +104,7 @@ def test_any_twins(data: st.DataObject, seed: int) -> None:
         if apart and twin[row] < 0 and twin[other] < 0:
             twin[row], twin[other], size[other] = other, row, size[row]
     problem = make_problem(lower, upper, size, twin=twin)
-    answer = minimise(problem, seconds=0.05, seed=seed)
+    answer = minimise(problem, deadline=Deadline(0.05), seed=seed)
     layout = answer.solution if isinstance(answer, Solved) else None
     if isinstance(answer, TimedOut):
         layout = answer.best
@@ -112,20 +113,20 @@ def test_any_twins(data: st.DataObject, seed: int) -> None:
 
 def test_the_ends_of_the_range() -> None:
     empty = make_problem([], [], [])
-    assert isinstance(minimise(empty, seconds=SECONDS), Solved)
-    assert isinstance(fit_capacity(empty, 0, seconds=SECONDS), Solved)
+    assert isinstance(minimise(empty, deadline=Deadline(SECONDS)), Solved)
+    assert isinstance(fit_capacity(empty, 0, deadline=Deadline(SECONDS)), Solved)
     huge = make_problem([0, 1], [2, 3], [1 << 61, 1 << 61])
-    answer = minimise(huge, seconds=SECONDS)
+    answer = minimise(huge, deadline=Deadline(SECONDS))
     assert isinstance(answer, Solved) and answer.solution.height == 1 << 62
     with pytest.raises(UsageError, match="capacity"):
-        fit_capacity(empty, -1, seconds=SECONDS)
+        fit_capacity(empty, -1, deadline=Deadline(SECONDS))
 
 
 def test_a_cancelled_search_keeps_its_bound() -> None:
-    cancel = new_cancel()
-    cancel[0] = 1
+    deadline = Deadline(SECONDS)
+    deadline.end()
     problem = make_problem([0, 1, 2], [2, 3, 4], [3, 2, 3])
-    answer = minimise(problem, seconds=SECONDS, cancel=cancel)
+    answer = minimise(problem, deadline=deadline)
     assert not isinstance(answer, Infeasible)
     assert answer.bound >= problem.max_load
 
@@ -136,7 +137,7 @@ def test_there_is_a_layout_however_little_time_there_is() -> None:
     problem = make_problem(
         lower, lower + rng.integers(1, 2_000, 20_000), rng.integers(1, 99, 20_000)
     )
-    answer = minimise(problem, seconds=0.0)
+    answer = minimise(problem, deadline=Deadline(0.0))
     assert isinstance(answer, TimedOut) and answer.best is not None
     assert problem.max_load < answer.best.height < 2 * problem.max_load
 
@@ -165,7 +166,7 @@ def _tilings(count: int, tiles: int) -> Problem:
 
 def test_what_is_too_large_for_the_search_is_repaired_piece_by_piece() -> None:
     problem = _tilings(260, 12)  # dives alone stay a fifth above, however long
-    answer = minimise(problem, seconds=60.0)
+    answer = minimise(problem, deadline=Deadline(60.0))
     assert isinstance(answer, Solved) and answer.solution.height == problem.max_load == 1 << 16
     assert validate(problem, answer.solution.offsets) == ""
 
@@ -176,5 +177,5 @@ def test_powers_of_two_are_stacked_as_low_as_the_largest_first() -> None:
     upper = lower + 1 + np.exp(rng.uniform(0, np.log(750), 3000)).astype(np.int64)
     problem = make_problem(lower, upper, 512 << rng.integers(0, 12, 3000))
     greedy = greedy_by_size(problem).height
-    answer = minimise(problem, seconds=20.0, within=greedy / problem.max_load - 1.0)
+    answer = minimise(problem, deadline=Deadline(20.0), within=greedy / problem.max_load - 1.0)
     assert isinstance(answer, Solved) and answer.solution.height <= greedy

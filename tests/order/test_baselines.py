@@ -13,6 +13,7 @@ from memplan.order import inductor
 from memplan.order.baselines import baseline_orders, best
 from memplan.order.inductor_source import inductor_functions
 from memplan.order.validate import order_fault
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, write_graph
@@ -55,21 +56,27 @@ def test_a_chain_deeper_than_pythons_stack() -> None:
         [(count - op, op, [op + 1], False) for op in range(count - 1)],
     )
     limit = sys.getrecursionlimit()
-    found = inductor.inductor_orders(graph)
+    found = inductor.inductor_orders(graph, Deadline())
     assert all(order.tolist() == list(range(count)) for order in found.values())
     assert len(found) == 3
     assert sys.getrecursionlimit() == limit
 
 
+class EndsAt(Deadline):
+    """Passes when it was looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self._looks = looks
+
+    def left(self) -> float:
+        self._looks -= 1
+        return float(max(self._looks, 0))
+
+
 def test_what_is_found_before_the_end_of_time_counts() -> None:
-    asked: list[bool] = []
-
-    def stop() -> bool:
-        asked.append(len(asked) >= 10)
-        return asked[-1]
-
-    assert set(inductor.inductor_orders(fan(), stop)) == {"lpmf"}
-    assert [c.name for c in baseline_orders(fan(), lambda: True)] == ["program"]
+    assert set(inductor.inductor_orders(fan(), EndsAt(10))) == {"lpmf"}
+    assert [c.name for c in baseline_orders(fan(), Deadline(0))] == ["program"]
 
 
 def test_another_inductor_is_left_out(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from memplan.order.bound import lower_bound
 from memplan.order.certificate import Amounts, Certificate, Flow, Forced
 from memplan.order.evaluate import program_order
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from tests.oracles.check_bound import check_bound
 from tests.order.exhaustive import exhaustive_order
@@ -117,10 +118,10 @@ def test_what_cannot_come_first_is_forced_after() -> None:
 
 
 def test_time_that_is_up_leaves_a_bound() -> None:
-    for bound in (
-        lower_bound(two(), [0, 1, 2], seconds=0),
-        lower_bound(two(), [0, 1, 2], cancel=np.ones(1, np.uint8)),
-    ):
+    ended = Deadline()
+    ended.end()
+    for deadline in (Deadline(0), ended):
+        bound = lower_bound(two(), [0, 1, 2], deadline)
         assert bound.bytes == 20 == check_bound(two(), bound.certificate)
 
 

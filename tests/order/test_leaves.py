@@ -14,8 +14,8 @@ from memplan.order.compose import composed, part_of
 from memplan.order.evaluate import held, peak, program_order
 from memplan.order.leaf import exact_order
 from memplan.order.refine import leaves
-from memplan.order.search import Clock
 from memplan.order.validate import order_fault
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from tests.order.exhaustive import exhaustive_order
 from tests.order.graphs import graphs, make_graph, random_order
@@ -59,7 +59,7 @@ def test_leaves_cover_an_order_and_hold_no_less(
 @given(graphs(9))
 def test_a_leaf_is_solved_exactly(graph: Graph) -> None:
     hint = np.array(random_order(graph, 1), np.int64)
-    order = exact_order(graph, hint, seed=0, seconds=20.0, clock=Clock(20.0))
+    order = exact_order(graph, hint, seed=0, deadline=Deadline(20.0))
     assert order_fault(graph, order.tolist()) == ""
     assert peak(graph, order) == exhaustive_order(graph)[1]
 
@@ -69,7 +69,7 @@ def test_ctrl_c_is_pythons_after_a_leaf_is_solved() -> None:
     """CP-SAT takes SIGINT for itself unless told not to, and leaves it so that it ends Python."""
     graph = make_graph([set()] * 4, [(3, 0, {3}, False), (5, 1, {2}, False), (4, 2, {3}, False)])
     assert caught(signal.SIGINT)
-    order = exact_order(graph, program_order(graph), seed=0, seconds=20.0, clock=Clock(20.0))
+    order = exact_order(graph, program_order(graph), seed=0, deadline=Deadline(20.0))
     assert peak(graph, order) < peak(graph, program_order(graph))  # CP-SAT has run
     assert caught(signal.SIGINT)
 

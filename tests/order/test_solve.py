@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 
@@ -21,10 +20,11 @@ from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import Bound
 from memplan.order.certificate import Amounts, Certificate, Flow
 from memplan.order.evaluate import peak, program_order
-from memplan.order.search import Clock, Improved, improve, patiently
+from memplan.order.search import Improved, improve
 from memplan.order.solve import solve
 from memplan.order.updates import early_updates
 from memplan.order.validate import order_fault
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
@@ -68,7 +68,7 @@ def training_step(layers: int, batch: int = 4, weight: int = 3, last: int = 8) -
 
 
 def answer_of(graph: Graph, seconds: float = 30.0, seed: int = 0) -> Solved[solve_module.Order]:
-    answer = solve(graph, deadline_seconds=seconds, seed=seed)
+    answer = solve(graph, deadline=Deadline(seconds), seed=seed)
     assert isinstance(answer, Solved)
     order = answer.solution
     assert order_fault(graph, order.order.tolist(), order.peak_bytes) == ""
@@ -88,7 +88,7 @@ def test_small_graphs_get_the_order_that_exhaustive_search_finds(graph: Graph) -
 @given(graphs(30))
 def test_the_native_search_gives_valid_orders_and_true_bounds(graph: Graph) -> None:
     start = np.array(random_order(graph, 1), np.int64)
-    found = improve(graph, start, graph.base_bytes, Clock(30.0))
+    found = improve(graph, start, graph.base_bytes, Deadline(30.0))
     assert order_fault(graph, found.order.tolist(), found.peak_bytes) == ""
     assert found.bound_bytes <= found.peak_bytes <= peak(graph, start)
     if len(graph) <= 12:
@@ -124,10 +124,10 @@ def test_leaves_lower_what_the_search_leaves(monkeypatch: pytest.MonkeyPatch) ->
     """Without the native search, leaves around the peak do the work."""
     monkeypatch.setattr(
         refine, "improve",
-        lambda graph, order, floor, clock: Improved(order, peak(graph, order), floor),
+        lambda graph, order, floor, deadline: Improved(order, peak(graph, order), floor),
     )  # fmt: skip
     graph = training_step(4, batch=1)
-    found = refine.refine(graph, program_order(graph), 0, Clock(30.0), seed=0)
+    found = refine.refine(graph, program_order(graph), 0, Deadline(30.0), seed=0)
     assert found.peak_bytes == answer_of(graph).cost < peak(graph, program_order(graph))
 
 
@@ -149,8 +149,9 @@ def random_graph(count: int) -> Graph:
 
 
 def test_cancelled_at_once_there_is_still_an_order_and_a_bound() -> None:
-    graph = training_step(30)
-    answer = solve(graph, deadline_seconds=60.0, cancel=lambda: True)
+    graph, ended = training_step(30), Deadline(60.0)
+    ended.end()
+    answer = solve(graph, deadline=ended)
     order = answer.solution if isinstance(answer, Solved) else answer.best
     assert order is not None
     assert order_fault(graph, order.order.tolist(), order.peak_bytes) == ""
@@ -160,7 +161,7 @@ def test_cancelled_at_once_there_is_still_an_order_and_a_bound() -> None:
 
 def test_out_of_time_is_said() -> None:
     graph = random_graph(150)
-    answer = solve(graph, deadline_seconds=0.2)
+    answer = solve(graph, deadline=Deadline(0.2))
     assert isinstance(answer, TimedOut) and answer.best is not None
     assert answer.bound < answer.cost == answer.best.peak_bytes
 
@@ -175,10 +176,10 @@ def test_a_graph_that_contradicts_itself_is_refused() -> None:
     graph = training_step(3)
     graph.before[0] = len(graph) - 1
     with pytest.raises(ValueError, match="operator"):
-        solve(graph, deadline_seconds=1.0)
+        solve(graph, deadline=Deadline(1.0))
 
 
-def weak_bound(graph: Graph, order: I64, **_: Any) -> Bound:
+def weak_bound(graph: Graph, order: I64, *_: Any) -> Bound:
     none = Amounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
     return Bound(graph.base_bytes, Certificate((), Flow(-1, none, none, none)))
 
@@ -191,43 +192,39 @@ def test_baselines_are_asked_once_and_only_where_they_may_help() -> None:
         return baseline_orders(graph)
 
     graph = training_step(60, last=1)
-    assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
+    assert isinstance(solve(graph, deadline=Deadline(30.0), baselines=baselines), Solved)
     assert not asked  # updates placed early are as good as any order
     graph = random_graph(40)
-    assert isinstance(solve(graph, deadline_seconds=30.0, baselines=baselines), Solved)
+    assert isinstance(solve(graph, deadline=Deadline(30.0), baselines=baselines), Solved)
     assert asked == [1]
 
 
 def test_who_waits_for_a_bound_can_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signals are handled, and `cancel` asked, while bounds are computed."""
-    graph = random_graph(150)
-    asked_in: list[str] = []
+    """The main thread waits in a way that lets signal handlers run while bounds are computed."""
+    deadline = Deadline(600.0)
+    signal.signal(signal.SIGALRM, lambda *_: deadline.end())
 
-    def cancel() -> bool:
-        asked_in.append(threading.current_thread().name)
-        return len(bounding) > 0
-
-    bounding: list[int] = []
-
-    def slow(graph: Graph, order: I64, *, cancel: npt.NDArray[np.uint8], **_: Any) -> Bound:
-        bounding.append(1)
+    def slow(graph: Graph, order: I64, deadline: Deadline) -> Bound:
         assert threading.current_thread() is not threading.main_thread()
-        while not cancel[0]:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        while not deadline.ended:
             time.sleep(0.01)
         return weak_bound(graph, order)
 
     monkeypatch.setattr(solve_module, "cut_bound", slow)
-    assert isinstance(solve(graph, deadline_seconds=600.0, cancel=cancel), TimedOut)
-    assert "MainThread" in asked_in
+    try:
+        assert isinstance(solve(random_graph(150), deadline=deadline), TimedOut)
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_what_works_in_other_threads() -> None:
-    clock, ended = Clock(600.0), threading.Event()
+    deadline, ended = Deadline(600.0), threading.Event()
 
     def work() -> None:
         for _ in range(1000):
-            if clock.stop[0]:
+            if deadline.ended:
                 break
             time.sleep(0.01)
         release.wait(30.0)
@@ -236,8 +233,8 @@ def test_ctrl_c_ends_what_works_in_other_threads() -> None:
     release = threading.Event()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        patiently(work, clock)
+        deadline.result_of(work)
     # Python must go on to know the thread, or it exits while native code runs in it.
-    assert "memplan-order" in [thread.name for thread in threading.enumerate()]
+    assert "memplan-search" in [thread.name for thread in threading.enumerate()]
     release.set()
     assert ended.wait(30.0)

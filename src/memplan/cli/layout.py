@@ -13,7 +13,6 @@ import contextlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from memplan.types.solution import Infeasible, Solved
 
 if TYPE_CHECKING:
     from memplan.layout.problem import Layout, Problem
-    from memplan.layout.solve import Cancel
+    from memplan.types.deadline import Deadline
     from memplan.types.solution import Solution
 
 TAKES_PROGRAM = False
@@ -54,22 +53,22 @@ def run(args: argparse.Namespace) -> int:
     out = output_path(args.output, force=args.force, reads=args.problem) if args.output else None
     capacity = parse_size(args.capacity) if args.capacity else None
     from memplan.layout.problem_file import read_problem, write_layout
-    from memplan.layout.solve import fit_capacity, minimise, new_cancel
+    from memplan.layout.solve import fit_capacity, minimise
+    from memplan.types.deadline import Deadline
 
     problem = read_problem(path)
-    cancel = new_cancel()
-    start = time.monotonic()
-    with interrupts_set(cancel):
+    deadline = Deadline(args.timeout)
+    with interrupts_end(deadline):
         if capacity is None:
-            answer = minimise(problem, seconds=args.timeout, cancel=cancel)
+            answer = minimise(problem, deadline=deadline)
         else:
-            answer = fit_capacity(problem, capacity, seconds=args.timeout, cancel=cancel)
-    seconds = time.monotonic() - start
+            answer = fit_capacity(problem, capacity, deadline=deadline)
+    seconds = deadline.spent()
     layout = _layout(answer)
     if out is not None and layout is not None:
         write_layout(problem, layout, out, overwrite=args.force)
     if args.json:
-        write_json(_as_json(problem, answer, capacity, seconds, cancelled=bool(cancel[0])))
+        write_json(_as_json(problem, answer, capacity, seconds, cancelled=deadline.ended))
     else:
         write_answer(_text(problem, answer, capacity, seconds))
     if isinstance(answer, Infeasible):
@@ -79,16 +78,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def interrupts_set(cancel: Cancel) -> Iterator[None]:
+def interrupts_end(deadline: Deadline) -> Iterator[None]:
     """Meanwhile Ctrl-C ends the search and not the command; a second one ends both."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
-        if cancel[0]:
+        if deadline.ended:
             signal.default_int_handler(number, None)
-        cancel[0] = 1
+        deadline.end()
         sys.stderr.write("\nmemplan: interrupted, the best so far follows\n")
 
     before = signal.signal(signal.SIGINT, stop)

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import codecs
 import functools
-import time
 from typing import TYPE_CHECKING, Any
 
 from memplan import __version__
 from memplan.cli.command import EXIT_YES
 from memplan.cli.files import input_path
-from memplan.cli.layout import interrupts_set
+from memplan.cli.layout import interrupts_end
 from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.errors import FormatError
@@ -50,27 +49,23 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     path = input_path(args.trace, made_by=_MADE_BY)
     graph, origin = _load(path)
-    from memplan.layout.solve import new_cancel
+    from memplan.types.deadline import Deadline
 
-    cancel = new_cancel()
-    with interrupts_set(cancel):
+    deadline = Deadline(args.timeout)
+    with interrupts_end(deadline):
         from memplan.cli.order_layout import lay_out
         from memplan.order.baselines import baseline_orders
         from memplan.order.solve import solve
 
-        begin = time.monotonic()
-
         @functools.cache  # the solver may need them, and the answer does
         def baselines() -> list[Candidate]:
-            over = begin + args.timeout
-            return baseline_orders(graph, lambda: bool(cancel[0]) or time.monotonic() > over)
+            return baseline_orders(graph, deadline)
 
-        answer = solve(graph, deadline_seconds=args.timeout, cancel=lambda: bool(cancel[0]),
-                       baselines=baselines)  # fmt: skip
-        seconds = time.monotonic() - begin
+        answer = solve(graph, deadline=deadline, baselines=baselines)
+        seconds = deadline.spent()
         candidates = baselines()
-        layouts = lay_out(graph, _order(answer).order, seconds=_LAYOUT_SECONDS, cancel=cancel)
-    figures = _figures(answer, candidates, seconds, cancelled=bool(cancel[0]))
+        layouts = lay_out(graph, _order(answer).order, deadline=deadline.again(_LAYOUT_SECONDS))
+    figures = _figures(answer, candidates, seconds, cancelled=deadline.ended)
     if args.json:
         envelope = {"schema_version": 1, "memplan_version": __version__, **origin}
         write_json({**envelope, **figures, "layout": _layout_json(layouts)})

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.layout.problem import Problem, make_problem
-from memplan.layout.solve import Cancel, minimise
+from memplan.layout.solve import minimise
 from memplan.order.evaluate import lifetimes, program_order
 from memplan.simulate.rounding import MIN_BLOCK
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64
@@ -47,19 +48,15 @@ class Layouts:
         return 1 - self.ordered.height_bytes / self.program.height_bytes
 
 
-def lay_out(graph: Graph, order: I64, *, seconds: float, cancel: Cancel) -> Layouts:
-    """Layouts of both orders, each found within half of `seconds` or until `cancel[0]` is set."""
-    return Layouts(
-        *(
-            _laid(graph, rows, seconds=seconds / 2, cancel=cancel)
-            for rows in (program_order(graph), order)
-        )
-    )
+def lay_out(graph: Graph, order: I64, *, deadline: Deadline) -> Layouts:
+    """Layouts of both orders, each found within half of the time."""
+    half = deadline.part(2)
+    return Layouts(_laid(graph, program_order(graph), half), _laid(graph, order, deadline))
 
 
-def _laid(graph: Graph, order: I64, *, seconds: float, cancel: Cancel) -> Laid:
+def _laid(graph: Graph, order: I64, deadline: Deadline) -> Laid:
     problem, always = _problem(graph, order)
-    answer = minimise(problem, seconds=seconds, within=WITHIN, cancel=cancel)
+    answer = minimise(problem, deadline=deadline, within=WITHIN)
     assert not isinstance(answer, Infeasible)  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     height = layout.height if layout is not None else int(problem.size.sum())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 
 from memplan.fit.processes import started_by_us
+from memplan.types.deadline import Deadline
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _SECONDS_TO_CLEAN_UP = 5.0
@@ -32,14 +32,14 @@ def ended_by_signal(command: Callable[[], int]) -> int:
     A signal that the user's program swallows still counts once the program has ended, and a second
     one, some seconds later, ends the process at once.
     """
-    received: list[tuple[int, float]] = []
+    received: list[tuple[int, Deadline]] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if not received:
-            received.append((number, time.monotonic()))
+            received.append((number, Deadline(_SECONDS_TO_CLEAN_UP)))
             raise Terminated(number)
         # `timeout` and the like send theirs twice.
-        if time.monotonic() - received[0][1] > _SECONDS_TO_CLEAN_UP:
+        if received[0][1].passed:
             os._exit(128 + number)
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}

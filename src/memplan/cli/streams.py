@@ -6,10 +6,10 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from memplan.types.deadline import Deadline
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,13 +98,12 @@ def progress_line(*, stages: bool = False) -> Iterator[Callable[[str], None]]:
     if not stream.isatty():
         yield _stage_lines(stream) if stages else lambda text: None
         return
-    last = 0.0
+    next_line = Deadline(0)
 
     def show(text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _REFRESH_SECONDS:
-            last = now
+        nonlocal next_line
+        if next_line.passed:
+            next_line = Deadline(_REFRESH_SECONDS)
             room = shutil.get_terminal_size().columns - 1
             stream.write(f"\r\x1b[2K{text[:room]}")
             stream.flush()

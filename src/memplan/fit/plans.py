@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases import find_steps, plain_peak, request_signature, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
+from memplan.types.deadline import Deadline
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart, RegionsPart
 from memplan.types.solution import Solution, Solved, TimedOut
@@ -110,11 +110,10 @@ class Planner:
     def search(self) -> Planned | None:
         """The cheapest plan that fits; None when not even the one of the least peak does."""
         budget: int | None = self._first_budget
-        enough = time.monotonic() + _ENOUGH_SECONDS
+        enough = Deadline(_ENOUGH_SECONDS)
         while budget is not None and len(self.planned) < _MOST_ATTEMPTS:
             best = self.best()
-            late = time.monotonic() > enough
-            if best is not None and late and budget < _WASTEFUL * best.outcome.planned:
+            if best is not None and enough.passed and budget < _WASTEFUL * best.outcome.planned:
                 break
             found = self._selection(budget)
             if any(found[0] == done.selection for done in self.planned):

@@ -8,11 +8,12 @@ from memplan import __version__
 from memplan.layout.check import check_layout
 from memplan.layout.problem import Layout
 from memplan.layout.rounds import Round, make_round, offsets_of, round_problem
-from memplan.layout.solve import Cancel, minimise
+from memplan.layout.solve import minimise
 from memplan.layout.spaces import Windows, dynamic_windows, reusable_spaces
 from memplan.layout.step import step_requests
 from memplan.phases.requests import request_signature
 from memplan.types.allocation import Requests, pack_requests
+from memplan.types.deadline import Deadline
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import AllocationPart, Fingerprint, Plan
 from memplan.types.solution import Infeasible, Solved
@@ -47,7 +48,6 @@ def static_plan(
     trace: Trace,
     *,
     seconds: float = 10.0,
-    cancel: Cancel | None = None,
     device: int | None = None,
     prologue: bool = True,
 ) -> StaticPlan:
@@ -64,7 +64,7 @@ def static_plan(
     problem, rows = round_problem(made, windows.blocks)
     if not len(problem):
         raise NoAnswerError("no request of the step recurs: nothing to plan")
-    answer = minimise(problem, seconds=seconds, within=CLOSE, cancel=cancel)
+    answer = minimise(problem, deadline=Deadline(seconds), within=CLOSE)
     assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
     layout = answer.solution if isinstance(answer, Solved) else answer.best
     if layout is None:

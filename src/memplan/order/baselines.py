@@ -6,11 +6,11 @@ The least of them is what `torch.compile` would take if it ordered whole steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.order.evaluate import peak, program_order
 from memplan.order.inductor import inductor_orders
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -26,15 +26,16 @@ class Candidate:
     peak_bytes: int
 
 
-def baseline_orders(graph: Graph, stop: Callable[[], bool] = lambda: False) -> list[Candidate]:
-    """Program order first, then those of Inductor's candidates that were there before `stop`
-    answered true. Without them, and with a word in the log, where this torch cannot be asked."""
+def baseline_orders(graph: Graph, deadline: Deadline | None = None) -> list[Candidate]:
+    """Program order first, then those of Inductor's candidates that were there in time.
+    Without them, and with a word in the log, where this torch cannot be asked."""
     program = program_order(graph)
     found = [Candidate("program", program, peak(graph, program))]
-    if stop() or len(graph) < 2:
+    deadline = deadline or Deadline()
+    if deadline.passed or len(graph) < 2:
         return found
     try:
-        orders = inductor_orders(graph, stop)
+        orders = inductor_orders(graph, deadline)
     except RuntimeError as error:
         log.warning("Inductor's orders are left out: %s", error)
         return found

@@ -16,7 +16,6 @@ A bound comes with the flows that prove it; `check_bound` reads them without the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ import numpy.typing as npt
 import memplan._native as _native
 from memplan.order.certificate import Amounts, Certificate, Flow, Forced
 from memplan.order.evaluate import held
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -42,48 +42,32 @@ class Bound:
     certificate: Certificate
 
 
-def lower_bound(
-    graph: Graph,
-    order: npt.ArrayLike,
-    *,
-    seconds: float = 1e9,
-    cancel: npt.NDArray[np.uint8] | None = None,
-) -> Bound:
-    """The best bound found within `seconds`, or until `cancel[0]` is set. `order` is the best one
-    known: the lower its peak, the less there is to do.
+def lower_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = None) -> Bound:
+    """The best bound found in time. `order` is the best one known: the lower its peak, the less
+    there is to do.
 
     Raises ValueError for what is no permutation, or values of 2^61 bytes and more together.
     """
-    prover = _Prover(graph, seconds, cancel)
+    prover = _Prover(graph, deadline or Deadline())
     bytes_held = held(graph, order)
     pivots, best = prover.cuts(np.asarray(order, np.int64), bytes_held)
     return prover.narrowed(pivots[:PIVOTS], best, int(bytes_held.max(initial=graph.base_bytes)))
 
 
-def cut_bound(
-    graph: Graph,
-    order: npt.ArrayLike,
-    *,
-    seconds: float = 1e9,
-    cancel: npt.NDArray[np.uint8] | None = None,
-) -> Bound:
+def cut_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = None) -> Bound:
     """What takes little of `lower_bound`: the bounds of single operators."""
-    prover = _Prover(graph, seconds, cancel)
+    prover = _Prover(graph, deadline or Deadline())
     return prover.cuts(np.asarray(order, np.int64), held(graph, order))[1]
 
 
 class _Prover:
-    def __init__(self, graph: Graph, seconds: float, cancel: npt.NDArray[np.uint8] | None) -> None:
+    def __init__(self, graph: Graph, deadline: Deadline) -> None:
         self.graph = graph
         self.native = _native.OrderCuts(
             graph.scratch, graph.before_start, graph.before, graph.bytes, graph.maker,
             graph.lasts.astype(np.uint8), graph.users_start, graph.users, graph.base_bytes,
         )  # fmt: skip
-        self.end = time.monotonic() + seconds
-        self.cancel = np.zeros(1, np.uint8) if cancel is None else cancel
-
-    def left(self) -> float:
-        return 0.0 if self.cancel[0] else max(self.end - time.monotonic(), 0.0)
+        self.deadline = deadline
 
     def cuts(self, rows: I64, bytes_held: I64) -> tuple[list[int], Bound]:
         """The operators whose cuts were looked at, those of the largest first, and the bound that
@@ -92,7 +76,12 @@ class _Prover:
         first = np.argsort(-bytes_held, kind="stable")
         least = np.zeros(len(rows), np.int64)
         count = self.native.least(
-            rows[first], bytes_held[first], best.bytes, self.left(), self.cancel, least
+            rows[first],
+            bytes_held[first],
+            best.bytes,
+            self.deadline.left(),
+            self.deadline.stop,
+            least,
         )
         looked_at: I64 = rows[first][:count]
         pivots = [int(op) for op in looked_at[np.argsort(-least[:count], kind="stable")]]
@@ -105,10 +94,10 @@ class _Prover:
         for pivot in pivots:
             unrefuted, budget = peak, best.bytes
             for _ in range(BISECTIONS):
-                if not best.bytes <= budget < unrefuted or not self.left():
+                if not best.bytes <= budget < unrefuted or self.deadline.passed:
                     break
                 possible, before, after = self.native.narrow(
-                    pivot, budget, self.left(), self.cancel
+                    pivot, budget, self.deadline.left(), self.deadline.stop
                 )
                 if possible:
                     unrefuted = budget

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memplan.order.inductor_source import inductor_functions
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -29,7 +30,7 @@ _MOST_STACK = 512 << 20
 
 
 class InterruptedSortError(Exception):
-    """`stop` said so while a function of Inductor ran."""
+    """The deadline came while a function of Inductor ran."""
 
 
 @dataclass
@@ -59,17 +60,17 @@ class _NodePlan:
     """What Inductor calls `mpi_node`. The functions ask for `succ_nodes` with every
     operator that they place, which is the moment to look whether to go on."""
 
-    def __init__(self, index: int, size: int, stop: Callable[[], bool]) -> None:
+    def __init__(self, index: int, size: int, deadline: Deadline) -> None:
         self.index = index
         self.size = size
-        self._stop = stop
+        self._deadline = deadline
         self.pred_buffers: dict[_Buffer, None] = {}
         self.pred_nodes: dict[_Node, None] = {}
         self.followers: dict[_Node, None] = {}
 
     @property
     def succ_nodes(self) -> dict[_Node, None]:
-        if self._stop():
+        if self._deadline.passed:
             raise InterruptedSortError
         return self.followers
 
@@ -91,9 +92,8 @@ class _Node:
         return [self.get_name()]
 
 
-def inductor_orders(graph: Graph, stop: Callable[[], bool] = lambda: False) -> dict[str, I64]:
-    """By name (`lpmf`, `bfs`, `dfs`) the orders found until `stop` answers true, which it is asked
-    before every operator that is placed.
+def inductor_orders(graph: Graph, deadline: Deadline) -> dict[str, I64]:
+    """By name (`lpmf`, `bfs`, `dfs`) the orders found in time.
 
     Raises RuntimeError where this version of torch has other functions than those that are known.
     """
@@ -102,33 +102,27 @@ def inductor_orders(graph: Graph, stop: Callable[[], bool] = lambda: False) -> d
     except (ImportError, AttributeError) as error:
         raise RuntimeError(f"PyTorch Inductor has not the functions: {error}") from error
     found: dict[str, I64] = {}
-    abandoned = threading.Event()
 
     def call_all() -> None:
         for name in NAMES:
-            nodes, buffers, inputs, outputs = _stand_ins(
-                graph, lambda: abandoned.is_set() or stop()
-            )
+            nodes, buffers, inputs, outputs = _stand_ins(graph, deadline)
             function = functions[f"topological_sort_{name}"]
             result = (
                 function(nodes, inputs, buffers, outputs) if name == "lpmf" else function(nodes)
             )
             found[name] = np.array([node.index for node in result], np.int64)
 
-    try:
-        _with_deep_stack(call_all, len(graph))
-    finally:  # Ctrl-C in this thread ends the other one, too
-        abandoned.set()
+    _with_deep_stack(call_all, len(graph), deadline)
     return found
 
 
 def _stand_ins(
-    graph: Graph, stop: Callable[[], bool]
+    graph: Graph, deadline: Deadline
 ) -> tuple[list[_Node], dict[str, _Buffer], dict[str, _Buffer], set[str]]:
     """Nodes, buffers by name, inputs that can be freed by name, names of what is returned."""
     size = graph.scratch.copy()
     np.add.at(size, graph.maker[graph.maker >= 0], graph.bytes[graph.maker >= 0])
-    nodes = [_Node(op, _NodePlan(op, nbytes, stop)) for op, nbytes in enumerate(size.tolist())]
+    nodes = [_Node(op, _NodePlan(op, nbytes, deadline)) for op, nbytes in enumerate(size.tolist())]
     buffers: dict[str, _Buffer] = {}
     inputs: dict[str, _Buffer] = {}
     outputs: set[str] = set()
@@ -159,30 +153,17 @@ def _stand_ins(
     return nodes, buffers, inputs, outputs
 
 
-def _with_deep_stack(call: Callable[[], None], depth: int) -> None:
+def _with_deep_stack(call: Callable[[], None], depth: int, deadline: Deadline) -> None:
     """Run in a thread whose stack bears a recursion through the whole graph."""
-    faults: list[Exception] = []
-
-    def run() -> None:
-        try:
-            call()
-        except InterruptedSortError:
-            pass
-        except Exception as error:
-            faults.append(error)
-
     limit, size = sys.getrecursionlimit(), threading.stack_size()
     threading.stack_size(min(_MOST_STACK, 16 * _BYTES_A_CALL * (depth + 1024)))
     sys.setrecursionlimit(max(limit, 4 * depth + 1000))
     try:
-        thread = threading.Thread(target=run, name="memplan-inductor", daemon=True)
-        thread.start()
-        while thread.is_alive():  # so that signals are handled
-            thread.join(0.1)
+        deadline.result_of(call)
+    except InterruptedSortError:
+        pass
+    except Exception as error:
+        raise RuntimeError(f"this version of PyTorch Inductor does not sort: {error!r}") from error
     finally:
         threading.stack_size(size)
         sys.setrecursionlimit(limit)
-    if faults:
-        raise RuntimeError(
-            f"this version of PyTorch Inductor does not sort: {faults[0]!r}"
-        ) from faults[0]

@@ -7,19 +7,16 @@ place are at most the peak, which is minimised: all-different places and a cumul
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from ortools.sat.python import cp_model
 
 from memplan.order.evaluate import peak, positions
-from memplan.order.search import Clock
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
 DETERMINISTIC_SECONDS = 4.0
 """CP-SAT's own measure of work for one leaf: the answer does not depend on the machine's speed."""
-_LOOK_SECONDS = 0.05
 
 
 class _Leaf:
@@ -119,23 +116,10 @@ def _windows(graph: Graph) -> tuple[I64, I64]:
     return first, count - 1 - after
 
 
-def exact_order(graph: Graph, hint: I64, *, seed: int, seconds: float, clock: Clock) -> I64:
-    """The order of the least peak, or the best found within `seconds` and CP-SAT's measure of work;
-    `hint`, an order, where that has no higher peak. Asks the clock whether to go on."""
-    if seconds <= 0:
+def exact_order(graph: Graph, hint: I64, *, seed: int, deadline: Deadline) -> I64:
+    """The order of the least peak, or the best found in time and within CP-SAT's measure of work;
+    `hint`, an order, where that has no higher peak."""
+    if deadline.passed:
         return hint
     leaf = _Leaf(graph, hint)
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_LOOK_SECONDS):
-            if clock.over():
-                leaf.stop()
-
-    watcher = threading.Thread(target=watch, name="memplan-order-leaf")
-    watcher.start()
-    try:
-        return leaf.solve(seed, seconds)
-    finally:
-        done.set()
-        watcher.join()
+    return deadline.result_of(lambda: leaf.solve(seed, deadline.left()), cancel=leaf.stop)

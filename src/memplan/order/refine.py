@@ -18,7 +18,8 @@ import numpy as np
 from memplan.order.compose import Piece, composed, part_of
 from memplan.order.evaluate import held, peak, program_order
 from memplan.order.leaf import exact_order
-from memplan.order.search import Clock, Improved, improve
+from memplan.order.search import Improved, improve
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
@@ -32,41 +33,41 @@ MOST_LEAVES = 8
 LEAF_SECONDS = 10.0
 
 
-def refine(graph: Graph, order: I64, floor: int, clock: Clock, seed: int) -> Improved:
+def refine(graph: Graph, order: I64, floor: int, deadline: Deadline, seed: int) -> Improved:
     """An order whose peak is no higher. `floor` as in `improve`."""
-    found = improve(graph, order, floor, clock)
+    found = improve(graph, order, floor, deadline)
     for turn in range(ROUNDS):
-        if found.peak_bytes <= found.bound_bytes or clock.over():
+        if found.peak_bytes <= found.bound_bytes or deadline.passed:
             break
-        candidate = _with_leaves(graph, found, clock, seed + turn)
+        candidate = _with_leaves(graph, found, deadline, seed + turn)
         if peak(graph, candidate) >= found.peak_bytes:
             break
-        found = improve(graph, candidate, found.bound_bytes, clock)
+        found = improve(graph, candidate, found.bound_bytes, deadline)
     return found
 
 
-def _with_leaves(graph: Graph, found: Improved, clock: Clock, seed: int) -> I64:
+def _with_leaves(graph: Graph, found: Improved, deadline: Deadline, seed: int) -> I64:
     """The order with the leaves solved that hold more somewhere than is proved."""
     bytes_held = held(graph, found.order)
     levels = leaves(len(graph), int(bytes_held.argmax()))
     above = [leaf for leaf in levels if bytes_held[leaf.places()].max() > found.bound_bytes]
-    solved = _solve_all(graph, found.order, above[:MOST_LEAVES], clock, seed)
+    solved = _solve_all(graph, found.order, above[:MOST_LEAVES], deadline, seed)
     everything = _composed(found.order, levels, solved)
     singly = [_composed(found.order, levels, {leaf: part}) for leaf, part in solved.items()]
     return min([everything, *singly], key=lambda order: peak(graph, order))
 
 
 def _solve_all(
-    graph: Graph, order: I64, chosen: Sequence[Leaf], clock: Clock, seed: int
+    graph: Graph, order: I64, chosen: Sequence[Leaf], deadline: Deadline, seed: int
 ) -> dict[Leaf, I64]:
     """Of each leaf, the best order of its pieces."""
 
     def solve(leaf: Leaf) -> I64:
         part = part_of(graph, order, leaf.start, leaf.pieces(order))
-        seconds = min(LEAF_SECONDS, clock.left)
-        return exact_order(part, program_order(part), seed=seed, seconds=seconds, clock=clock)
+        share = deadline.part(1, LEAF_SECONDS)
+        return exact_order(part, program_order(part), seed=seed, deadline=share)
 
-    with ThreadPoolExecutor(THREADS) as pool, clock.stopped_by_errors():
+    with ThreadPoolExecutor(THREADS) as pool, deadline.ended_by_errors():
         return dict(zip(chosen, pool.map(solve, chosen), strict=True))
 
 

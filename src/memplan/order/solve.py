@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.order.baselines import Candidate, baseline_orders, best
-from memplan.order.bound import Bound, cut_bound, lower_bound
+from memplan.order.bound import cut_bound, lower_bound
 from memplan.order.certificate import Certificate
 from memplan.order.evaluate import peak, program_order
 from memplan.order.refine import refine
-from memplan.order.search import Clock, patiently
 from memplan.order.updates import early_updates
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
@@ -34,37 +34,28 @@ class Order:
 def solve(
     graph: Graph,
     *,
-    deadline_seconds: float,
+    deadline: Deadline,
     seed: int = 0,
-    cancel: Callable[[], bool] | None = None,
     baselines: Callable[[], list[Candidate]] | None = None,
 ) -> Solved[Order] | TimedOut[Order]:
     """An order that keeps to the dependencies, and never has a higher peak than program order or
     the orders of PyTorch's Inductor that were there in time.
 
     Cost and bound are bytes at the peak. TimedOut, with the best order and bound so far: the
-    deadline came, or `cancel`, which is asked several times a second, answered true. The same graph
-    and seed give the same order unless it does. `baselines` gives the graph's `baseline_orders` to
-    who needs them, too; it is not asked where they cannot be better. Raises ValueError for a graph
-    that contradicts itself.
+    deadline came. The same graph and seed give the same order unless it does. `baselines` gives
+    the graph's `baseline_orders` to who needs them, too; it is not asked where they cannot be
+    better. Raises ValueError for a graph that contradicts itself.
     """
     graph.check()
-    clock = Clock(deadline_seconds, cancel)
     found = early_updates(graph, program_order(graph))
-    proved = patiently(
-        lambda: cut_bound(graph, found, seconds=clock.left, cancel=clock.stop), clock
-    )
+    proved = deadline.result_of(lambda: cut_bound(graph, found, deadline))
     if peak(graph, found) > proved.bytes:
-        known = baselines() if baselines is not None else baseline_orders(graph, clock.over)
+        known = baselines() if baselines is not None else baseline_orders(graph, deadline)
         start = min([found, best(known).order], key=lambda order: peak(graph, order))
-        found = refine(graph, start, proved.bytes, clock, seed).order
-        proved = patiently(lambda: _bound(graph, found, clock), clock)
+        found = refine(graph, start, proved.bytes, deadline, seed).order
+        longer = deadline.again(max(deadline.left(), _BOUND_SECONDS))
+        proved = longer.result_of(lambda: lower_bound(graph, found, longer))
     order = Order(found, peak(graph, found), proved.certificate)
-    if clock.over() and order.peak_bytes > proved.bytes:
+    if deadline.passed and order.peak_bytes > proved.bytes:
         return TimedOut(order, proved.bytes, order.peak_bytes)
     return Solved(order, order.peak_bytes, proved.bytes)
-
-
-def _bound(graph: Graph, order: I64, clock: Clock) -> Bound:
-    seconds = max(clock.left, _BOUND_SECONDS)
-    return lower_bound(graph, order, seconds=seconds, cancel=clock.stop)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memplan.recompute.evaluate import Evaluator
-from memplan.recompute.planner import Clock, NoClock, Planner
+from memplan.recompute.planner import Planner
 from memplan.recompute.selection import Selection
+from memplan.types.deadline import Deadline
 from memplan.types.step_graph import StepGraph
 
 POINTS = 11
@@ -51,16 +52,16 @@ def frontier(
     budget never has more added time, a smaller one never a higher peak. Raises ValueError for a
     graph that contradicts itself.
     """
-    clock = Clock(deadline_seconds)
-    planner = Planner(graph, clock)
+    deadline = Deadline(deadline_seconds, cpu_time=True)
+    planner = Planner(graph, deadline)
     effort = SMALL_EFFORT if len(planner.drops) <= 24 else EFFORT
     if budgets is None:
-        planner.improve(0, clock.part(POINTS, POINT_SECONDS), effort)
+        planner.improve(0, deadline.part(POINTS, POINT_SECONDS), effort)
         least, plain = planner.lowest().peak, planner.plain.peak
         budgets = np.linspace(least, plain, POINTS).round().astype(int).tolist()
     wanted = sorted(set(budgets))
     for place, budget in enumerate(wanted):
-        planner.improve(budget, clock.part(len(wanted) - place, POINT_SECONDS), effort)
+        planner.improve(budget, deadline.part(len(wanted) - place, POINT_SECONDS), effort)
     return _envelope(planner, wanted)
 
 
@@ -102,9 +103,9 @@ def choices(graph: StepGraph) -> list[Choice]:
     The same graph gives the same ones on every machine: the search ends after its steps, however
     long they take. Raises ValueError for a graph that contradicts itself.
     """
-    planner = Planner(graph, NoClock(), CHOICE_KEEP_SET_EFFORT)
+    planner = Planner(graph, Deadline(cpu_time=True), CHOICE_KEEP_SET_EFFORT)
     if graph.ops.flops.any():
-        without = Planner(_without_flops(graph), NoClock(), CHOICE_KEEP_SET_EFFORT)
+        without = Planner(_without_flops(graph), Deadline(cpu_time=True), CHOICE_KEEP_SET_EFFORT)
         _improve(without)
         planner.add(candidate.selection for candidate in without.candidates)
     _improve(planner)
@@ -125,11 +126,11 @@ def choices(graph: StepGraph) -> list[Choice]:
 
 def _improve(planner: Planner) -> None:
     effort = min(SMALL_EFFORT, max(EFFORT, CHOICE_STEPS // max(1, len(planner.drops))))
-    clock = NoClock()
-    planner.improve(0, clock, effort)
+    deadline = Deadline(cpu_time=True)
+    planner.improve(0, deadline, effort)
     least, plain = planner.lowest().peak, planner.plain.peak
     for budget in np.linspace(least, plain, CHOICE_BUDGETS).round().astype(int).tolist():
-        planner.improve(budget, clock, effort)
+        planner.improve(budget, deadline, effort)
 
 
 def _without_flops(graph: StepGraph) -> StepGraph:

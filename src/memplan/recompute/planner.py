@@ -7,8 +7,6 @@ values from the best of them and, on graphs that are not too large, from what CP
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +22,7 @@ from memplan.recompute.keep_set import KeepSetProblem
 from memplan.recompute.options import BlockOptions, judge, options_of
 from memplan.recompute.segments import Chain, SegmentTable, every_unsaved_input
 from memplan.recompute.selection import Selection
+from memplan.types.deadline import Deadline
 from memplan.types.step_graph import StepGraph
 
 SMALL = 128
@@ -52,9 +51,6 @@ KEEP_SET_ROWS = 4
 """CP-SAT's deterministic time for one question, and questions about one budget."""
 PROVED = 1e-4
 """Fraction above the bound that is as good as the optimum."""
-_FOREVER_SECONDS = 1e9
-PATIENCE = 4.0
-"""Seconds by the clock that a search may take for each processor second it was given."""
 
 
 @dataclass(frozen=True)
@@ -71,48 +67,11 @@ class Candidate:
         return self.evaluation.added_seconds
 
 
-class Clock:
-    """A deadline that work takes shares of.
-
-    It counts this process's processor seconds, so that a plan does not depend on what else the
-    machine does, and by the clock at most `PATIENCE` times as many.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.process_time() + seconds
-        self._latest = time.monotonic() + PATIENCE * seconds
-
-    @property
-    def left(self) -> float:
-        """Processor seconds."""
-        latest = (self._latest - time.monotonic()) / PATIENCE
-        return max(0.0, min(self._end - time.process_time(), latest))
-
-    def part(self, parts: int, most_seconds: float = math.inf) -> Clock:
-        """An equal share of what is left, and no more than so much."""
-        return Clock(min(self.left / parts, most_seconds))
-
-
-class NoClock(Clock):
-    """Never ends: each search ends after its steps, so that the same graph gets the same answer on
-    every machine."""
-
-    def __init__(self) -> None:
-        super().__init__(_FOREVER_SECONDS)
-
-    @property
-    def left(self) -> float:
-        return _FOREVER_SECONDS
-
-    def part(self, _parts: int, _most_seconds: float = math.inf) -> Clock:
-        return self
-
-
 class Planner:
     """Finds selections of one graph. What it has seen serves every later budget."""
 
     def __init__(
-        self, graph: StepGraph, clock: Clock, keep_set_effort: float | None = None
+        self, graph: StepGraph, deadline: Deadline, keep_set_effort: float | None = None
     ) -> None:
         """`keep_set_effort`: CP-SAT's deterministic time for one question."""
         self.evaluator = Evaluator(graph)
@@ -129,30 +88,30 @@ class Planner:
         self.proved: list[tuple[int, float]] = []
         """Budgets, and seconds that every selection within each adds to a step."""
         [self.plain] = self.add([Selection()])
-        if self.drops and clock.left:
-            self._prepare(clock)
+        if self.drops and not deadline.passed:
+            self._prepare(deadline)
 
-    def _prepare(self, clock: Clock) -> None:
+    def _prepare(self, deadline: Deadline) -> None:
         self.add([least_peak_chain(self.graph)])
         cuts: list[list[int]] = []
         for least_values in BLOCK_VALUES:
             blocks = blocks_of(self.graph, least_values)
-            if [block.start for block in blocks] in cuts or not clock.left:
+            if [block.start for block in blocks] in cuts or deadline.passed:
                 continue
             cuts.append([block.start for block in blocks])
             chain = Chain(self.graph, blocks, [])
             self.holds = self.holds or self._holdable(sorted(every_unsaved_input(chain)))
             self.add(equal_segments(chain, n) for n in range(1, len(blocks) + 1))
             greedy = BytesPerSecond(chain)
-            self._climb(len(greedy), partial(_all_but, greedy), clock)
-            chain.options.extend(_options(blocks, clock))
-            if clock.left:
+            self._climb(len(greedy), partial(_all_but, greedy), deadline)
+            chain.options.extend(_options(blocks, deadline))
+            if not deadline.passed:
                 table = SegmentTable(chain)
                 levels = table.steps()
-                self._climb(len(levels), partial(_plan, table, levels), clock)
+                self._climb(len(levels), partial(_plan, table, levels), deadline)
 
-    def _climb(self, steps: int, make: Callable[[int], Selection], clock: Clock) -> None:
-        self.ladders.append(_Ladder(self, steps, make, clock))
+    def _climb(self, steps: int, make: Callable[[int], Selection], deadline: Deadline) -> None:
+        self.ladders.append(_Ladder(self, steps, make, deadline))
 
     def _holdable(self, boundary: list[int]) -> list[int]:
         """Values worth holding: all of a small graph, else those between blocks."""
@@ -181,7 +140,7 @@ class Planner:
         return max([self.bounds.least_seconds(budget_bytes), *known])
 
     def improve(
-        self, budget_bytes: int, clock: Clock, effort: int, restarts: int = 1, rounds: int = 1
+        self, budget_bytes: int, deadline: Deadline, effort: int, restarts: int = 1, rounds: int = 1
     ) -> None:
         """Search for a better selection within a budget until nothing gets better for a while, or
         the clock runs out; `effort`: annealing steps a droppable value and start in the first
@@ -193,17 +152,17 @@ class Planner:
         if budget_bytes < least == self.lowest().peak:
             return
         for ladder in self.ladders:
-            ladder.look(budget_bytes, clock)
+            ladder.look(budget_bytes, deadline)
         if self.small or rounds > 1:
-            self._propose(budget_bytes, clock)
+            self._propose(budget_bytes, deadline)
         stale, start_number, longer = 0, -1, 1 if self.small else LONGER
         for number in range(rounds):
             before = self._best_or_lowest(budget_bytes)
             for start in self._starts(budget_bytes, restarts):
-                if not clock.left or self._is_proved(budget_bytes):
+                if deadline.passed or self._is_proved(budget_bytes):
                     return
                 start_number += 1
-                self._anneal(start, budget_bytes, clock, effort * longer**number, start_number)
+                self._anneal(start, budget_bytes, deadline, effort * longer**number, start_number)
             after = self._best_or_lowest(budget_bytes)
             fitted = before.peak <= budget_bytes
             saved = before.seconds - after.seconds if fitted else before.peak - after.peak
@@ -212,21 +171,21 @@ class Planner:
             if stale == (SMALL_STALE if self.small else STALE):
                 return
 
-    def _propose(self, budget_bytes: int, clock: Clock) -> None:
+    def _propose(self, budget_bytes: int, deadline: Deadline) -> None:
         """Add what CP-SAT would keep, and its bound. Rows of the peak are asked about one by one,
         until the proposal keeps within the budget or only its replays do not."""
         if self.keep_sets is None or budget_bytes < self.bounds.least_peak:
             return
         rows = [int(self.bounds.plain.argmax())]
         for _ in range(KEEP_SET_ROWS):
-            share = clock.part(3)
-            if not share.left or self._is_proved(budget_bytes):
+            share = deadline.part(3)
+            if share.passed or self._is_proved(budget_bytes):
                 return
             answer = self.keep_sets.choose(
                 budget_bytes,
                 rows,
                 effort=self.keep_set_effort,
-                deadline_seconds=share.left,
+                deadline_seconds=share.left(),
                 hint=self._best_or_lowest(budget_bytes).selection,
             )
             self.proved.append((budget_bytes, answer.bound * self.graph.passes))
@@ -258,7 +217,7 @@ class Planner:
                 yield self.plain if restart % 3 == 1 else self._best_or_lowest(budget_bytes)
 
     def _anneal(
-        self, start: Candidate, budget_bytes: int, clock: Clock, effort: int, seed: int
+        self, start: Candidate, budget_bytes: int, deadline: Deadline, effort: int, seed: int
     ) -> None:
         forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
         size = int(self.graph.values.bytes[self.drops].sum()) or 1
@@ -273,7 +232,7 @@ class Planner:
             start_temperature=heat * forward * dearer,
             end_temperature=heat * forward * dearer * 1e-3,
             iterations=effort * len(self.drops),
-            deadline_seconds=clock.left,
+            deadline_seconds=deadline.left(),
             seed=seed,
         )
         self.add([self.evaluator.search(start.selection, settings)])
@@ -291,14 +250,14 @@ class _Ladder:
     """Selections by steps of rising peak and falling time, but for exceptions; judged on demand."""
 
     def __init__(
-        self, planner: Planner, steps: int, make: Callable[[int], Selection], clock: Clock
+        self, planner: Planner, steps: int, make: Callable[[int], Selection], deadline: Deadline
     ) -> None:
         self.planner = planner
         self.steps = steps
         self.make = make
         self.judged: dict[int, Candidate] = {}
         for step in range(0, steps, max(1, steps // FIRST_STEPS)):
-            if clock.left:
+            if not deadline.passed:
                 self._judge(step)
 
     def _judge(self, step: int) -> Candidate:
@@ -306,22 +265,22 @@ class _Ladder:
             [self.judged[step]] = self.planner.add([self.make(step)])
         return self.judged[step]
 
-    def look(self, budget_bytes: int, clock: Clock) -> None:
+    def look(self, budget_bytes: int, deadline: Deadline) -> None:
         """Bisect for the highest step within a budget, then look at those above it."""
         low = max((s for s, c in self.judged.items() if c.peak <= budget_bytes), default=-1)
         high = min((s for s in self.judged if s > low), default=self.steps)
-        while high - low > 1 and clock.left:
+        while high - low > 1 and not deadline.passed:
             middle = (low + high) // 2
             fits = self._judge(middle).peak <= budget_bytes
             low, high = (middle, high) if fits else (low, middle)
         for step in range(low + 1, min(low + 1 + LOOK_AROUND, self.steps)):
-            if clock.left:
+            if not deadline.passed:
                 self._judge(step)
 
 
-def _options(blocks: list[Block], clock: Clock) -> list[BlockOptions]:
+def _options(blocks: list[Block], deadline: Deadline) -> list[BlockOptions]:
     """Equal blocks are searched once, with at most a quarter of the time for all."""
     distinct = {block.signature: block for block in blocks}
-    each = clock.part(5 * len(distinct), 2.0).left
+    each = deadline.part(5 * len(distinct), 2.0).left()
     found = {name: options_of(block, each) for name, block in distinct.items()}
     return [judge(block, found[block.signature]) for block in blocks]

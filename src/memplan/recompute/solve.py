@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 
-from memplan.recompute.planner import Candidate, Clock, Planner
+from memplan.recompute.planner import Candidate, Planner
 from memplan.recompute.selection import Selection
+from memplan.types.deadline import Deadline
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
@@ -36,17 +37,17 @@ def solve(
     not forbid it; `best` is None then, and whoever wants the nearest selection asks `least_peak`.
     Raises ValueError for a graph that contradicts itself.
     """
-    clock = Clock(deadline_seconds)
-    planner = Planner(graph, clock)
+    deadline = Deadline(deadline_seconds, cpu_time=True)
+    planner = Planner(graph, deadline)
     least = planner.bounds.least_peak
     if budget_bytes < least:
-        _search(planner, 0, clock)
+        _search(planner, 0, deadline)
         return Infeasible(
             f"no selection brings the peak below {least} bytes", float(planner.lowest().peak)
         )
-    _search(planner, budget_bytes, clock)
-    if planner.best(budget_bytes) is None and clock.left:
-        _search(planner, 0, clock)
+    _search(planner, budget_bytes, deadline)
+    if planner.best(budget_bytes) is None and not deadline.passed:
+        _search(planner, 0, deadline)
     bound = planner.least_seconds(budget_bytes)
     best = planner.best(budget_bytes)
     if bound == math.inf:
@@ -65,10 +66,10 @@ def least_peak(
 ) -> Solved[Selection]:
     """The selection with the lowest peak of the step that was found; of such, the quickest. Cost
     and bound are bytes. Always Solved: dropping nothing is a selection."""
-    clock = Clock(deadline_seconds)
-    planner = Planner(graph, clock)
-    _search(planner, 0, clock.part(2))
-    _search(planner, planner.lowest().peak, clock)
+    deadline = Deadline(deadline_seconds, cpu_time=True)
+    planner = Planner(graph, deadline)
+    _search(planner, 0, deadline.part(2))
+    _search(planner, planner.lowest().peak, deadline)
     best = planner.lowest()
     return Solved(best.selection, float(best.peak), float(planner.bounds.least_peak))
 
@@ -85,16 +86,16 @@ def least_peak_within(
     Bisects budgets: the least time within one rises as the budget falls. Always Solved, for
     dropping nothing adds nothing. Raises ValueError for a graph that contradicts itself.
     """
-    clock = Clock(deadline_seconds)
-    planner = Planner(graph, clock)
-    _search(planner, 0, clock.part(_HALVINGS + 1))
+    deadline = Deadline(deadline_seconds, cpu_time=True)
+    planner = Planner(graph, deadline)
+    _search(planner, 0, deadline.part(_HALVINGS + 1))
     low = planner.lowest().peak
     for round_ in range(_HALVINGS):
         best = _lowest(planner, most_added_fraction)
-        if best.peak <= low or not clock.left:
+        if best.peak <= low or deadline.passed:
             break
         middle = (low + best.peak) // 2
-        _search(planner, middle, clock.part(_HALVINGS - round_))
+        _search(planner, middle, deadline.part(_HALVINGS - round_))
         if _lowest(planner, most_added_fraction).peak > middle:
             low = middle + 1
     best = _lowest(planner, most_added_fraction)
@@ -106,8 +107,8 @@ def _lowest(planner: Planner, most_added_fraction: float) -> Candidate:
     return min(within, key=lambda c: (c.peak, c.seconds))
 
 
-def _search(planner: Planner, budget_bytes: int, clock: Clock) -> None:
+def _search(planner: Planner, budget_bytes: int, deadline: Deadline) -> None:
     effort = EFFORT
     if planner.small:
         effort = min(SMALL_EFFORT, SMALL_STEPS // max(1, len(planner.drops)))
-    planner.improve(budget_bytes, clock, effort, RESTARTS, ROUNDS)
+    planner.improve(budget_bytes, deadline, effort, RESTARTS, ROUNDS)

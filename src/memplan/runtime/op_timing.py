@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memplan.types.deadline import Deadline
 from memplan.types.step_graph import F64
 
 _ROUNDS = 3
@@ -44,11 +45,11 @@ class CalledOps:
         """
         result = expected.copy()
         known = np.zeros(len(expected), bool)
-        end = time.monotonic() + limit_seconds
+        deadline = Deadline(limit_seconds)
         by_weight = sorted(self._calls.items(), key=lambda item: -float(expected[item[1]].sum()))
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             for key, rows in by_weight:
-                if time.monotonic() > end:
+                if deadline.passed:
                     break
                 measured = _measure(*self._example[key], device)
                 if measured is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from memplan.runtime.planned.outcome import line, outcome
 from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.recording import observed_meta
 from memplan.types.allocation import check_allocation
+from memplan.types.deadline import Deadline
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import Phase
@@ -150,7 +150,7 @@ def test_a_job_that_changes_is_planned_again_and_says_so() -> None:
 def test_planning_again_waits_its_time() -> None:
     part, library, said = _planned(), FakeLibrary(), Told()
     with running(library, said, plan=part, policy=Policy(seconds_between=3600)) as (job, script):
-        job._planned_at = time.monotonic()
+        job._next_plan = Deadline(3600)
         for _ in range(12):
             script.step(batch=48)
     assert said.lines == [] and len(library.loads) == 1

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
-from time import monotonic, sleep
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.types.deadline import Deadline
 from memplan.types.errors import CaptureError, MemplanError
 
 PATIENCE_SECONDS = 600.0
@@ -150,8 +150,8 @@ class Peers:
     def _next(self, kind: str) -> Any:
         """The next message of a kind; None where it does not come in time."""
         assert self.link is not None
-        until = None if kind == "want" else monotonic() + PATIENCE_SECONDS
-        while until is None or self.link.poll(max(until - monotonic(), 0.0)):
+        deadline = None if kind == "want" else Deadline(PATIENCE_SECONDS)
+        while deadline is None or self.link.poll(deadline.left()):
             got, *content = self.link.recv()
             if got == "want":
                 key, self._runs_on = content
@@ -237,12 +237,14 @@ def peers(target: ScriptTarget, options: CaptureOptions, run: Run) -> Iterator[N
 
 def _end_of(pid: int) -> None:
     """Wait for a process that is about to end, and lend a hand where it does not."""
-    until = monotonic() + _SECONDS_TO_END + 1.0
+
+    def ended() -> bool:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+
     with suppress(ChildProcessError):
-        while os.waitpid(pid, os.WNOHANG)[0] == 0:
-            if monotonic() > until:
-                os.kill(pid, signal.SIGKILL)
-            sleep(0.005)
+        if not Deadline(_SECONDS_TO_END + 1.0).poll(ended, 0.005):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 @dataclass
@@ -387,9 +389,9 @@ class _Exchange:
             asked.link.close()
             if not asked.gone():
                 os.kill(asked.pid, signal.SIGTERM)
-        until = monotonic() + _SECONDS_TO_END
-        while monotonic() < until and not all(asked.gone() for asked in self._ranks.values()):
-            sleep(0.005)
+        Deadline(_SECONDS_TO_END).poll(
+            lambda: all(asked.gone() for asked in self._ranks.values()), 0.005
+        )
 
 
 def _serve(link: Connection, target: ScriptTarget, options: CaptureOptions, run: Run) -> NoReturn:

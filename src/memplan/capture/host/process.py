@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import process as processes
 from pathlib import Path
-from time import monotonic, thread_time
+from time import thread_time
 from typing import TYPE_CHECKING
 
+from memplan.types.deadline import Deadline
 from memplan.types.trace import HostEventKind
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class HostProcess:
         self._builder = builder
         self._statm = _Statm()
         self._last: dict[HostEventKind, int] = {}
-        self._next = self._next_workers = 0.0
+        self._next = self._next_workers = Deadline(0)
         self.restart()
 
     def restart(self) -> None:
@@ -46,7 +47,7 @@ class HostProcess:
         self._peak_before = peak_resident_bytes()
         self._last.clear()
         self._counted_peak = 0
-        self._next = self._next_workers = 0.0
+        self._next = self._next_workers = Deadline(0)
 
     @contextmanager
     def not_the_jobs(self) -> Iterator[None]:
@@ -59,21 +60,20 @@ class HostProcess:
 
     def due(self) -> bool:
         """Whether it is time for another sample."""
-        return monotonic() >= self._next
+        return self._next.passed
 
     def sample(self, counted: int = 0) -> None:
         """Append what has changed since the last sample, less the resident bytes that are
         `counted` elsewhere."""
-        now = monotonic()
-        self._next = now + _INTERVAL_SECONDS
+        self._next = Deadline(_INTERVAL_SECONDS)
         grown = self._statm.resident_bytes() - self._baseline - self._builder.nbytes()
         self._counted_peak = max(self._counted_peak, counted)
         self._append(HostEventKind.RESIDENT, max(grown - counted, 0))
-        if now >= self._next_workers:
+        if self._next_workers.passed:
             began = thread_time()
             self._append(HostEventKind.WORKERS, _workers_bytes())
             pause = (thread_time() - began) / _WORKERS_SHARE
-            self._next_workers = now + max(_WORKERS_INTERVAL_SECONDS, pause)
+            self._next_workers = Deadline(max(_WORKERS_INTERVAL_SECONDS, pause))
 
     def growth_peak(self) -> int:
         """The largest growth since the job began, also between samples, less the most that is

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import posix
-import time
 from collections.abc import Callable
 
 from memplan.capture.sandbox.changes import disk_bytes
+from memplan.types.deadline import Deadline
 
 LIMIT = 512 << 20
 """Bytes of the overlay's files on the disk."""
@@ -23,13 +23,12 @@ class Budget:
         self._on_note = on_note
         self._limit = limit
         self._files: dict[str, None] = {}
-        self._looked = 0.0
+        self._next_look = Deadline(0)
 
     def __call__(self, disk: str) -> None:
         self._files[disk] = None
-        now = time.monotonic()
-        if now - self._looked >= _PERIOD:
-            self._looked = now
+        if self._next_look.passed:
+            self._next_look = Deadline(_PERIOD)
             self.enforce()
 
     def enforce(self) -> None:

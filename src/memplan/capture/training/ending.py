@@ -11,7 +11,6 @@ leave memory behind, as where predictions are collected, is read to its end.
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.data import dataloader
 from memplan.capture.enough import EnoughSeen
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.state import CaptureState
+from memplan.types.deadline import Deadline
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
@@ -33,21 +33,6 @@ _FORWARDS_AHEAD = 8
 _MORE = 1 << 20
 """Bytes that are worth another look."""
 _MOST_TRAININGS = 8
-_BY_THE_CLOCK = 4.0
-"""Seconds by the clock for each processor second, for a limit not to depend on what else runs."""
-
-
-class Patience:
-    """Lasts so many processor seconds of this process, and by the clock at most four times as
-    long."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.process_time() + seconds
-        self._latest = time.monotonic() + _BY_THE_CLOCK * seconds
-
-    @property
-    def over(self) -> bool:
-        return time.process_time() > self._end or time.monotonic() > self._latest
 
 
 class Ending:
@@ -58,7 +43,7 @@ class Ending:
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._patience: Patience | None = None
+        self._deadline: Deadline | None = None
         self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
         self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Bytes, when a loader was last asked for a batch."""
@@ -138,7 +123,7 @@ class Ending:
         if at_once or not self._reading:
             self.stop()
         self.draining = self.state.answers.finishing = True
-        self._patience = Patience(_SECONDS_AFTER)
+        self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
 
     def model_runs(self, *, training: bool) -> None:
@@ -187,7 +172,7 @@ class Ending:
             self.stop()
         self._trainings += 1
         self.draining = self.state.answers.finishing = False
-        self._patience, self.state.on_real_op = None, None
+        self._deadline, self.state.on_real_op = None, None
         self._batches.clear()
         self._nothing_seen()
         self.another_training()
@@ -200,7 +185,7 @@ class Ending:
 
     def _watch_time(self) -> None:
         """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
-        if self._patience is not None and self._patience.over:
+        if self._deadline is not None and self._deadline.passed:
             self.stop()
 
     def stop(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.optim import optimizer as optim_module
 
 from memplan.capture.patches.attributes import Patches
-from memplan.capture.training.ending import Patience
 from memplan.capture.training.reported_steps import UPDATED
+from memplan.types.deadline import Deadline
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StepWatcher:
         self.completed = 0
         self.steady = False
         self.stop_reason = ""
-        self._patience = Patience(_PATIENCE_SECONDS)
+        self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
         self._patches = Patches()
         self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
@@ -90,7 +90,7 @@ class StepWatcher:
         self.stop_reason, self._first = "", None
         self._before_this = self.completed
         self._history.clear()
-        self._patience = Patience(_PATIENCE_SECONDS)
+        self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
 
     def _optimizer_grows(self) -> int:
         late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
@@ -188,7 +188,9 @@ class StepWatcher:
         self._history.append((blake2b(requests).digest(), recorder.live_bytes))
         self._round = self._steps_that_repeat()
         self.steady = self._round > 0 and (
-            self.completed > _STATE_STEPS or end - self._start >= _LONG_STEP or self._patience.over
+            self.completed > _STATE_STEPS
+            or end - self._start >= _LONG_STEP
+            or self._deadline.passed
         )
         if self._round and not self.enough:
             self._last_round = self.completed - self._round, self.completed
@@ -352,7 +354,7 @@ class StepWatcher:
         # The state grows step by step where it is a history (L-BFGS).
         enough = max(self._before_this + DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
         steps = self.completed - self._before_this
-        return self.completed >= enough or (self._patience.over and steps > _STATE_STEPS)
+        return self.completed >= enough or (self._deadline.passed and steps > _STATE_STEPS)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

@@ -42,6 +42,7 @@ from memplan.runtime.graph.inductor_buffers import (
     held_bytes,
     name_of,
 )
+from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
 from memplan.types.trace import I64
@@ -207,7 +208,7 @@ def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[An
     early = early_updates(graph, own)
     order = early if peak(graph, early) < theirs.peak_bytes else own
     if peak(graph, order) > _NEARLY * cut_bound(graph, order).bytes:
-        found = solve(graph, deadline_seconds=deadline_seconds, baselines=lambda: [theirs])
+        found = solve(graph, deadline=Deadline(deadline_seconds), baselines=lambda: [theirs])
         best = found.solution if isinstance(found, Solved) else found.best
         if best is not None and best.peak_bytes < peak(graph, order):
             order = best.order

@@ -14,6 +14,7 @@ from memplan.order.evaluate import peak, program_order
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.runtime.graph.dependencies import Operators
+from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError
 from memplan.types.solution import Solved, TimedOut
 
@@ -49,7 +50,7 @@ def choose_order(
     if not search or not len(graph):
         return Ordering(operators.schedule(plain), len(graph), plain_peak, plain_peak, 0, 0.0)
     importlib.import_module("torch._inductor.memory")  # seconds, once: not the search's
-    found = solve(graph, deadline_seconds=deadline_seconds, seed=seed)
+    found = solve(graph, deadline=Deadline(deadline_seconds), seed=seed)
     best = found.solution if isinstance(found, Solved) else found.best
     bound = int(found.bound) if isinstance(found, (Solved, TimedOut)) else 0
     order, least = (plain, plain_peak) if best is None else (best.order, best.peak_bytes)

@@ -18,6 +18,7 @@ from memplan.runtime.planned.phase_cursor import PhaseCursor
 from memplan.runtime.planned.phases import JobHooks
 from memplan.runtime.planned.recording import Recording
 from memplan.runtime.planned.stream_order import StreamOrder
+from memplan.types.deadline import Deadline
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart, Plan
 from memplan.types.trace import Phase, Trace, TraceMeta
@@ -65,7 +66,7 @@ class Job:
         self._to_plan = plan is None and not record_all
         """Whether what is being recorded is then planned."""
         self._repeated = False
-        self._planned_at = -float("inf")
+        self._next_plan = Deadline(0)
         self._low = 0
         self._process = os.getpid()
 
@@ -216,7 +217,7 @@ class Job:
     # Planning
 
     def _begin_planning(self, trace: Trace) -> None:
-        self._planned_at = time.monotonic()
+        self._next_plan = Deadline(self._policy.seconds_between)
         try:
             self._planning = Planning(trace)
         except (MemplanError, OSError) as error:
@@ -272,8 +273,7 @@ class Job:
         """Plan again when the plan no longer is that of the job."""
         window = hit_rate.window()
         self._low = self._low + 1 if window.rate < self._policy.least_rate else 0
-        soon = time.monotonic() - self._planned_at < self._policy.seconds_between
-        if self._low >= self._policy.low_steps and not soon:
+        if self._low >= self._policy.low_steps and self._next_plan.passed:
             self._low = 0
             rate = f"hit rate {window.rate:.0%} in step {self.account.steps}: the job has changed"
             self.say(f"{rate}, planning again")

@@ -11,12 +11,12 @@ import os
 import shutil
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 
 from memplan.layout.static_plan import plan_of, static_plan
+from memplan.types.deadline import Deadline
 from memplan.types.errors import MemplanError, NoAnswerError
 from memplan.types.plan_file import save_plan
 from memplan.types.trace import EventKind
@@ -59,8 +59,7 @@ def main(folder: Path, job: int) -> int:
 
 def _end_with(job: int, folder: Path) -> None:
     """A job that a signal has ended could neither end its planner nor tidy up."""
-    while os.getppid() == job:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    Deadline().poll(lambda: os.getppid() != job, _SECONDS_BETWEEN_LOOKS)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
