@@ -112,10 +112,11 @@ def test_what_is_run(line: str, world: tuple[int, int] | None, program: str) -> 
     launch = read(line)
     assert launch.world == (World(*world) if world else None)
     place = launch.world.place(launch.world.size - 1) if launch.world else None
-    target = launch.target_at(place)
+    target = launch.target
     assert [
         *(["-m"] if target.kind == "module" else []),
         target.name,
+        *launch.arguments(place),
         *target.argv,
     ] == program.split()
     again = launch.words()
@@ -481,7 +482,7 @@ def test_the_environment_of_real_workers(line: str, tmp_path: Path) -> None:
     for rank in range(2):
         place = launch.world.place(rank)
         real = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert tuple(real["argv"]) == launch.target_at(place).argv
+        assert tuple(real["argv"]) == (*launch.arguments(place), *launch.target.argv)
         theirs = {k: v for k, v in real["environment"].items() if before.get(k) != v}
         ours = rank_environment(place, launch.environment(place))
         assert theirs.keys() >= OF_THE_PLACE

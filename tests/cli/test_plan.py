@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from memplan.cli import main
-from memplan.fit import child
 from memplan.types.allocation import read_requests
 from memplan.types.plan_file import load_plan
 from memplan.types.trace import Communicator
 from memplan.types.trace_file import save_trace
+from memplan.worker import captures
 from tests.layout.jobs import JobMaker, training
 
 SCRIPT = """
@@ -105,12 +105,6 @@ class Captures:
     def __init__(self, *_args: object) -> None:
         self.trace = training()
 
-    def __enter__(self) -> Captures:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        pass
-
     def __call__(self, *_args: object) -> Captures:
         return self
 
@@ -119,7 +113,7 @@ def test_a_plan_goes_below_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(child, "ChildCapture", Captures)
+    monkeypatch.setattr(captures, "RankCapture", Captures)
     Path("train.py").touch()
     words = ["plan", "-o", "job.plan", "torchrun", "--nproc-per-node", "2", "train.py", "--x"]
     assert main(words) == 0

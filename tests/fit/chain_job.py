@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from memplan.capture.options import ScriptTarget
 from memplan.estimate import estimate
-from memplan.fit.child import Captured, CaptureFailedError
 from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.selection import Selection
 from memplan.types.builder import TraceBuilder
@@ -16,10 +15,18 @@ from memplan.types.plan import Plan, RecomputeGroup
 from memplan.types.solution import Infeasible, Solution, Solved
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
+from memplan.worker.captures import Captured
+from memplan.worker.failure import CaptureFailedError
+from memplan.worker.request import Outcome
 
 MIB = 1 << 20
 BATCH = 8
 _STEPS = 2
+
+
+def not_captured(message: str) -> CaptureFailedError:
+    outcome = Outcome(kind="not_captured", exit_code=4, message=f"error: {message}", hint="another")
+    return CaptureFailedError(outcome, "a warning\n")
 
 
 class _Writer:
@@ -149,7 +156,7 @@ class ChainProgram:
         if "--batch-size" in program.argv:
             batch = int(program.argv[program.argv.index("--batch-size") + 1])
         if self.refuses(batch):
-            raise CaptureFailedError(4, f"memplan: error: no batch of {batch}\n  try: another\n")
+            raise not_captured(f"no batch of {batch}\nwith a second line")
         groups = [{place.nth for place in group.drop} for group in _groups(plan)]
         planned = sum(plan is not None for _, plan in self.asked)
         extra = self.ballast(planned) if groups else 0

@@ -7,47 +7,36 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
-from memplan.fit import child, plans
-from memplan.fit.child import Captured
+from memplan.fit import plans
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
+from memplan.worker import captures
+from memplan.worker.captures import Captured
+from memplan.worker.request import Question
 from tests.fit.chain_job import MIB, ChainProgram
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
 
 class FakeCapture:
-    """Stands for the child processes; the job is the one of `chain_job`."""
+    """Stands for the processes that capture; the job is the one of `chain_job`."""
 
-    options: list[str]
+    question: Question
     asked: list[ScriptTarget]
     weight = 8 * MIB
 
-    def __init__(self, options: list[str], words: Callable[[ScriptTarget], list[str]]) -> None:
-        type(self).options, type(self).asked = options, []
-        card = options[options.index("--gpu") + 1] if "--gpu" in options else "l4"
-        self._job = ChainProgram(find_profile(card), weight=self.weight)
-
-    def __enter__(self) -> FakeCapture:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
+    def __init__(self, question: Question) -> None:
+        type(self).question, type(self).asked = question, []
+        assert question.profile is not None
+        self._job = ChainProgram(question.profile, weight=self.weight)
 
     def __call__(
         self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
@@ -59,7 +48,7 @@ class FakeCapture:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(child, "ChildCapture", FakeCapture)
+    monkeypatch.setattr(captures, "RankCapture", FakeCapture)
     monkeypatch.setattr(command, "machine_profile", lambda: None)
     monkeypatch.setattr(FakeCapture, "weight", 8 * MIB)
     monkeypatch.setattr(plans, "_FIRST_SECONDS", 0.5)
@@ -146,11 +135,15 @@ def test_options_reach_the_captures() -> None:
     words += ["--with", "apex", "--with=rules.py"]
     assert fit(*words, "--alloc-conf", "max_split_size_mb:64", "-m", "json.tool", "x") == 0
     assert FakeCapture.asked == [ScriptTarget("module", "json.tool", ("x",))]
-    assert FakeCapture.options == [
-        "--routing", "worst", "--gpu", "24GiB", "--steps", "5",
-        "--alloc-conf", "max_split_size_mb:64", "--with", "apex", "--with", "rules.py",
-        "--allow-network",
-    ]  # fmt: skip
+    request = FakeCapture.question.request
+    assert request.alloc_conf == "max_split_size_mb:64" and request.plan is None
+    assert request.options == CaptureOptions(
+        profile=find_profile("24GiB"),
+        steps=5,
+        routing="worst",
+        allow_network=True,
+        packages=("apex", "rules.py"),
+    )
 
 
 def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:

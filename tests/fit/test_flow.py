@@ -9,13 +9,14 @@ import pytest
 
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Fit
-from memplan.fit.child import Captured, CaptureFailedError
 from memplan.fit.flow import Fitted, fit
 from memplan.fit.text import fit_lines
 from memplan.phases import plain_peak, step_graph
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
-from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy
+from memplan.worker.captures import Captured
+from memplan.worker.failure import CaptureFailedError
+from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy, not_captured
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
@@ -211,7 +212,7 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
             chain: ChainProgram = chain,
         ) -> Captured:
             if plan is not None and plan.order and (plan.recompute is not None) == together:
-                raise CaptureFailedError(4, "memplan: error: it fails\n")
+                raise not_captured("it fails")
             return chain(program, plan, quiet=quiet)
 
         answer = fit(program, chain.profile, capture, Greedy()).answer
@@ -226,7 +227,7 @@ def lines(answer: Fit) -> str:
 def test_a_failing_capture_passes_through(program: ScriptTarget) -> None:
     with pytest.raises(CaptureFailedError) as failed:
         run(program, job("2600MiB", refuses=lambda batch: True))
-    assert failed.value.code == 4
+    assert failed.value.outcome.exit_code == 4
 
 
 def test_a_job_without_backward_gets_changes_only(

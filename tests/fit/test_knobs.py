@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from memplan.capture.options import ScriptTarget
-from memplan.fit.knobs import Knob, find_knobs, with_value
+from memplan.fit.knobs import Knob, find_knobs
+from memplan.fit.options import set_option
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,5 +133,5 @@ def test_a_module_is_found_without_importing_it(
 )
 def test_another_value(before: str, after: str) -> None:
     program = ScriptTarget("script", "train.py", tuple(before.split()))
-    changed = with_value(program, Knob("batch_size", "--batch-size", 8), 2)
+    changed = set_option(program, "--batch-size", 2)
     assert changed == ScriptTarget("script", "train.py", tuple(after.split()))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from memplan.capture.options import ScriptTarget
 from memplan.estimate import estimate
-from memplan.fit.child import Captured, CaptureFailedError
 from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
 from memplan.fit.option_choice import NumericOption, find_option
@@ -23,6 +22,9 @@ from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
 from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
+from memplan.worker.captures import Captured
+from memplan.worker.failure import CaptureFailedError
+from tests.fit.chain_job import not_captured
 
 MIB = 1 << 20
 CARD = find_profile("4GiB")
@@ -67,7 +69,7 @@ class Script:
         assert value not in self.asked, "nothing is captured twice"
         self.asked.append(value)
         if value > self.most or value % self.multiple:
-            raise CaptureFailedError(4, "a warning\nmemplan: error: ValueError: no\n  try: x\n")
+            raise not_captured("ValueError: no")
         trace = trace_of(self.fixed, max(self.each * min(value, self.enough), 1))
         return Captured(trace, estimate(trace, CARD))
 

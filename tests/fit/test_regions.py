@@ -10,12 +10,12 @@ import pytest
 
 from memplan.capture.options import ScriptTarget
 from memplan.estimate import estimate
-from memplan.fit.child import Captured
 from memplan.fit.flow import fit
 from memplan.fit.text import fit_lines
 from memplan.types.device import find_profile
 from memplan.types.plan import CompiledRegion, OpOutput, Plan, RecomputeGroup, RecomputePart
 from memplan.types.plan_file import load_plan, save_plan
+from memplan.worker.captures import Captured
 from tests.fit.chain_job import ChainProgram, Greedy
 
 LAYERS = 24

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from memplan.types.device import DeviceProfile
@@ -68,8 +67,3 @@ class CaptureOptions:
     """The process of a distributed job to be; None: started without a launcher."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What a launcher adds to the environment, beside what every launcher says of the place."""
-    only_writes: tuple[Path, ...] | None = None
-    """Directories for the results of a process that captures and then ends: where the kernel can,
-    it keeps the process from writing anywhere else, for good. None: the process goes on."""
-    progress: Callable[[str], None] | None = None
-    """Called with one line of text now and then."""

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -47,21 +48,26 @@ def capture_script(
     target: ScriptTarget,
     options: CaptureOptions,
     within: AbstractContextManager[object] | None = None,
+    *,
+    only_writes: tuple[Path, ...] | None = None,
 ) -> Trace:
     """Run `target` until nothing new is to be expected, and return its trace. `within` is entered
-    around the program.
+    around the program. `only_writes`: directories for the results of a process that captures and
+    then ends: where the kernel can, it keeps the process from writing anywhere else, for good;
+    None: the process goes on.
 
     Raises UsageError when the program cannot be found or refuses its arguments, and CaptureError
     when it fails, never steps an optimizer or asks nothing of the device.
     """
-    with peers.peers(target, options, capture_script):
-        return _capture(target, options, within)
+    with peers.peers(target, options, partial(capture_script, only_writes=())):
+        return _capture(target, options, within, only_writes)
 
 
 def _capture(
     target: ScriptTarget,
     options: CaptureOptions,
     within: AbstractContextManager[object] | None,
+    only_writes: tuple[Path, ...] | None,
 ) -> Trace:
     session = CaptureSession(options)
     uncounted = UncountedProcesses(session.state.assumptions)
@@ -88,8 +94,8 @@ def _capture(
                 options.profile,
                 1 if place is None else place.local_world_size,
             )
-            if options.only_writes is not None:
-                lockdown(str(box.scratch), map(str, options.only_writes))
+            if only_writes is not None:
+                lockdown(str(box.scratch), map(str, only_writes))
             box.supply(files.supplier(peers.current(), session.state.assumptions))
             with session, within or nullcontext():
                 try:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import cast
 
 from memplan import __version__
-from memplan.capture.patches.internals import refusal
 from memplan.cli.command import EXIT_YES, Command, Parser
 from memplan.cli.program import split_program
 from memplan.cli.streams import write_answer
-from memplan.fit.processes import started_by_us
-from memplan.types.errors import MemplanError, UsageError
+from memplan.types.errors import UsageError
+from memplan.worker.failure import (
+    CaptureFailedError,
+    complaint,
+    outcome_of,
+    show_traceback,
+    was_interrupted,
+)
 
 _COMMANDS = {
     "estimate": "memplan.cli.estimate",
@@ -41,33 +44,22 @@ _EXIT_INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default); the exit code. Raises nothing."""
     words = sys.argv[1:] if argv is None else list(argv)
-    started_by_us()
     try:
         return _dispatch(words, own_process=argv is None)
-    except MemplanError as error:
-        _complain(f"error: {error.message}", error.hint)
-        return error.exit_code
     except KeyboardInterrupt:
-        if not started_by_us():
-            _complain("interrupted", "")
+        _complain("interrupted")
         return _EXIT_INTERRUPTED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_YES
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # within a native module's import
-            _complain("interrupted", "")
+        if was_interrupted(error):
+            _complain("interrupted")
             return _EXIT_INTERRUPTED
-        if (of_pytorch := refusal(error)) is not None:
-            _complain(f"error: {of_pytorch.message}", of_pytorch.hint)
-            return of_pytorch.exit_code
-        frames = traceback.extract_tb(error.__traceback__)
-        last = [frame for frame in frames if "memplan" in frame.filename][-1]
-        place = f"{Path(last.filename).name}:{last.lineno}"
-        _complain(
-            f"a fault of memplan itself: {type(error).__name__}: {error} (at {place})",
-            "MEMPLAN_DEBUG=1 in the environment shows the traceback; please report it",
-        )
-        return 1
+        if isinstance(error, CaptureFailedError):
+            sys.stderr.write(error.wrote)
+        outcome = outcome_of(error)
+        _complain(outcome.message, outcome.hint)
+        return outcome.exit_code
 
 
 def _dispatch(words: list[str], *, own_process: bool) -> int:
@@ -133,11 +125,7 @@ def _unknown_command(name: str) -> UsageError:
     return UsageError(f"no command {name!r}", f"one of {', '.join(_COMMANDS)}; memplan --help")
 
 
-def _complain(message: str, hint: str) -> None:
-    if os.environ.get("MEMPLAN_DEBUG") == "1":
-        traceback.print_exc()
-    text = f"memplan: {message}\n"
-    if hint:
-        text += f"  try: {hint}\n"
-    sys.stderr.write(text)
+def _complain(message: str, hint: str = "") -> None:
+    show_traceback()
+    sys.stderr.write(complaint(message, hint))
     sys.stderr.flush()

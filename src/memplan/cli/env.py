@@ -12,8 +12,9 @@ from memplan import __version__
 from memplan.capture.patches.internals import refusal
 from memplan.cli.command import EXIT_YES
 from memplan.cli.machine import machine_gpu
-from memplan.cli.streams import stdout_to_stderr, write_answer, write_json
+from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import DeviceProfile, known_profiles
+from memplan.worker.streams import stdout_to_stderr
 
 TAKES_PROGRAM = False
 

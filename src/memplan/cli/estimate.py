@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from memplan.capture.options import CaptureOptions
 from memplan.cli.advice import next_command
-from memplan.cli.allocator import check_settings, merged, settings_of
+from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
-from memplan.cli.job import Job, add_packages_option, add_rank_options, read_job
+from memplan.cli.job import add_packages_option, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
-from memplan.cli.signals import ended_by_signal
-from memplan.cli.streams import progress_line, stdout_to_stderr, write_json, write_report
-from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.cli.streams import write_json, write_report
+from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
-from memplan.types.plan import CompiledRegion, Plan
 from memplan.types.plan_file import load_plan
+from memplan.worker.perform import perform
+from memplan.worker.request import Question
+from memplan.worker.signals import ended_by_signal
+from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.types.estimate import Estimate
-    from memplan.types.trace import Trace
 
 TAKES_PROGRAM = True
 _USAGE = "memplan estimate --gpu 24GiB train.py"
@@ -77,17 +76,20 @@ def _run(args: argparse.Namespace) -> int:
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
     plan = load_plan(plan_path(args.plan)) if args.plan else None
-    check_settings(args.alloc_conf, os.environ | job.environment)
-    if args.maximize is not None:
-        return maximize_option(args, job, named, path)
-    if args.multiple_of is not None:
+    check_settings(args.alloc_conf or "", os.environ | job.environment)
+    if args.multiple_of is not None and args.maximize is None:
         raise UsageError("--multiple-of without --maximize", "--maximize batch-size")
-    if job.rank is None:
-        from memplan.cli.ranks import estimate_ranks
 
-        result = estimate_ranks(job, args.own_words, path, force=args.force)
+    def question(rank: int | None = None) -> Question:
+        return job.question(args, named, rank=rank, plan=plan)
+
+    if args.maximize is not None:
+        return maximize_option(args, job, question, path)
+    if job.rank is None:
+        assert job.world is not None
+        result = _estimate_ranks(args, job.world.size, question, path)
     else:
-        result = _estimate_rank(args, job, named, path, plan)
+        result = _estimate_rank(args, replace(question(), notes=job.notes), path)
     if args.json:
         write_json(result)
     else:
@@ -95,84 +97,35 @@ def _run(args: argparse.Namespace) -> int:
     return EXIT_NO if result.fits is False else EXIT_YES
 
 
-def _estimate_rank(
-    args: argparse.Namespace,
-    job: Job,
-    named: DeviceProfile | None,
-    path: Path | None,
-    plan: Plan | None,
-) -> Estimate:
-    from memplan.estimate import estimate
-
-    captured = _capture(args, job, named, path, plan)
-    trace = _with_settings(captured, args.alloc_conf, job, plan.alloc_conf if plan else "")
+def _estimate_rank(args: argparse.Namespace, question: Question, path: Path | None) -> Estimate:
+    only_writes = () if path is None else (path.parent,)
+    trace = perform(question.request, only_writes if args.own_process else None)
     if path is not None:
         from memplan.types.trace_file import save_trace
 
         save_trace(trace, path, overwrite=args.force)
-    result = estimate(trace, named)
-    return msgspec.structs.replace(
-        result,
-        notes=[*result.notes, *job.notes],
-        rank=job.place.rank if job.place else None,
-        world_size=job.place.world_size if job.place else None,
-    )
+    return question.answer(trace)
+
+
+def _estimate_ranks(
+    args: argparse.Namespace, size: int, question: Callable[[int], Question], path: Path | None
+) -> Estimate:
+    """The estimate of the rank that needs most, and its trace in `path`."""
+    from memplan.worker.ranks import RankCaptures
+
+    with RankCaptures(size, question) as captures, progress_line(stages=True) as progress:
+        captures.capture(progress)
+        if path is not None:
+            from memplan.types.trace_file import save_trace
+
+            save_trace(captures.trace(), path, overwrite=args.force)
+        return captures.answer()
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
     return int(text)
-
-
-def _capture(
-    args: argparse.Namespace,
-    job: Job,
-    named: DeviceProfile | None,
-    path: Path | None,
-    plan: Plan | None,
-) -> Trace:
-    with stdout_to_stderr(), progress_line() as progress:
-        progress("starting PyTorch")
-        from memplan.capture.script import capture_script
-
-        options = CaptureOptions(
-            profile=named or find_profile(DEFAULT_PROFILE),
-            steps=args.steps,
-            routing=args.routing,
-            allow_network=args.allow_network,
-            packages=tuple(args.packages),
-            place=job.place,
-            environment=job.environment,
-            progress=progress,
-            only_writes=_results(path) if args.own_process else None,
-        )
-        if plan is None:
-            return capture_script(job.target, options)
-        from memplan.runtime.in_effect import plan_in_effect
-
-        said: list[str] = []
-        regions: list[CompiledRegion] = []
-        words = [job.target.name, *job.target.argv]
-        in_effect = plan_in_effect(plan, words, said.append, regions.append)
-        trace = capture_script(job.target, options, in_effect)
-        notes = [*trace.meta.notes, *dict.fromkeys(said)]
-        meta = msgspec.structs.replace(trace.meta, notes=notes, regions=regions)
-        return replace(trace, meta=meta)
-
-
-def _results(path: Path | None) -> tuple[Path, ...]:
-    """Where this process writes once the capture has begun."""
-    return () if path is None else (path.parent,)
-
-
-def _with_settings(trace: Trace, alloc_conf: str | None, job: Job, planned: str) -> Trace:
-    """Key by key the option wins over what the script set, and that over the environment; a plan's
-    settings stand where there are no others."""
-    _, inherited = settings_of(os.environ | job.environment)
-    conf = next(filter(None, (trace.meta.alloc_conf, inherited, planned)), "")
-    meta = msgspec.structs.replace(trace.meta, alloc_conf=merged(conf, alloc_conf))
-    return replace(trace, meta=meta)
 
 
 def _print(result: Estimate, hint: str) -> None:

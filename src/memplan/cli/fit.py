@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,19 +18,13 @@ from memplan.capture.options import ScriptTarget
 from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
-from memplan.cli.job import (
-    ALL_RANKS,
-    Job,
-    add_packages_option,
-    add_rank_options,
-    packages_words,
-    read_job,
-)
+from memplan.cli.job import ALL_RANKS, Job, add_packages_option, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
-from memplan.cli.signals import ended_by_signal
-from memplan.cli.streams import progress_line, write_json, write_report
+from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
+from memplan.worker.signals import ended_by_signal
+from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.cli.launchers.launch import Launch
@@ -80,20 +73,14 @@ def _run(args: argparse.Namespace) -> int:
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     if profile is None:
         raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
-    from memplan.fit.child import CaptureFailedError, ChildCapture
     from memplan.fit.flow import fit
     from memplan.recompute import solve
+    from memplan.worker.captures import RankCapture
 
-    check_settings(args.alloc_conf, os.environ | job.environment)
-    try:
-        with (
-            ChildCapture(_child_options(args, job), job.launch.words) as capture,
-            progress_line(stages=True) as progress,
-        ):
-            fitted = fit(program, profile, capture, solve, progress)
-    except CaptureFailedError as error:
-        sys.stderr.write(error.said)  # empty where it has said so itself
-        return error.code
+    check_settings(args.alloc_conf or "", os.environ | job.environment)
+    capture = RankCapture(job.question(args, profile))
+    with progress_line(stages=True) as progress:
+        fitted = fit(program, profile, capture, solve, progress)
     answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
         from memplan.types.plan_file import save_plan
@@ -103,21 +90,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(answer)
     else:
-        _print(answer, next_command(answer, args.own_words, job.launch))
+        from memplan.fit.text import fit_lines
+
+        hint = next_command(answer, args.own_words, job.launch)
+        write_lines(fit_lines(answer, hint))
     return EXIT_YES if answer.fits else EXIT_NO
-
-
-def _child_options(args: argparse.Namespace, job: Job) -> list[str]:
-    words = ["--routing", args.routing, *job.rank_options()]
-    words += ["--rank", str(job.rank or 0)] if job.world else []
-    for option, value in (
-        ("--gpu", args.gpu),
-        ("--steps", args.steps),
-        ("--alloc-conf", args.alloc_conf),
-    ):
-        words += [option, str(value)] if value is not None else []
-    words += packages_words(args.packages)
-    return [*words, *(["--allow-network"] if args.allow_network else [])]
 
 
 def _notes(job: Job) -> list[str]:
@@ -146,9 +123,3 @@ def next_command(answer: Fit, own_words: list[str], launch: Launch) -> str:
     name, *argv = change.command
     changed = ScriptTarget(launch.target.kind, name, tuple(argv))
     return shlex.join(["memplan", "fit", *own, *launch.words(changed)])
-
-
-def _print(answer: Fit, hint: str) -> None:
-    from memplan.fit.text import print_fit
-
-    write_report(lambda console: print_fit(answer, console, next_command=hint))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
-from memplan.cli.streams import write_json, write_report
+from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import UsageError
 
@@ -42,7 +42,9 @@ def explain_snapshot(args: argparse.Namespace, profile: DeviceProfile | None) ->
     if args.json:
         write_json(answer)
     else:
-        _print(answer, _next_command(answer, args.gpu))
+        from memplan.report.out_of_memory import out_of_memory_lines
+
+        write_lines(out_of_memory_lines(answer, _next_command(answer, args.gpu)))
     return EXIT_YES if answer.fits else EXIT_NO
 
 
@@ -56,9 +58,3 @@ def _next_command(answer: OomExplanation, gpu: str | None) -> str:
     if answer.fits:
         return f"PYTORCH_ALLOC_CONF=expandable_segments:True python {script} …"
     return f"memplan fit --gpu {gpu or 'NAME'} -o job.plan {script} …"
-
-
-def _print(answer: OomExplanation, hint: str) -> None:
-    from memplan.report.out_of_memory import print_out_of_memory
-
-    write_report(lambda console: print_out_of_memory(answer, console, next_command=hint))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from memplan.capture.options import RankPlace, ScriptTarget
+from memplan.capture.options import CaptureOptions, RankPlace
 from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.context import MOST_GPUS_PER_NODE
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.machine import visible_gpus
 from memplan.cli.program import check_program
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.errors import UsageError
+from memplan.types.plan import Plan
+from memplan.worker.perform import extend_path
+from memplan.worker.request import CaptureRequest, Question
 
 ALL_RANKS = "all"
 MOST_LOCAL = 16
@@ -51,28 +53,44 @@ class Job:
         return replace(place, gpus=min(gpus, MOST_LOCAL) if gpus else None)
 
     @property
-    def target(self) -> ScriptTarget:
-        return self.launch.target_at(self.place)
-
-    @property
     def environment(self) -> dict[str, str]:
         return self.launch.environment(self.place)
 
-    def rank_options(self) -> list[str]:
-        """The options that describe the ranks, for a command line with the same launchers."""
-        if self.world is None:
-            return []
-        return [
-            *("--world-size", str(self.world.size)),
-            *("--gpus-per-node", str(self.world.local_size)),
-        ]
+    def question(
+        self,
+        args: argparse.Namespace,
+        profile: DeviceProfile | None,
+        *,
+        rank: int | None = None,
+        plan: Plan | None = None,
+    ) -> Question:
+        """About the process in question, or that of `rank`, as the options of a command ask it."""
+        job = self if rank is None else replace(self, rank=rank)
+        options = CaptureOptions(
+            profile=profile or find_profile(DEFAULT_PROFILE),
+            steps=args.steps,
+            routing=args.routing,
+            allow_network=args.allow_network,
+            packages=tuple(args.packages),
+            place=job.place,
+            environment=job.environment,
+        )
+        request = CaptureRequest(
+            program=self.launch.target,
+            launcher_arguments=self.launch.arguments(job.place),
+            options=options,
+            alloc_conf=args.alloc_conf or "",
+            plan=plan,
+        )
+        of_one_gpu = () if self.world else _of_one_gpu(self.launch)
+        return Question(request, profile, (*self.launch.notes, *of_one_gpu))
 
 
 def add_rank_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     """Options for the ranks of a job; `several`: whether all of them may be asked for."""
     add = parser.add_argument
-    add("--world-size", type=_positive, metavar="N", help="the script runs as one of N ranks")
-    add("--gpus-per-node", type=_positive, metavar="N",
+    add("--world-size", type=positive, metavar="N", help="the script runs as one of N ranks")
+    add("--gpus-per-node", type=positive, metavar="N",
         help="ranks on each node (8, or all if there are fewer)")  # fmt: skip
     which = "the rank to capture" + (", or all that can differ" if several else " (0)")
     add("--rank", type=_rank, help=which, metavar="N|all" if several else "N")
@@ -84,18 +102,13 @@ def add_packages_option(parser: argparse.ArgumentParser) -> None:
         help="a package that only the GPU machine has, or a file of rules")  # fmt: skip
 
 
-def packages_words(packages: list[str]) -> list[str]:
-    """The same for the command line of a capture."""
-    return [word for package in packages for word in ("--with", package)]
-
-
 def read_job(args: argparse.Namespace, usage: str) -> Job:
     """Raises UsageError for a program that is not there, and for ranks that do not exist or that
     contradict the launcher."""
     if args.program is None:
         raise UsageError("no script given", usage)
     launch = read_launch(args.program, args.gpus_per_node)
-    _extend_path(launch)
+    extend_path(launch.environment(None))
     check_program(launch.target, usage)
     world = _world(args, launch)
     if world is not None:
@@ -147,13 +160,6 @@ def _of_one_gpu(launch: Launch) -> list[str]:
     return [f"CUDA_VISIBLE_DEVICES={named} {has}; the script was captured with one"]
 
 
-def _extend_path(launch: Launch) -> None:
-    """This process has started already: what PYTHONPATH would have done is done here."""
-    folders = launch.environment(None).get("PYTHONPATH", "").split(os.pathsep)
-    found = [str(Path(folder).absolute()) for folder in folders if folder]
-    sys.path[:0] = [folder for folder in found if folder not in sys.path]
-
-
 def _world(args: argparse.Namespace, launch: Launch) -> World | None:
     size, per_node = args.world_size, args.gpus_per_node
     if launch.world is not None:
@@ -196,7 +202,7 @@ def _launchers(launch: Launch) -> str:
     return " ".join(layer.launcher for layer in launch.layers if layer.world is not None)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.capture.options import ScriptTarget
 from memplan.cli.advice import without
 from memplan.cli.command import EXIT_NO, EXIT_YES
-from memplan.cli.job import ALL_RANKS, Job
-from memplan.cli.streams import progress_line, write_json, write_report
-from memplan.types.device import DeviceProfile
+from memplan.cli.job import Job, positive
+from memplan.cli.streams import write_json, write_lines
 from memplan.types.errors import UsageError
+from memplan.worker.request import Question
+from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.fit.maximum import Maximum
+    from memplan.worker.captures import CaptureProgram
 
 _OPTIONS = ("--maximize", "--multiple-of")
 
@@ -26,36 +28,36 @@ def add_maximize_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--maximize", metavar="OPTION",
         help="the largest value of this option of the script that fits")  # fmt: skip
-    add("--multiple-of", type=_positive, metavar="N", help="of --maximize: only multiples of N")
+    add("--multiple-of", type=positive, metavar="N", help="of --maximize: only multiples of N")
 
 
 def maximize_option(
-    args: argparse.Namespace, job: Job, profile: DeviceProfile | None, path: Path | None
+    args: argparse.Namespace,
+    job: Job,
+    question: Callable[[int | None], Question],
+    path: Path | None,
 ) -> int:
-    """Search, and write the answer and the trace of the value that fits; the exit code."""
-    from memplan.cli.ranks import words_to_pass_on
-    from memplan.fit.child import CaptureFailedError, ChildCapture
+    """Search, and write the answer and the trace of the value that fits; the exit code.
+
+    `question`: about a rank, or the one in question.
+    """
     from memplan.fit.maximize import maximize
     from memplan.fit.option_choice import find_option
+    from memplan.worker.captures import RankCapture
+    from memplan.worker.ranks import AllRanksCapture
 
-    if profile is None:
+    asked = question(job.rank)
+    if asked.profile is None:
         raise UsageError(
             "no card to fill: this machine has none",
             f"memplan estimate --gpu 24GiB --maximize {args.maximize} …",
         )
     option = find_option(job.launch.target, args.maximize)
-    kept = without(words_to_pass_on(args.own_words), *_OPTIONS)
-    if job.world is not None:
-        kept += [*job.rank_options(), "--rank", ALL_RANKS if job.rank is None else str(job.rank)]
-    try:
-        with (
-            ChildCapture(kept, job.launch.words) as capture,
-            progress_line(stages=True) as progress,
-        ):
-            found = maximize(job.launch.target, option, capture, progress, args.multiple_of)
-    except CaptureFailedError as error:
-        sys.stderr.write(error.said)  # empty where it has said so itself
-        return error.code
+    with progress_line(stages=True) as progress:
+        capture: CaptureProgram = RankCapture(asked)
+        if job.world is not None and job.rank is None:
+            capture = AllRanksCapture(job.world.size, question, progress)
+        found = maximize(job.launch.target, option, capture, progress, args.multiple_of)
     if path is not None:
         from memplan.types.trace_file import save_trace
 
@@ -63,7 +65,10 @@ def maximize_option(
     if args.json:
         write_json(found.answer)
     else:
-        _print(found.answer, _next_command(found.answer, args, job))
+        from memplan.fit.maximum_text import maximum_lines
+
+        hint = _next_command(found.answer, args, job)
+        write_lines(maximum_lines(found.answer, hint))
     return EXIT_YES if found.answer.fits else EXIT_NO
 
 
@@ -72,15 +77,3 @@ def _next_command(answer: Maximum, args: argparse.Namespace, job: Job) -> str:
     name, *argv = answer.command
     words = job.launch.words(ScriptTarget(job.launch.target.kind, name, tuple(argv)))
     return shlex.join(["memplan", "estimate" if answer.fits else "fit", *own, *words])
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
-def _print(answer: Maximum, hint: str) -> None:
-    from memplan.fit.maximum_text import print_maximum
-
-    write_report(lambda console: print_maximum(answer, console, next_command=hint))

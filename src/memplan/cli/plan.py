@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,13 @@ from memplan import __version__
 from memplan.cli.command import EXIT_YES
 from memplan.cli.files import input_path, output_path, plan_path
 from memplan.cli.job import add_rank_options, read_job
+from memplan.cli.machine import machine_profile
 from memplan.cli.recompute import positive_seconds
-from memplan.cli.signals import ended_by_signal
 from memplan.cli.streams import write_answer, write_json
+from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
 from memplan.types.plan_file import load_plan, save_plan
+from memplan.worker.signals import ended_by_signal
 
 if TYPE_CHECKING:
     from memplan.cli.launchers.launch import Launch
@@ -60,6 +61,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--allow-network", action="store_true", help="let the script use the network")
     add("--json", action="store_true", help="the answer as JSON on stdout")
     add("-m", metavar="MODULE", help="plan a module instead of a script")
+    parser.set_defaults(packages=(), alloc_conf=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,10 +76,7 @@ def _run(args: argparse.Namespace) -> int:
         trace = _read(args)
         words = _run_words(trace, args.output)
     else:
-        captured = _capture(args, before)
-        if isinstance(captured, int):
-            return captured
-        trace, launch = captured
+        trace, launch = _capture(args, before)
         words = launch.words_below("memplan", "run", "--plan", args.output)
     from memplan.layout.static_plan import plan_of, static_plan
 
@@ -118,25 +117,17 @@ def _quoted(word: str) -> str:
     return word if word == _ELLIPSIS else shlex.quote(word)
 
 
-def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, Launch] | int:
-    """The captured trace and how the job is started, or the exit code of a capture that failed."""
+def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, Launch]:
+    """The captured trace and how the job is started."""
     job = read_job(args, _USAGE)
     if args.steps is not None and args.steps < 2:
         raise UsageError(f"--steps {args.steps}: a plan needs steps to compare", "--steps 3")
-    from memplan.fit.child import CaptureFailedError, ChildCapture
+    from memplan.worker.captures import RankCapture
 
-    options = ["--routing", args.routing, *job.rank_options()]
-    options += ["--rank", str(job.rank or 0)] if job.world else []
-    options += ["--gpu", args.gpu] if args.gpu else []
-    options += ["--steps", str(args.steps or _STEPS)]
-    options += ["--allow-network"] if args.allow_network else []
-    try:
-        with ChildCapture(options, job.launch.words) as capture:
-            trace = capture(job.launch.target, before).trace
-    except CaptureFailedError as error:
-        sys.stderr.write(error.said)  # empty where it has said so itself
-        return error.code
-    return trace, job.launch
+    args.steps = args.steps or _STEPS
+    profile = find_profile(args.gpu) if args.gpu else machine_profile()
+    capture = RankCapture(job.question(args, profile))
+    return capture(job.launch.target, before).trace, job.launch
 
 
 def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict[str, Any]:

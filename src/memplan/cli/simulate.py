@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Mapping
 
 from memplan import __version__
-from memplan.cli.allocator import merged
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
 from memplan.cli.streams import write_answer, write_json
+from memplan.types.alloc_conf import merged
 from memplan.types.device import find_profile, parse_size
 
 TAKES_PROGRAM = False

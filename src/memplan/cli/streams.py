@@ -1,21 +1,18 @@
-"""stdout carries the answer and nothing else; stderr what happens on the way."""
+"""stdout carries the answer and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from memplan.types.deadline import Deadline
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_REFRESH_SECONDS = 0.1
+    from rich.text import Text
 
 
 def write_answer(text: str) -> None:
@@ -56,60 +53,17 @@ def write_report(render: Callable[[Console], None]) -> None:
     write_answer(capture.get())
 
 
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send everything printed meanwhile to stderr: by this process, by its children and by C code
-    alike, hence the file descriptors."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
+def write_lines(lines: Iterable[Text]) -> None:
+    """Write a report's lines; in ASCII where stdout takes no more."""
+    from rich.text import Text
 
+    from memplan.report.text import clean
 
-def _stage_lines(stream: TextIO) -> Callable[[str], None]:
-    last = ""
+    def render(console: Console) -> None:
+        ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
+        for line in lines:
+            if ascii_only:
+                line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
+            console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
-    def show(text: str) -> None:
-        nonlocal last
-        if text != last:
-            last = text
-            stream.write(f"memplan: {text}\n")
-            stream.flush()
-
-    return show
-
-
-@contextlib.contextmanager
-def progress_line(*, stages: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that is written over and wiped at the end. Where stderr is no terminal it is
-    silent, or with `stages` writes a line for each text that is not the one before.
-
-    Deliberately without a refreshing thread: the program that runs meanwhile forks workers, and a
-    child must not inherit a terminal lock that nobody will ever release.
-    """
-    stream = sys.stderr
-    if not stream.isatty():
-        yield _stage_lines(stream) if stages else lambda text: None
-        return
-    next_line = Deadline(0)
-
-    def show(text: str) -> None:
-        nonlocal next_line
-        if next_line.passed:
-            next_line = Deadline(_REFRESH_SECONDS)
-            room = shutil.get_terminal_size().columns - 1
-            stream.write(f"\r\x1b[2K{text[:room]}")
-            stream.flush()
-
-    try:
-        yield show
-    finally:
-        stream.write("\r\x1b[2K")
-        stream.flush()
+    write_report(render)

@@ -21,11 +21,10 @@ import msgspec
 from memplan.capture.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
-from memplan.cli.job import add_packages_option, packages_words
+from memplan.cli.job import add_packages_option, read_job
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.cli.program import check_program, split_program
-from memplan.cli.signals import ended_by_signal
-from memplan.cli.streams import progress_line, write_json, write_report
+from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import MIB, DeviceProfile
 from memplan.types.device_corrections import (
     MEASURED_HERE,
@@ -34,6 +33,9 @@ from memplan.types.device_corrections import (
     save_correction,
 )
 from memplan.types.errors import MemplanError, NoAnswerError, UsageError
+from memplan.worker.failure import CaptureFailedError, complaint
+from memplan.worker.signals import ended_by_signal
+from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.types.estimate import Estimate
@@ -52,6 +54,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="keep what the process took outside PyTorch for later estimates")  # fmt: skip
     add_packages_option(parser)
     add("--json", action="store_true", help="the answer as JSON on stdout")
+    parser.set_defaults(world_size=None, gpus_per_node=None, rank=None)
+    parser.set_defaults(routing="balanced", allow_network=False, alloc_conf=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +76,8 @@ def _run(args: argparse.Namespace) -> int:
         )
     with progress_line() as progress, tempfile.TemporaryDirectory(prefix="memplan-verify-") as work:
         progress("reading what was foreseen")
-        foreseen, estimate, plan = _foreseen(path, program, profile, args.packages)
+        asked = argparse.Namespace(**vars(args) | {"program": program, "steps": None})
+        foreseen, estimate, plan = _foreseen(path, asked, profile)
         progress(f"running {program.name} for {args.steps} steps")
         measured, real = _measure(Path(work), program, args.steps, plan)
     from memplan.estimate.verify import verify
@@ -83,25 +88,28 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(answer)
     else:
-        _print(answer)
+        from memplan.report.verification import verification_lines
+
+        write_lines(verification_lines(answer))
     return EXIT_YES if answer.holds else EXIT_NO
 
 
 def _foreseen(
-    path: Path, program: ScriptTarget, profile: DeviceProfile, packages: list[str]
+    path: Path, args: argparse.Namespace, profile: DeviceProfile
 ) -> tuple[Trace, Estimate, Path | None]:
     """The captured job, its estimate for this card, and the plan if the file is one."""
     with path.open("rb") as file:
         is_plan = file.read(1) == b"{"
     if is_plan:
-        from memplan.fit.child import CaptureFailedError, ChildCapture
         from memplan.types.plan_file import load_plan
+        from memplan.worker.captures import RankCapture
 
         plan = load_plan(path)
+        job = read_job(args, _USAGE)
         try:
-            with ChildCapture(packages_words(packages)) as capture:
-                found = capture(program, plan)
+            found = RankCapture(job.question(args, profile))(job.launch.target, plan)
         except CaptureFailedError as error:
+            sys.stderr.write(complaint(error.outcome.message, error.outcome.hint))
             raise NoAnswerError(f"the script could not be captured with {path}") from error
         return found.trace, found.estimate, path
     from memplan.estimate import estimate
@@ -149,9 +157,3 @@ def _steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
     return int(text)
-
-
-def _print(answer: Verification) -> None:
-    from memplan.report.verification import print_verification
-
-    write_report(lambda console: print_verification(answer, console))

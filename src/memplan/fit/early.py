@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Lever
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
 from memplan.fit.judge import Verdict, judge
 from memplan.fit.plans import envelope
 from memplan.phases.early_updates import early_updates, with_early_updates
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import OrderPart
+from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.failure import CaptureFailedError
 
 _WORTH = 0.01
 """Part of the peak below which it is not worth a part of the plan."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change, Fit, Lever
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
 from memplan.fit.early import Early, find_early, promised
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers
@@ -20,6 +19,8 @@ from memplan.fit.regions import promised as promised_inside
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
+from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.failure import CaptureFailedError
 
 Progress = Callable[[str], None]
 

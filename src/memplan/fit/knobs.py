@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.capture.options import ScriptTarget
-from memplan.fit.options import Declared, declared_options, given_options, plain_name, set_option
+from memplan.fit.options import Declared, declared_options, given_options, plain_name
 
 Kind = Literal["batch_size", "sequence_length", "image_size"]
 _NAMES: dict[Kind, str] = {
@@ -52,11 +52,6 @@ def find_knobs(program: ScriptTarget) -> list[Knob]:
         if one.default > 0:
             found.setdefault(kind, Knob(kind, one.longest, one.default))
     return [found[kind] for kind in _NAMES if kind in found]
-
-
-def with_value(program: ScriptTarget, knob: Knob, value: int) -> ScriptTarget:
-    """The program with another value of the option; it is appended where it was not given."""
-    return set_option(program, knob.option, value)
 
 
 def kind_of(options: list[str]) -> Kind | None:

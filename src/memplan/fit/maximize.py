@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram, last_words
 from memplan.fit.maximum import LimitedBy, Maximum, Tried
 from memplan.fit.option_choice import NumericOption
 from memplan.fit.options import set_option
@@ -22,6 +21,8 @@ from memplan.report.text import format_bytes
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.estimate import Estimate
 from memplan.types.trace import EventKind, Trace
+from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.failure import CaptureFailedError
 
 MOST_CAPTURES = 20
 EXACT_BELOW = 100
@@ -97,7 +98,7 @@ class _Search:
         except CaptureFailedError as error:
             if first:
                 raise
-            self._failed(value, last_words(error.said) or f"exit code {error.code}")
+            self._failed(value, error.outcome.reason)
             return
         estimate = found.estimate
         begun = self.captured.get(self.option.value)

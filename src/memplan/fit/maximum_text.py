@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from memplan.fit.maximum import Maximum, Tried
 from memplan.report.text import clean, format_bytes, headline, interval_text, misfit, peak_text
 
 _TRIED = 12
-
-
-def print_maximum(answer: Maximum, console: Console, *, next_command: str = "") -> None:
-    """Write the report. Colour and character set follow the console."""
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-    for line in maximum_lines(answer, next_command):
-        if ascii_only:
-            line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
 def maximum_lines(answer: Maximum, next_command: str = "") -> Iterator[Text]:

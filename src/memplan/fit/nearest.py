@@ -10,9 +10,9 @@ import msgspec
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram, last_words
 from memplan.fit.judge import Verdict, judge
-from memplan.fit.knobs import Kind, Knob, find_knobs, with_value
+from memplan.fit.knobs import Kind, Knob, find_knobs
+from memplan.fit.options import set_option
 from memplan.fit.plans import Planned
 from memplan.fit.what_if import shard_optimizer
 from memplan.report.text import peak_text
@@ -20,6 +20,8 @@ from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
 from memplan.types.plan import Fingerprint, OrderPart, Plan, RegionsPart
 from memplan.types.trace import Role
+from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.failure import CaptureFailedError
 
 _WORDS: dict[Kind, str] = {
     "batch_size": "batch size",
@@ -149,19 +151,19 @@ class _KnobSearch:
 
     def _fits(self, value: int) -> bool:
         self.progress(f"trying {self.knob.option} {value}")
-        program = with_value(self.program, self.knob, value)
+        program = set_option(self.program, self.knob.option, value)
         made_for = Fingerprint(command=[program.name, *program.argv])
         plan = msgspec.structs.replace(self.plan, made_from=made_for) if self.plan else None
         try:
             captured = self.capture(program, plan, quiet=True)
         except CaptureFailedError as error:
-            self.failed[value] = last_words(error.said) or f"exit code {error.code}"
+            self.failed[value] = error.outcome.reason
             return False
         found = self.seen[value] = judge(captured.trace, self.profile, captured.estimate)
         return found.fits
 
     def _change(self, value: int) -> Change:
-        program = with_value(self.program, self.knob, value)
+        program = set_option(self.program, self.knob.option, value)
         found = self.seen[value].estimate
         how = "captured with this value"
         return Change(

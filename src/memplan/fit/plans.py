@@ -9,7 +9,6 @@ from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Attempt
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
-from memplan.fit.child import Captured, CaptureProgram
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases import find_steps, plain_peak, request_signature, step_graph
@@ -21,6 +20,7 @@ from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart, Regi
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
+from memplan.worker.captures import Captured, CaptureProgram
 
 _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0

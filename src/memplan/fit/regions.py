@@ -8,7 +8,6 @@ import msgspec
 
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Attempt, Lever
-from memplan.fit.child import Captured, CaptureFailedError, CaptureProgram
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.plans import envelope
 from memplan.phases import step_graph
@@ -16,6 +15,8 @@ from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import OrderPart, RegionsPart
 from memplan.types.trace import Trace
+from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.failure import CaptureFailedError
 
 _MOST_CAPTURES = 5
 _FIRST_SHARES = (1.0, 0.5, 0.75, 0.25)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from memplan.fit.answer import Change, Fit, Lever
@@ -15,15 +14,6 @@ _LEVERS = 8
 _NAME = 36
 _SAME = 0.005
 """Of the peak: parts that differ by less are not listed by themselves."""
-
-
-def print_fit(answer: Fit, console: Console, *, next_command: str = "") -> None:
-    """Write the report. Colour and character set follow the console."""
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-    for line in fit_lines(answer, next_command):
-        if ascii_only:
-            line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
 def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from memplan.report.text import clean, format_bytes, short_op, shorten
@@ -16,17 +15,6 @@ _PHASES = {
     "before": "before the history began",
     "evaluation": "evaluation",
 }
-
-
-def print_out_of_memory(
-    answer: OomExplanation, console: Console, *, next_command: str = ""
-) -> None:
-    """Write the report. Colour and character set follow the console."""
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-    for line in out_of_memory_lines(answer, next_command):
-        if ascii_only:
-            line = Text(clean(line.plain, ascii_only=True), style=line.style)
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
 def out_of_memory_lines(answer: OomExplanation, next_command: str = "") -> Iterator[Text]:

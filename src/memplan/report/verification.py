@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from memplan.report.text import clean, format_bytes, interval_text, short_op
 from memplan.types.verification import Divergence, Request, Verification
-
-
-def print_verification(answer: Verification, console: Console) -> None:
-    """Write the report. Colour and character set follow the console."""
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-    for line in verification_lines(answer):
-        if ascii_only:
-            line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
 def verification_lines(answer: Verification) -> Iterator[Text]:

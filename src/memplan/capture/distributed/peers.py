@@ -424,7 +424,7 @@ def _run_as(
         failure = ("it ended without telling of it", "")
         try:
             own._stand_still()
-            run(target, replace(options, place=place, progress=None, only_writes=()))
+            run(target, replace(options, place=place))
         except EnoughSeen:
             pass
         except MemplanError as error:

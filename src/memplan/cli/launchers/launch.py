@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from memplan.capture.options import RankPlace, ScriptTarget
 from memplan.types.errors import UsageError
@@ -87,11 +87,10 @@ class Launch:
                 found |= layer.ranked(_place_within(layer.world, place))
         return found
 
-    def target_at(self, place: RankPlace | None) -> ScriptTarget:
-        """The program with the arguments that its launcher adds for the process at `place`."""
+    def arguments(self, place: RankPlace | None) -> tuple[str, ...]:
+        """What the launchers put before the program's own arguments."""
         local = place.local_rank if place else 0
-        added = [f"{layer.rank_option}={local}" for layer in self.layers if layer.rank_option]
-        return replace(self.target, argv=(*added, *self.target.argv))
+        return tuple(f"{layer.rank_option}={local}" for layer in self.layers if layer.rank_option)
 
     def words(self, target: ScriptTarget | None = None) -> list[str]:
         """The command; with `target` in its program's place, which must be of the same kind."""

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.cli.rank_choice import Requests
-from memplan.cli.rank_host import HostBytes, node_host
-from memplan.cli.ranks import CapturedRank, RankCaptures
 from memplan.estimate import estimate
 from memplan.types.estimate import Estimate
+from memplan.worker.rank_choice import Requests
+from memplan.worker.rank_host import HostBytes, node_host
+from memplan.worker.ranks import CapturedRank, RankCaptures
+from memplan.worker.request import Question
 from tests.estimate.jobs import training_job
 
 BASE = estimate(training_job())
+
+
+def no_question(rank: int) -> Question:
+    raise AssertionError(f"rank {rank} is not captured here")
 
 
 def rank(peak: int | None) -> Estimate:
@@ -42,7 +47,7 @@ def test_no_sum_without_the_host_of_each() -> None:
 
 
 def test_the_answer_of_several_ranks_has_them_all() -> None:
-    captures = RankCaptures(4, [], [])
+    captures = RankCaptures(4, no_question)
     for number, peak in ((0, 50), (3, 20)):
         one = msgspec.structs.replace(
             rank(peak), host_processes=4, host_pinned_peak_bytes=peak // 10, rank=number

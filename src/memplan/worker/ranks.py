@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,20 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.cli.job import Job
-from memplan.cli.rank_choice import Requests, next_ranks, requests_of, uncaptured
-from memplan.cli.rank_host import node_host
-from memplan.cli.streams import progress_line
-from memplan.fit.child import CaptureFailedError, estimate_words, read_estimate
-from memplan.fit.processes import CommandProcess, wait_for_any
-from memplan.types.errors import MemplanError
+from memplan.capture.options import ScriptTarget
 from memplan.types.estimate import Estimate, RankEstimate
+from memplan.types.plan import Plan
 from memplan.types.trace import Trace
-from memplan.types.trace_file import load_trace, save_trace
+from memplan.types.trace_file import load_trace
+from memplan.worker.captures import Captured
+from memplan.worker.failure import CaptureFailedError, complaint
+from memplan.worker.process import WorkerProcess, wait_for_any
+from memplan.worker.rank_choice import Requests, next_ranks, requests_of, uncaptured
+from memplan.worker.rank_host import node_host
+from memplan.worker.request import Question
 
 _AT_A_TIME = 2
-_DROPPED = ("--force", "--json")
-_DROPPED_WITH_VALUE = ("--output", "--rank", "--world-size", "--gpus-per-node")
 _HOST_BYTES = 3 << 30
 """What a capture is taken to need before one has been seen."""
 
@@ -42,67 +39,42 @@ class CapturedRank:
     trace: Path
 
 
-class RankFailedError(MemplanError):
-    """A rank gave no answer, so there is none for the job; the exit code is that of the rank."""
+@dataclass(frozen=True)
+class AllRanksCapture:
+    """A `CaptureProgram` of the ranks of a job that can differ: the one that needs most."""
 
-    def __init__(self, rank: int, error: CaptureFailedError) -> None:
-        what = "above" if rank == 0 or error.said else f"exit code {error.code}"
-        super().__init__(
-            f"rank {rank} gave no answer ({what})",
-            "--rank 0 for an answer about rank 0 alone"
-            if rank
-            else "what is said above; --rank 0 tries it again alone, which is quicker",
-        )
-        self.exit_code = error.code
+    size: int
+    question: Callable[[int], Question]
+    """About a rank."""
+    progress: Callable[[str], None]
 
+    def __call__(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+    ) -> Captured:
+        def asked(rank: int) -> Question:
+            return self.question(rank).about(program, plan)
 
-def estimate_ranks(job: Job, own_words: list[str], path: Path | None, *, force: bool) -> Estimate:
-    """The estimate of the rank of `job` that needs most, and its trace in `path`.
-
-    `own_words`: the options of this command; they hold for every capture. Raises RankFailedError.
-    """
-    assert job.world is not None
-    options = [*words_to_pass_on(own_words), *job.rank_options()]
-    captures = RankCaptures(job.world.size, options, job.launch.words())
-    with captures, progress_line(stages=True) as progress:
-        captures.capture(progress)
-        if path is not None:
-            save_trace(captures.trace(), path, overwrite=force)
-        return captures.answer()
-
-
-def words_to_pass_on(own_words: list[str]) -> list[str]:
-    """The options of a command less those of its answer and of the ranks."""
-    kept: list[str] = []
-    words = iter(own_words)
-    for word in words:
-        short = re.fullmatch(r"-f*(?:o(.*))?", word)
-        if word in _DROPPED or word.partition("=")[0] in _DROPPED_WITH_VALUE:
-            wants_value = word in _DROPPED_WITH_VALUE
-        elif short is not None:  # -f, -o FILE, -oFILE, -fo FILE
-            wants_value = short[1] == ""
-        else:
-            kept.append(word)
-            continue
-        if wants_value:
-            next(words, None)
-    return kept
+        with RankCaptures(self.size, asked, quiet=quiet) as captures:
+            captures.capture((lambda text: None) if quiet else self.progress)
+            return Captured(captures.trace(), captures.answer())
 
 
 class RankCaptures:
     """Captures of the distinct ranks of a job of `size`.
 
-    A context manager: leaving it ends what still runs and removes the traces. `options` and
-    `program` are words of the command line.
+    A context manager: leaving it ends what still runs and removes the traces. `question`: about a
+    rank. What rank 0 writes to stderr passes through unless `quiet`.
     """
 
-    def __init__(self, size: int, options: list[str], program: list[str]) -> None:
+    def __init__(
+        self, size: int, question: Callable[[int], Question], *, quiet: bool = False
+    ) -> None:
         self.size = size
         self.captured: dict[int, CapturedRank] = {}
-        self._options = options
-        self._program = program
+        self._question = question
+        self._quiet = quiet
         self._stack = ExitStack()
-        self._running: dict[int, tuple[CommandProcess, str]] = {}
+        self._running: dict[int, tuple[WorkerProcess, str]] = {}
 
     def __enter__(self) -> RankCaptures:
         folder = tempfile.TemporaryDirectory(prefix="memplan-ranks-")
@@ -113,7 +85,7 @@ class RankCaptures:
         self._stack.close()
 
     def capture(self, progress: Callable[[str], None]) -> None:
-        """Capture until no rank is left that may need more. Raises RankFailedError."""
+        """Capture until no rank is left that may need more. Raises CaptureFailedError."""
         while wanted := next_ranks(self._requests(), self.size):
             waiting = dict(wanted)
             while waiting or self._running:
@@ -158,22 +130,14 @@ class RankCaptures:
         return {rank: captured.requests for rank, captured in self.captured.items()}
 
     def _listed(self, captured: CapturedRank) -> RankEstimate:
-        estimate = captured.estimate
         alike = [c.rank for c in self.captured.values() if c.requests == captured.requests]
+        own = {"rank", "why", "same_as"}
+        shared = [name for name in RankEstimate.__struct_fields__ if name not in own]
         return RankEstimate(
             rank=captured.rank,
             why=captured.why,
-            peak_bytes=estimate.peak_bytes,
-            low_bytes=estimate.low_bytes,
-            high_bytes=estimate.high_bytes,
-            reserved_peak_bytes=estimate.reserved_peak_bytes,
-            allocated_peak_bytes=estimate.allocated_peak_bytes,
-            fits=estimate.fits,
-            host_peak_bytes=estimate.host_peak_bytes,
-            host_low_bytes=estimate.host_low_bytes,
-            host_high_bytes=estimate.host_high_bytes,
-            host_pinned_peak_bytes=estimate.host_pinned_peak_bytes,
             same_as=min(alike) if min(alike) < captured.rank else None,
+            **{name: getattr(captured.estimate, name) for name in shared},
         )
 
     def _has_room(self) -> bool:
@@ -187,11 +151,9 @@ class RankCaptures:
         return _available_bytes() > 2 * max(peaks, default=_HOST_BYTES)
 
     def _start(self, rank: int, why: str) -> None:
-        words = estimate_words(
-            [*self._options, "--rank", str(rank)], self._trace_path(rank), self._program
-        )
         # The script's own words pass through once.
-        process = CommandProcess(words, quiet=rank != 0)
+        quiet = self._quiet or rank != 0
+        process = WorkerProcess(self._question(rank).request, self._folder, quiet=quiet)
         self._stack.enter_context(process)
         self._running[rank] = (process, why)
 
@@ -200,18 +162,26 @@ class RankCaptures:
         rank = next(rank for rank, (process, _) in self._running.items() if process is ended)
         _, why = self._running.pop(rank)
         try:
-            estimate = read_estimate(ended)
+            trace = ended.trace()
         except CaptureFailedError as error:
-            if error.said:
-                sys.stderr.write(f"memplan: rank {rank} wrote:\n{error.said}")
-            raise RankFailedError(rank, error) from error
-        path = self._trace_path(rank)
-        self.captured[rank] = CapturedRank(
-            rank, why, estimate, requests_of(load_trace(path), estimate.high_bytes), path
-        )
+            raise _of_rank(rank, error) from error
+        estimate = self._question(rank).answer(trace)
+        requests = requests_of(trace, estimate.high_bytes)
+        self.captured[rank] = CapturedRank(rank, why, estimate, requests, ended.path)
 
-    def _trace_path(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.trace"
+
+def _of_rank(rank: int, error: CaptureFailedError) -> CaptureFailedError:
+    """A rank gave no answer, so there is none for the job; the exit code is that of the rank."""
+    failed = error.outcome
+    wrote = error.wrote + complaint(failed.message, failed.hint)
+    outcome = msgspec.structs.replace(
+        failed,
+        message=f"error: rank {rank} gave no answer (above)",
+        hint="--rank 0 for an answer about rank 0 alone"
+        if rank
+        else "what is said above; --rank 0 tries it again alone, which is quicker",
+    )
+    return CaptureFailedError(outcome, f"memplan: rank {rank} wrote:\n{wrote}" if rank else wrote)
 
 
 def _available_bytes() -> int:

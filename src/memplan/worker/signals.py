@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from memplan.fit.processes import started_by_us
 from memplan.types.deadline import Deadline
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -26,8 +25,8 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def ended_by_signal(command: Callable[[], int]) -> int:
-    """Run `command`; its exit code, or 128 + the signal that ended it.
+def ended_by_signal(command: Callable[[], int], *, say: bool = True) -> int:
+    """Run `command`; its exit code, or 128 + the signal that ended it. `say`: tell so on stderr.
 
     A signal that the user's program swallows still counts once the program has ended, and a second
     one, some seconds later, ends the process at once.
@@ -57,7 +56,7 @@ def ended_by_signal(command: Callable[[], int]) -> int:
         _taken.clear()
     if not received:
         return code
-    if not started_by_us():
+    if say:
         sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
     return 128 + received[0][0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.cli.signals import ended_by_signal
+from memplan.worker.signals import ended_by_signal
 
 WAITS = """
 import time, torch

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.cli.rank_choice import MOST_CAPTURES, Requests, next_ranks, uncaptured
-from memplan.cli.ranks import words_to_pass_on
 from memplan.types.trace_file import load_trace
+from memplan.worker.rank_choice import MOST_CAPTURES, Requests, next_ranks, uncaptured
 
 SCRIPT = """
 import os, sys, time, torch
@@ -89,18 +88,6 @@ def test_small_jobs(size: int) -> None:
     seen = captured_in_turn(ranks)
     assert sorted(seen) == list(range(size))
     assert uncaptured(seen, size) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
-        ("--gpu l4 -o t --json --steps 3", "--gpu l4 --steps 3"),
-        ("-fo t -f -ot --force --output=t --gpu=l4", "--gpu=l4"),
-        ("--rank all --world-size=8 --gpus-per-node 4 --plan p", "--plan p"),
-    ],
-)
-def test_options_that_hold_for_every_capture(words: str, kept: str) -> None:
-    assert words_to_pass_on(words.split()) == kept.split()
 
 
 # Real captures

@@ -1,0 +1,65 @@
+"""What went wrong, as a person is told of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from memplan.capture.patches.internals import refusal
+from memplan.types.errors import MemplanError, NoAnswerError
+from memplan.worker.request import Outcome
+
+
+class CaptureFailedError(Exception):
+    """A process that captured gave no trace.
+
+    Attributes:
+        outcome: why.
+        wrote: what it wrote to stderr, where that was kept back.
+    """
+
+    def __init__(self, outcome: Outcome, wrote: str = "") -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+        self.wrote = wrote
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """The outcome of what ended with `error`."""
+    if isinstance(error, CaptureFailedError):
+        return error.outcome
+    known = error if isinstance(error, MemplanError) else refusal(error)
+    if known is not None:
+        return Outcome(
+            kind="not_captured" if isinstance(known, NoAnswerError) else "error",
+            exit_code=known.exit_code,
+            message=f"error: {known.message}",
+            hint=known.hint,
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if "memplan" in frame.filename][-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return Outcome(
+        kind="error",
+        exit_code=1,
+        message=f"a fault of memplan itself: {type(error).__name__}: {error} (at {place})",
+        hint="MEMPLAN_DEBUG=1 in the environment shows the traceback; please report it",
+    )
+
+
+def was_interrupted(error: Exception) -> bool:
+    """Whether it stands for Ctrl-C, which came while a native module was imported."""
+    return isinstance(error.__cause__, KeyboardInterrupt) and not isinstance(error, MemplanError)
+
+
+def complaint(message: str, hint: str = "") -> str:
+    """The lines that a person reads on stderr."""
+    return f"memplan: {message}\n" + (f"  try: {hint}\n" if hint else "")
+
+
+def show_traceback() -> None:
+    """Of the error that is handled, where MEMPLAN_DEBUG asks for it."""
+    if os.environ.get("MEMPLAN_DEBUG") == "1":
+        traceback.print_exc(file=sys.stderr)

@@ -1,0 +1,126 @@
+"""Processes that capture, none of which outlives the one that started it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from memplan.types.trace import Trace
+from memplan.types.trace_file import load_trace
+from memplan.worker.failure import CaptureFailedError
+from memplan.worker.request import CaptureRequest, Outcome
+
+_SECONDS_BY_ITSELF = 1.0
+"""A signal from a terminal reaches the child too; a second one would disturb its clearing up."""
+_SECONDS_TO_END = 20.0
+"""What a child that was told to end has for removing what it made."""
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+class WorkerProcess:
+    """A capture, running in a process of its own. Leaving the block ends it.
+
+    The trace is left in `folder`, in a file named after the request. `quiet`: what the process
+    writes to stderr is kept back, for `CaptureFailedError.wrote`.
+    """
+
+    def __init__(self, request: CaptureRequest, folder: Path, *, quiet: bool = False) -> None:
+        self.path = folder / f"{request.key()}.trace"
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
+        self._kept = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115
+        with tempfile.TemporaryFile() as asked:
+            asked.write(request.encoded())
+            asked.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "memplan.worker", str(self.path)],
+                stdin=asked,
+                stdout=self._out,
+                stderr=self._kept,
+            )
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            if self._process.poll() is None:
+                self._end()
+        finally:
+            self._out.close()
+            if self._kept is not None:
+                self._kept.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def trace(self) -> Trace:
+        """What it has captured, once it has ended. Raises CaptureFailedError."""
+        code = self._process.wait()
+        outcome = _ended_by_signal(code) or self._outcome()
+        if outcome.kind != "captured":
+            raise CaptureFailedError(outcome, _all_of(self._kept).decode(errors="replace"))
+        return load_trace(self.path)
+
+    def _outcome(self) -> Outcome:
+        try:
+            return msgspec.json.decode(_all_of(self._out), type=Outcome)
+        except msgspec.DecodeError as error:
+            message = f"error: the capture's answer cannot be read: {error}"
+            return Outcome(kind="error", exit_code=1, message=message)
+
+    def _end(self) -> None:
+        """Terminated, not killed: it has temporary files and workers of its own."""
+        for ask, seconds in (
+            (None, _SECONDS_BY_ITSELF),
+            (self._process.terminate, _SECONDS_TO_END),
+        ):
+            if ask is not None:
+                ask()
+            try:
+                self._process.wait(timeout=seconds)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.kill()
+        self._process.wait()
+
+
+def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:
+    """The first of them that has ended."""
+    while True:
+        for process in processes:
+            if process.ended:
+                return process
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _all_of(file: IO[bytes] | None) -> bytes:
+    if file is None:
+        return b""
+    file.seek(0)
+    return file.read()
+
+
+def _ended_by_signal(code: int) -> Outcome | None:
+    """What an exit code tells of a signal, the process's own (143) or the system's (-15); None
+    where there was none."""
+    try:
+        number = signal.Signals(-code if code < 0 else code - 128)
+    except ValueError:
+        return None
+    said = f"error: the capture was ended by {number.name}"
+    if number is signal.SIGKILL:
+        said += ", as Linux does where memory runs out"
+        return Outcome(kind="out_of_memory", exit_code=4, message=said)
+    if code > 0:  # it has cleared up
+        return Outcome(kind="not_captured", exit_code=4, message=said)
+    return Outcome(kind="error", exit_code=1, message=said)

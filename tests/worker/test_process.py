@@ -1,0 +1,114 @@
+"""A process that captures: what it leaves, and what is said of one that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.types.device import find_profile
+from memplan.types.trace_file import load_trace
+from memplan.worker.failure import CaptureFailedError
+from memplan.worker.process import WorkerProcess
+from memplan.worker.request import CaptureRequest, Outcome
+
+TRAINS = """
+import atexit, sys, torch
+atexit.register(print, "printed at the end")
+print("stdin", repr(sys.stdin.read()), sys.argv)
+net = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for _ in range(4):
+    net(torch.randn(8, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+WAITS = """
+import time, torch
+torch.ones(1).cuda()
+print("it began", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def asked(folder: Path, script: str) -> CaptureRequest:
+    path = folder / "train.py"
+    path.write_text(script)
+    return CaptureRequest(
+        program=ScriptTarget("script", str(path), ("--lr", "3 4")),
+        options=CaptureOptions(profile=find_profile("l4")),
+    )
+
+
+def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
+    request, trace = asked(tmp_path, TRAINS), tmp_path / "job.trace"
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan.worker", str(trace)],
+        input=request.encoded(),
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout, type=Outcome) == Outcome()
+    said = done.stderr.decode()
+    assert f"stdin '' {[request.program.name, '--lr', '3 4']}" in said
+    assert "printed at the end" in said
+    assert load_trace(trace).meta.command == [request.program.name, "--lr", "3 4"]
+
+
+def failure(request: CaptureRequest, folder: Path, end: signal.Signals | None) -> str:
+    with WorkerProcess(request, folder, quiet=True) as process:
+        if end is not None:
+            wait_for_the_script(process)
+            process._process.send_signal(end)
+        with pytest.raises(CaptureFailedError) as failed:
+            process.trace()
+    assert "it began" in failed.value.wrote
+    assert not process.path.exists()
+    outcome = failed.value.outcome
+    return f"{outcome.kind} {outcome.exit_code}: {outcome.reason}"
+
+
+def wait_for_the_script(process: WorkerProcess) -> None:
+    """The sandbox keeps the file that it writes; what it prints is seen."""
+    assert process._kept is not None
+    while b"it began" not in os.pread(process._kept.fileno(), 1 << 16, 0):
+        assert not process.ended
+        time.sleep(0.05)
+
+
+def test_a_script_that_fails(tmp_path: Path) -> None:
+    script = "import torch\nprint('it began', flush=True)\nraise ValueError('no data\\nat all')\n"
+    request = asked(tmp_path, script)
+    name = request.program.name
+    said = failure(request, tmp_path, None)
+    assert said == f"not_captured 4: {name}:3: the script raised ValueError: no data"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (signal.SIGKILL, "out_of_memory 4: {} SIGKILL, as Linux does where memory runs out"),
+        (signal.SIGTERM, "not_captured 4: {} SIGTERM"),
+        (signal.SIGSEGV, "error 1: {} SIGSEGV"),
+    ],
+)
+def test_one_that_a_signal_ended(tmp_path: Path, end: signal.Signals, said: str) -> None:
+    assert failure(asked(tmp_path, WAITS), tmp_path, end) == said.format("the capture was ended by")
+
+
+def test_nonsense_is_an_outcome_too(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan.worker", str(tmp_path / "job.trace")],
+        input=b"{}",
+        capture_output=True,
+    )
+    outcome = msgspec.json.decode(done.stdout, type=Outcome)
+    assert (done.returncode, outcome.kind) == (2, "error")
+    assert outcome.reason.startswith("not a request for a capture")
