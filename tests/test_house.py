@@ -16,7 +16,7 @@ QUICK_TO_START = [
     "memplan.types",
     "memplan.phases",
     "memplan.simulate",
-    "memplan.estimate",
+    "memplan.estimation",
     "memplan.report",
     "memplan.recompute",
     "memplan.layout",

@@ -1,7 +1,7 @@
 """memplan: know, before you train, how much GPU memory a PyTorch job needs.
 
 `memplan.estimate(step)` and `with memplan.capture() as c:` are the Python side of the command
-line; see `memplan.api`. Both are also packages, and importing memplan imports neither.
+line; see `memplan.api`, which is imported when one of its functions is asked for.
 `memplan.auto_checkpoint(module, *sample)` makes a module need less memory in training.
 `memplan.compile(loss_fn, optimizer=…)` runs training steps in the order of the least peak.
 `memplan.install(plan)` and `with memplan.planned(plan):` serve a process's CUDA memory by plan.
@@ -26,8 +26,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("auto_checkpoint", "compile", "install", "planned", "register_rule"):
+    if name in ("auto_checkpoint", "compile", "estimate", "install", "planned", "register_rule"):
         return getattr(importlib.import_module("memplan.api"), name)
-    if name in ("capture", "estimate"):
-        return importlib.import_module(f"memplan.{name}")
+    if name == "capture":
+        return importlib.import_module("memplan.capture")
     raise AttributeError(f"module 'memplan' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Lets `memplan.estimate(step)` and `memplan.capture()` be called although both are packages."""
+"""Lets `memplan.capture()` be called although it is a package."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from memplan.capture.enough import EnoughSeen
 from memplan.capture.options import CaptureOptions
 from memplan.capture.session import CaptureSession
 from memplan.capture.standins.registry import register_rule
-from memplan.estimate import estimate as estimate_trace
+from memplan.estimation import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
 from memplan.runtime.graph.compile import compile
 from memplan.runtime.graph.report import CompileReport

@@ -126,7 +126,7 @@ def test_starting_up_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_a_stage_without_torch() -> None:
-    stages = "memplan.types.estimate, memplan.estimate, memplan.report.terminal, memplan.cli"
+    stages = "memplan.types.estimate, memplan.estimation, memplan.report.terminal, memplan.cli"
     code = f"import sys; import {stages}; assert 'torch' not in sys.modules"
     subprocess.run(
         [sys.executable, "-c", code],

@@ -15,12 +15,12 @@ import pytest
 from memplan.capture.options import CaptureOptions, ScriptTarget
 from memplan.cli import advice, main
 from memplan.cli import estimate as command
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
-from tests.estimate.jobs import training_job
+from tests.estimation.jobs import training_job
 
 
 class Capture:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from memplan.estimate.communication import communication_bytes
+from memplan.estimation.communication import communication_bytes
 from memplan.types.trace_file import load_trace
 
 SCRIPT = """

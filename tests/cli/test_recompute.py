@@ -16,7 +16,7 @@ from memplan.cli import main
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.types.device import find_profile
 from memplan.types.trace_file import load_trace, save_trace
-from tests.estimate.jobs import training_job
+from tests.estimation.jobs import training_job
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from memplan.cli import main
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.trace_file import save_trace
-from tests.estimate.jobs import training_job
+from tests.estimation.jobs import training_job
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memplan.capture.options import ScriptTarget
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.selection import Selection
 from memplan.types.builder import TraceBuilder

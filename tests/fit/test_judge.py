@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from memplan.capture.options import ScriptTarget
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.fit.judge import EXPANDABLE, judge, least_card
 from memplan.types.device import DeviceProfile, find_profile
 from memplan.types.trace import Trace

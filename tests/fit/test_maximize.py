@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.capture.options import ScriptTarget
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
 from memplan.fit.option_choice import NumericOption, find_option

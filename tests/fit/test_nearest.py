@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.fit.nearest import largest_fitting
 from memplan.fit.what_if import shard_optimizer
 from memplan.types.device import find_profile
 from memplan.types.trace import Role
-from tests.estimate.jobs import MIB, training_job
+from tests.estimation.jobs import MIB, training_job
 
 
 def counted(limit: int) -> tuple[Callable[[int], bool], list[int]]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memplan.capture.options import ScriptTarget
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.fit.flow import fit
 from memplan.fit.text import fit_lines
 from memplan.types.device import find_profile

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.report.plot import memory_plot
 from memplan.report.terminal import estimate_lines, print_estimate
 from memplan.report.text import step_text
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate, MemoryCurve, RankEstimate
-from tests.estimate.jobs import MIB, training_job
+from tests.estimation.jobs import MIB, training_job
 
 GIB = 1 << 30
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.report.text import clean, format_bytes, headline, short_op, shorten
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
-from tests.estimate.jobs import training_job
+from tests.estimation.jobs import training_job
 
 GIB = 1 << 30
 MIB = 1 << 20

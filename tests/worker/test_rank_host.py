@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.types.estimate import Estimate
 from memplan.worker.rank_choice import Requests
 from memplan.worker.rank_host import HostBytes, node_host
 from memplan.worker.ranks import CapturedRank, RankCaptures
 from memplan.worker.request import Question
-from tests.estimate.jobs import training_job
+from tests.estimation.jobs import training_job
 
 BASE = estimate(training_job())
 

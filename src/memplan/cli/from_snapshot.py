@@ -34,7 +34,7 @@ def explain_snapshot(args: argparse.Namespace, profile: DeviceProfile | None) ->
             option = "--with" if name == "packages" else option
             raise UsageError(f"{option} with --from-snapshot: nothing is captured", "leave it out")
     from memplan.capture.importers.out_of_memory import read_out_of_memory
-    from memplan.estimate.out_of_memory import explain_out_of_memory
+    from memplan.estimation.out_of_memory import explain_out_of_memory
 
     made_by = "torch.cuda.memory._dump_snapshot(FILE) writes one (docs/out-of-memory.md)"
     oom, trace = read_out_of_memory(input_path(path, made_by=made_by))

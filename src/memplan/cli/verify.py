@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         foreseen, estimate, plan = _foreseen(path, asked, profile)
         progress(f"running {program.name} for {args.steps} steps")
         measured, real = _measure(Path(work), program, args.steps, plan)
-    from memplan.estimate.verify import verify
+    from memplan.estimation.verify import verify
 
     answer = verify(real, foreseen, estimate, measured)
     if args.calibrate:
@@ -112,7 +112,7 @@ def _foreseen(
             sys.stderr.write(complaint(error.outcome.message, error.outcome.hint))
             raise NoAnswerError(f"the script could not be captured with {path}") from error
         return found.trace, found.estimate, path
-    from memplan.estimate import estimate
+    from memplan.estimation import estimate
     from memplan.types.trace_file import load_trace
 
     trace = load_trace(path)

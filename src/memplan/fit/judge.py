@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace

@@ -69,7 +69,7 @@ class Question:
 
     def answer(self, trace: Trace) -> Estimate:
         """The estimate of what was captured."""
-        from memplan.estimate import estimate  # not before anything is refused
+        from memplan.estimation import estimate  # not before anything is refused
 
         result = estimate(trace, self.profile)
         place = self.request.options.place

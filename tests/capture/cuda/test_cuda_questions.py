@@ -14,7 +14,7 @@ from torch import nn
 
 from memplan.capture.options import CaptureOptions, RankPlace
 from memplan.capture.session import CaptureSession
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.types.device import find_profile
 from tests.capture.jobs import record
 

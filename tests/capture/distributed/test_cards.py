@@ -16,7 +16,7 @@ from torch import nn
 
 from memplan.capture.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capture.script import capture_script
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.report.text import headline
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile

@@ -39,7 +39,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from memplan.capture.sandbox import sandbox
 from memplan.capture.session import CaptureSession
 from memplan.capture.standins.rules import running
-from memplan.estimate.host import host_memory
+from memplan.estimation.host import host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import CaptureError
 from memplan.types.trace import EventKind, Trace

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.types.trace import EventKind, Role, Trace
 from tests.capture.distributed.ranks import capture, join
 

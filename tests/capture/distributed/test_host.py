@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from memplan.estimate.host import host_memory
+from memplan.estimation.host import host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.trace import HostEventKind, HostEvents, Trace
 from tests.capture.distributed.ranks import capture, join

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from memplan.capture.session import CaptureSession
-from memplan.estimate.host import host_memory
+from memplan.estimation.host import host_memory
 from memplan.simulate import AllocatorSettings
 from tests.capture.distributed import sharded_jobs as jobs
 from tests.capture.distributed.ranks import capture, join, options, requests

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memplan.capture.host.process import peak_resident_bytes
-from memplan.estimate.host import PROCESS_BYTES, HostAnswer, host_memory
+from memplan.estimation.host import PROCESS_BYTES, HostAnswer, host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.trace import HostEventKind, Trace
 from tests.capture.jobs import record

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from memplan.capture.importers.out_of_memory import read_out_of_memory
-from memplan.estimate.out_of_memory import explain_out_of_memory
+from memplan.estimation.out_of_memory import explain_out_of_memory
 from memplan.report.out_of_memory import out_of_memory_lines
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memplan.capture.training import watcher as steps_module
-from memplan.estimate import estimate
+from memplan.estimation import estimate
 from memplan.report.memory_viz import memory_viz_snapshot
 from memplan.simulate import AllocatorSettings, replay_report, settled, simulate
 from tests.capture.jobs import record

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.estimate import estimate
-from memplan.estimate.interval import margin_bytes
+from memplan.estimation import estimate
+from memplan.estimation.interval import margin_bytes
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
 from memplan.types.trace import EventKind, Phase, Role, Trace
-from tests.estimate.jobs import MIB, Job, training_job
+from tests.estimation.jobs import MIB, Job, training_job
 
 GIB = 1 << 30
 CARD = find_profile("rtx4090")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.estimate import estimate
-from memplan.estimate.host import PROCESS_BYTES, PinnedBlocks, host_memory
+from memplan.estimation import estimate
+from memplan.estimation.host import PROCESS_BYTES, PinnedBlocks, host_memory
 from memplan.simulate import AllocatorSettings
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import HostCapture, HostEventKind, Role, Trace, TraceMeta

@@ -7,7 +7,7 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from memplan.estimate.roles import derive_roles, requested_bytes
+from memplan.estimation.roles import derive_roles, requested_bytes
 from memplan.simulate import Timeline
 from memplan.types.estimate import Breakdown, PeakPoint, TensorInfo
 from memplan.types.trace import Role, Trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.estimate.communication import communication_bytes, communication_notes
+from memplan.estimation.communication import communication_bytes, communication_notes
 from memplan.types.trace import Communicator
 
 MIB = 1 << 20

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from memplan._callable import make_callable
-from memplan.estimate.estimator import estimate
+from memplan.estimation.estimator import estimate
 
 __all__ = ["estimate"]
-
-make_callable(__name__, "estimate")

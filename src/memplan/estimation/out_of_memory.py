@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from memplan import __version__
-from memplan.estimate.estimator import gpu_info
+from memplan.estimation.estimator import gpu_info
 from memplan.simulate import AllocatorSettings, Timeline, simulate
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import DeviceProfile

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.estimate import estimate
-from memplan.estimate.choices import uneven
+from memplan.estimation import estimate
+from memplan.estimation.choices import uneven
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace

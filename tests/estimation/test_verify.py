@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from memplan.estimate import estimate
-from memplan.estimate.verify import verify
+from memplan.estimation import estimate
+from memplan.estimation.verify import verify
 from memplan.report.verification import verification_lines
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile, known_profiles

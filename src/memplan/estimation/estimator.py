@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from memplan import __version__
-from memplan.estimate import choices
-from memplan.estimate.communication import (
+from memplan.estimation import choices
+from memplan.estimation.communication import (
     Bounds,
     communication_bytes,
     communication_notes,
 )
-from memplan.estimate.contents import Contents, peak_event, point_at
-from memplan.estimate.curve import thin
-from memplan.estimate.host import host_memory
-from memplan.estimate.interval import Interval, find_interval
-from memplan.estimate.width import why_wide
+from memplan.estimation.contents import Contents, peak_event, point_at
+from memplan.estimation.curve import thin
+from memplan.estimation.host import host_memory
+from memplan.estimation.interval import Interval, find_interval
+from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, Settled, settled
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
 from memplan.types.device_corrections import MEASURED_HERE

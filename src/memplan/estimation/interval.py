@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memplan.estimate.choices import uneven
+from memplan.estimation.choices import uneven
 from memplan.simulate import AllocatorSettings, Timeline, simulate
 from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind, Trace

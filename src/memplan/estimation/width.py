@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from memplan.estimate.interval import Interval, margin_bytes
+from memplan.estimation.interval import Interval, margin_bytes
 from memplan.types.trace import EventKind, Provenance, Trace
 
 _WIDE = 0.10
