@@ -63,7 +63,7 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
 
 
 def failure(request: CaptureRequest, folder: Path, end: signal.Signals | None) -> str:
-    with WorkerProcess(request, folder, quiet=True) as process:
+    with WorkerProcess(request, folder / "job.trace", quiet=True) as process:
         if end is not None:
             wait_for_the_script(process)
             process._process.send_signal(end)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from memplan.capture.options import ScriptTarget
 from memplan.types.estimate import Estimate
 from memplan.types.plan import Plan
 from memplan.types.trace import Trace
-from memplan.worker.process import WorkerProcess
+from memplan.worker.pool import Workers
 from memplan.worker.request import Question
 
 
@@ -45,9 +43,6 @@ class RankCapture:
         self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
     ) -> Captured:
         asked = self.question.about(program, plan)
-        with (
-            tempfile.TemporaryDirectory(prefix="memplan-capture-") as folder,
-            WorkerProcess(asked.request, Path(folder), quiet=quiet) as process,
-        ):
-            trace = process.trace()
+        with Workers() as workers:
+            trace = workers.start(asked.request, quiet=quiet).trace()
         return Captured(trace, asked.answer(trace))

@@ -28,12 +28,12 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 class WorkerProcess:
     """A capture, running in a process of its own. Leaving the block ends it.
 
-    The trace is left in `folder`, in a file named after the request. `quiet`: what the process
-    writes to stderr is kept back, for `CaptureFailedError.wrote`.
+    The trace is left at `path`. `quiet`: what the process writes to stderr is kept back, for
+    `CaptureFailedError.wrote`.
     """
 
-    def __init__(self, request: CaptureRequest, folder: Path, *, quiet: bool = False) -> None:
-        self.path = folder / f"{request.key()}.trace"
+    def __init__(self, request: CaptureRequest, path: Path, *, quiet: bool = False) -> None:
+        self.path = path
         self._out = tempfile.TemporaryFile()  # noqa: SIM115
         self._kept = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115
         with tempfile.TemporaryFile() as asked:

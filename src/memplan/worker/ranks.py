@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +15,11 @@ from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError, complaint
-from memplan.worker.process import WorkerProcess, wait_for_any
+from memplan.worker.pool import Workers
+from memplan.worker.process import WorkerProcess
 from memplan.worker.rank_choice import Requests, next_ranks, requests_of, uncaptured
 from memplan.worker.rank_host import node_host
 from memplan.worker.request import Question
-
-_AT_A_TIME = 2
-_HOST_BYTES = 3 << 30
-"""What a capture is taken to need before one has been seen."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +67,28 @@ class RankCaptures:
         self.captured: dict[int, CapturedRank] = {}
         self._question = question
         self._quiet = quiet
-        self._stack = ExitStack()
-        self._running: dict[int, tuple[WorkerProcess, str]] = {}
+        self._workers = Workers()
+        self._running: dict[WorkerProcess, tuple[int, str]] = {}
 
     def __enter__(self) -> RankCaptures:
-        folder = tempfile.TemporaryDirectory(prefix="memplan-ranks-")
-        self._folder = Path(self._stack.enter_context(folder))
+        self._workers.__enter__()
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self._stack.close()
+    def __exit__(self, *error: object) -> None:
+        self._workers.__exit__(*error)
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Capture until no rank is left that may need more. Raises CaptureFailedError."""
         while wanted := next_ranks(self._requests(), self.size):
             waiting = dict(wanted)
             while waiting or self._running:
-                while waiting and self._has_room():
+                while waiting and self._workers.has_room():
                     rank = next(iter(waiting))
-                    self._start(rank, waiting.pop(rank))
-                running = " and ".join(str(rank) for rank in self._running)
+                    # The script's own words pass through once.
+                    quiet, request = self._quiet or rank != 0, self._question(rank).request
+                    process = self._workers.start(request, quiet=quiet)
+                    self._running[process] = rank, waiting.pop(rank)
+                running = " and ".join(str(rank) for rank, _ in self._running.values())
                 progress(f"capturing rank {running} of {self.size}")
                 self._finish_one()
 
@@ -140,33 +136,16 @@ class RankCaptures:
             **{name: getattr(captured.estimate, name) for name in shared},
         )
 
-    def _has_room(self) -> bool:
-        """Whether another capture can run beside those that do."""
-        if not self._running:
-            return True
-        if len(self._running) >= min(_AT_A_TIME, os.cpu_count() or 1):
-            return False
-        peaks = [captured.estimate.capture_peak_bytes for captured in self.captured.values()]
-        # The one that runs may not have taken its share yet.
-        return _available_bytes() > 2 * max(peaks, default=_HOST_BYTES)
-
-    def _start(self, rank: int, why: str) -> None:
-        # The script's own words pass through once.
-        quiet = self._quiet or rank != 0
-        process = WorkerProcess(self._question(rank).request, self._folder, quiet=quiet)
-        self._stack.enter_context(process)
-        self._running[rank] = (process, why)
-
     def _finish_one(self) -> None:
-        ended = wait_for_any([process for process, _ in self._running.values()])
-        rank = next(rank for rank, (process, _) in self._running.items() if process is ended)
-        _, why = self._running.pop(rank)
+        ended = self._workers.next_ended()
+        rank, why = self._running.pop(ended)
         try:
             trace = ended.trace()
         except CaptureFailedError as error:
             raise _of_rank(rank, error) from error
         estimate = self._question(rank).answer(trace)
         requests = requests_of(trace, estimate.high_bytes)
+        self._workers.seen(estimate.capture_peak_bytes)
         self.captured[rank] = CapturedRank(rank, why, estimate, requests, ended.path)
 
 
@@ -182,14 +161,3 @@ def _of_rank(rank: int, error: CaptureFailedError) -> CaptureFailedError:
         else "what is said above; --rank 0 tries it again alone, which is quicker",
     )
     return CaptureFailedError(outcome, f"memplan: rank {rank} wrote:\n{wrote}" if rank else wrote)
-
-
-def _available_bytes() -> int:
-    """Memory of this machine that can still be had; plenty where that is not known."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return 1 << 62

@@ -1,0 +1,73 @@
+"""Captures side by side, as many as this machine has cores and memory for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from memplan.worker.process import WorkerProcess, wait_for_any
+from memplan.worker.request import CaptureRequest
+
+_AT_A_TIME = 2
+_HOST_BYTES = 3 << 30
+"""What a capture is taken to need before one has been seen."""
+
+
+class Workers:
+    """A context manager: leaving it ends what still runs and removes the traces. A request that
+    was made before is not captured again."""
+
+    def __init__(self) -> None:
+        self.running: list[WorkerProcess] = []
+        self._started: dict[str, WorkerProcess] = {}
+        self._peak_bytes = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Workers:
+        folder = tempfile.TemporaryDirectory(prefix="memplan-captures-")
+        self._folder = Path(self._stack.enter_context(folder))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def has_room(self) -> bool:
+        """Whether another capture can run beside those that do."""
+        if not self.running:
+            return True
+        if len(self.running) >= min(_AT_A_TIME, os.cpu_count() or 1):
+            return False
+        # The one that runs may not have taken its share yet.
+        return _available_bytes() > 2 * (self._peak_bytes or _HOST_BYTES)
+
+    def start(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
+        """The process of this request; `quiet` as there."""
+        key = request.key()
+        if key not in self._started:
+            process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
+            self._started[key] = self._stack.enter_context(process)
+            self.running.append(process)
+        return self._started[key]
+
+    def next_ended(self) -> WorkerProcess:
+        """The first of those that run to end."""
+        ended = wait_for_any(self.running)
+        self.running.remove(ended)
+        return ended
+
+    def seen(self, peak_bytes: int) -> None:
+        """A capture needed so much memory of this machine."""
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that can still be had; plenty where that is not known."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return 1 << 62
