@@ -7,7 +7,6 @@ import difflib
 import re
 from typing import NoReturn, Protocol
 
-from memplan.types.alloc_conf import CONF_VARIABLES as CONF_VARIABLES
 from memplan.types.errors import UsageError
 
 EXIT_YES = 0

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import memplan
-from memplan.cli.command import CONF_VARIABLES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
 from memplan.cli.run_signals import finished
+from memplan.types.alloc_conf import CONF_VARIABLES
 from memplan.types.errors import EarlyUpdateError, MemplanError, UsageError
 
 if TYPE_CHECKING:
