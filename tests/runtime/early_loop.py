@@ -149,5 +149,5 @@ class Applied:
 
         monkeypatch.setattr(updates, "Guard", Guard)
         monkeypatch.setattr(updates, "reads_gradients", lambda: "")  # these files do
-        monkeypatch.setattr(surroundings, "_has_compiled", lambda: False)  # another test may have
+        monkeypatch.setattr(surroundings, "has_compiled", lambda: False)  # another test may have
         return applied

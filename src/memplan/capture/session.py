@@ -40,6 +40,7 @@ from memplan.capture.parity.additions import InPlaceAdditions
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.imports import ImportWatcher
 from memplan.capture.patches.internals import require
+from memplan.capture.patches.job_observer import JobObserver
 from memplan.capture.sandbox import overlay, report_device
 from memplan.capture.standins import adapters
 from memplan.capture.standins.install import StandIns
@@ -69,6 +70,7 @@ _FOLLOWED = {
     (threading.Thread, "run"),
     (dataloader._BaseDataLoaderIter, "__next__"),
     (torch.autograd, "_engine_run_backward"),
+    (torch.optim.Optimizer, "__init__"),
 }
 """What is patched to see where the job is, and to end it."""
 
@@ -130,6 +132,7 @@ class CaptureSession:
             check_place(options.place)
         self._stack = ExitStack()
         self._patches = Patches()
+        self._observer = JobObserver(self._patches)
 
     def __enter__(self) -> CaptureSession:
         global _active
@@ -175,9 +178,11 @@ class CaptureSession:
                 stack.callback(compiled.undo)
                 compiled.install()
             if self.steps.ending is not None:
-                self.ending.install(patches)
-            self.by_hand.install(patches)
-            self.caught.install(patches)
+                self.ending.install(patches, self._observer)
+            self._observer.on_backward(self.by_hand.around_backward)
+            self._observer.on_backward(self.caught.noted)
+            stack.callback(self._observer.close)
+            self.steps.install(patches, self._observer)
             patches.reach_into(_of_the_job(sys.modules))
             stack.enter_context(constructors.known_to_torchscript(patches))
             lift_before = torch._C._only_lift_cpu_tensors()
@@ -185,7 +190,6 @@ class CaptureSession:
             stack.callback(torch._C._set_only_lift_cpu_tensors, lift_before)
             if self._cuda is not None:
                 self._cuda.replayed_step = self.steps.replayed
-            stack.enter_context(self.steps)
             stack.enter_context(self._mode)
             self._calibrate()
             _active = self
@@ -236,20 +240,17 @@ class CaptureSession:
                 context.model_called()
             context.enter_module(module)
             try:
-                if model and self._may_repeat():
-                    run = partial(module_call, module, *args, **kwargs)
-                    result = self.repeats.call(
-                        module,
-                        args,
-                        kwargs,
-                        run,
-                        in_steps=self.steps.completed > 0 and not self.ending.draining,
-                    )
-                else:
-                    result = module_call(module, *args, **kwargs)
-            except Exception as error:
-                self.caught.passes(error)
-                raise
+                with self.caught.noted():
+                    if model and self._may_repeat():
+                        result = self.repeats.call(
+                            module,
+                            args,
+                            kwargs,
+                            partial(module_call, module, *args, **kwargs),
+                            in_steps=self.steps.completed > 0 and not self.ending.draining,
+                        )
+                    else:
+                        result = module_call(module, *args, **kwargs)
             finally:
                 context.leave_module()
             if not model and builder.newest_storage > newest:
@@ -345,7 +346,7 @@ class CaptureSession:
         """In a forked child: the job is followed no more. What CUDA answers stays as it is."""
         while _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._pop_mode()
-        self.steps.__exit__()
+        self._observer.close()
         for owner, name, before in self._patches.originals():
             if (owner, name) in _FOLLOWED:
                 setattr(owner, name, before)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memplan.capture.patches.internals import require
+from memplan.capture.patches.job_observer import JobObserver, ModuleCalls
 from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
 
@@ -24,11 +18,9 @@ _MOST_SURPRISES = 3
 
 
 class _Running(threading.local):
-    """The calls that have begun on a thread, the innermost last: the frame that PyTorch runs each
-    in, its recording, and which of the pass it is."""
+    """The call that has begun on a thread: its recording, and which of the pass it is."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[FrameType, Recording | None, int]] = []
+    call: tuple[Recording | None, int] | None = None
 
 
 class _Calls:
@@ -59,8 +51,8 @@ class _Calls:
         self._running = _Running()
         self._to_compare: tuple[Recording, Decisions] | None = None
 
-    def enter(self, root: torch.nn.Module, frame: FrameType) -> None:
-        """A root module's forward begins; `frame` is that of its call."""
+    def enter(self, root: torch.nn.Module) -> None:
+        """A root module's forward begins."""
         self.end_interrupted()
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
@@ -88,14 +80,14 @@ class _Calls:
                 recording = None
             elif first:
                 self._to_compare = recording, decisions
-        self._running.calls.append((frame, recording, call))
+        self._running.call = recording, call
         if recording is not None:
             recording.__enter__()
 
     def leave(self) -> None:
         """The forward that began last ends, with or without an error."""
-        calls = self._running.calls
-        _, recording, call = calls.pop() if calls else (None, None, 0)
+        recording, call = self._running.call or (None, 0)
+        self._running.call = None
         if recording is not None:
             recording.__exit__(None, None, None)
             self._learn(recording, call)
@@ -103,18 +95,15 @@ class _Calls:
             self._compare(*self._to_compare)
             self._to_compare = None
 
-    def end_interrupted(self) -> bool:
-        """Whether a forward ended with KeyboardInterrupt or its like, of which no hook is told."""
-        calls = self._running.calls
-        found = False
-        while calls and not _is_running(calls[-1][0]):
-            _, recording, call = calls.pop()
-            found = True
-            if recording is not None:
-                recording.abandon()
-                self._verified.discard(call)
-                self._pass = [other for other in self._pass if other is not recording]
-        return found
+    def end_interrupted(self) -> None:
+        """Where the last forward ended with KeyboardInterrupt or its like, of which no hook is
+        told."""
+        recording, call = self._running.call or (None, 0)
+        self._running.call = None
+        if recording is not None:
+            recording.abandon()
+            self._verified.discard(call)
+            self._pass = [other for other in self._pass if other is not recording]
 
     def _learn(self, recording: Recording, call: int) -> None:
         """Calls that keep changing what they do are recorded whole."""
@@ -138,20 +127,35 @@ class _Calls:
         self._inputs.forget_what_was_used()
 
 
-def _caller() -> FrameType:
-    """The frame that calls a hook, which calls this."""
-    return sys._getframe(2)
+class _Applied:
+    """A context manager."""
+
+    def __init__(self, calls: _Calls, *, every_thread: bool) -> None:
+        self._calls = calls
+        self._thread = None if every_thread else threading.get_ident()
+        self._modules = ModuleCalls(self._begins, self._ends)
+
+    def remove(self) -> None:
+        self._modules.close()
+        if self._modules.end_interrupted():
+            self._calls.end_interrupted()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.remove()
+
+    def _begins(self, module: torch.nn.Module, root: bool) -> None:
+        if root and self._thread in (None, threading.get_ident()):
+            self._calls.enter(module)
+
+    def _ends(self, _module: torch.nn.Module, _output: Any, root: bool) -> None:
+        if root and self._thread in (None, threading.get_ident()):
+            self._calls.leave()
 
 
-def _is_running(frame: FrameType) -> bool:
-    """Whether it is one of those that lead to here."""
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here is not frame:
-        here = here.f_back
-    return here is not None
-
-
-class AppliedToModule:
+class AppliedToModule(_Applied):
     """A plan in effect on one module: every forward of it with gradients follows the plan.
 
     `remove()`, or leaving it as a context manager, takes it off again. Copies and pickles of the
@@ -160,89 +164,26 @@ class AppliedToModule:
 
     def __init__(self, module: torch.nn.Module, part: RecomputePart) -> None:
         self.part = part
-        self._calls = _Calls(part, every_call=True)
-        self._handles = [
-            module.register_forward_pre_hook(_Enter(self._calls), prepend=True),
-            module.register_forward_hook(_Leave(self._calls), always_call=True),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._calls.end_interrupted()
-
-    def __enter__(self) -> AppliedToModule:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.remove()
+        super().__init__(_Calls(part, every_call=True), every_thread=True)
+        self._modules.watch_only([module])
 
 
-class _Enter:
-    """A hook that copies of its module do not share."""
-
-    def __init__(self, calls: _Calls | None = None) -> None:
-        self.calls = calls
-
-    def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
-        if self.calls is not None and not torch.compiler.is_compiling():
-            self.calls.enter(module, _caller())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
-class _Leave(_Enter):
-    def __call__(self, module: torch.nn.Module, *_arguments: Any) -> None:
-        if self.calls is not None and not torch.compiler.is_compiling():
-            self.calls.leave()
-
-
-class AppliedEverywhere:
+class AppliedEverywhere(_Applied):
     """A plan in effect on a script: on every module that no other module called.
 
-    A context manager. Modules called in other threads than the one that entered are left alone.
+    A context manager. Modules called in other threads than the one that made it are left alone.
     """
 
     def __init__(self, part: RecomputePart, on_note: Callable[[str], None] | None = None) -> None:
         """`on_note` is told, in a sentence, when the job is not the one that was planned for."""
-        self._calls = _Calls(part, every_call=False, on_note=on_note)
-        self._thread = threading.get_ident()
-        self._depth = 0
-        """Of modules that call each other, the root among them."""
-        self._root: torch.nn.Module | None = None
-        self._handles: list[Any] = []
+        super().__init__(_Calls(part, every_call=False, on_note=on_note), every_thread=False)
+        self._observer = JobObserver()
 
-    def __enter__(self) -> AppliedEverywhere:
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, always_call=True),
-            register_optimizer_step_post_hook(self._stepped),
-        ]
+    def __enter__(self) -> Self:
+        self._modules.watch_all()
+        self._observer.on_steps(ends=lambda _step: self._calls.new_pass())
         return self
 
-    def __exit__(self, *_exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._calls.end_interrupted()
-
-    def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-            return
-        if self._depth and module is self._root and self._calls.end_interrupted():
-            self._depth = 0
-        if self._depth == 0:
-            self._root = module
-            self._calls.enter(module, _caller())
-        self._depth += 1
-
-    def _after(self, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
-            return
-        self._depth -= 1
-        if self._depth == 0:
-            self._root = None
-            self._calls.leave()
-
-    def _stepped(self, *_arguments: Any) -> None:
-        self._calls.new_pass()
+    def remove(self) -> None:
+        self._observer.close()
+        super().remove()

@@ -21,7 +21,7 @@ LOG = "allocator/transformer_45154MiB.csv"
 
 
 def sizes(rows: list[Scratch]) -> list[int]:
-    assert all(row.exact for row in rows)
+    assert all(row.low == row.high for row in rows)
     return [row.bytes for row in rows]
 
 

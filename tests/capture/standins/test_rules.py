@@ -30,7 +30,7 @@ def rules_forgotten() -> Iterator[None]:
     before = dict(registry._rules)
     yield
     for name in set(registry._rules) - set(before):
-        registry.forget_rule(name)
+        registry._rules.pop(name, None)
 
 
 def by_rule(trace: Trace, name: str, kind: EventKind = EventKind.ALLOC) -> list[EventView]:

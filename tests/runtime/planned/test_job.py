@@ -81,7 +81,7 @@ def _planned(policy: Policy | None = None) -> AllocationPart:
 def test_without_a_plan_the_first_steps_are_recorded_planned_and_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(phases, "_has_compiled", lambda: False)  # in an earlier test
+    monkeypatch.setattr(phases, "has_compiled", lambda: False)  # in an earlier test
     library, said = FakeLibrary(), Told()
     with running(library, said) as (job, script):
         for _ in range(4):  # the first makes the state, two are alike, one more

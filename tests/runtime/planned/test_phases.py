@@ -249,7 +249,7 @@ def test_a_root_without_modules_is_a_root() -> None:
 
 
 def test_only_roots_keep_hooks_and_their_copies_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "_has_compiled", lambda: False)  # in an earlier test
+    monkeypatch.setattr(phases, "has_compiled", lambda: False)  # in an earlier test
     model = _model()
     optimizer = _sgd(model)
     with listening() as (heard, hooks):

@@ -8,7 +8,8 @@ whatever the script made of the error. An error of Python code is said.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from memplan.capture.patches.internals import refusal
 from memplan.types.errors import CaptureError, MemplanError
 
 if TYPE_CHECKING:
-    from memplan.capture.patches.attributes import Patches
     from memplan.capture.recording.context import Context
     from memplan.capture.state import CaptureState
 
@@ -61,26 +61,22 @@ class Caught:
     def __init__(self, state: CaptureState) -> None:
         self._state = state
         self._errors: list[_Noted] = []
+        state.on_error = self.of_operator
 
-    def install(self, patches: Patches) -> None:
-        """Watch operators and backward passes until `patches.undo()`."""
-        real_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return real_backward(*args, **kwargs)
-            except Exception as error:
-                self.passes(error)
-                raise
-
-        self._state.on_error = self.of_operator
-        patches.set(torch.autograd, "_engine_run_backward", run_backward)
+    @contextmanager
+    def noted(self, *_call: Any, **_keywords: Any) -> Iterator[None]:
+        """Around a model's call or, for a `JobObserver`, around a backward pass."""
+        try:
+            yield
+        except Exception as error:
+            self._passes(error)
+            raise
 
     def of_operator(self, error: Exception) -> None:
         """An operator raises an error, which the script may catch."""
         self._note(error, of_operator=True)
 
-    def passes(self, error: Exception) -> None:
+    def _passes(self, error: Exception) -> None:
         """A model or a backward pass raises one."""
         # PyTorch's own ends of a loop or of a recomputation are no errors.
         if not (isinstance(error, StopIteration) or type(error).__name__.startswith("_")):

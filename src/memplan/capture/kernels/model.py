@@ -50,10 +50,6 @@ class Scratch:
         if not 0 <= self.low <= self.bytes <= self.high:
             raise ValueError(f"scratch {self.name}: {self.low}, {self.bytes}, {self.high}")
 
-    @property
-    def exact(self) -> bool:
-        return self.low == self.high
-
 
 def exactly(name: str, nbytes: int, begin: int = 0, end: int | None = 1) -> Scratch:
     """Scratch whose size the source states."""

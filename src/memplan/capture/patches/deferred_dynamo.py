@@ -183,3 +183,10 @@ class _There(importlib.abc.Loader):
 
 dynamo = DeferredDynamo()
 """That of this process."""
+
+
+def has_compiled() -> bool:
+    """Whether Dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(dynamo, "counters", None)
+    return counters is not None and bool(counters["frames"]["total"])

@@ -179,7 +179,6 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.cuda.memory._dump_snapshot",
         "torch.cuda.memory._record_memory_history",
         "torch.ops.aten._unsafe_view.default",
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
         "torch.overrides._get_current_function_mode",
         "torch.overrides._pop_mode_temporarily",
         "torch.utils._python_dispatch.TorchDispatchMode",

@@ -104,11 +104,6 @@ def _is_cell(place: str) -> bool:
     return place.startswith("<") or "ipykernel" in place
 
 
-def forget_rule(name: str) -> None:
-    """Undo `register_rule`; a capture that runs keeps it."""
-    _rules.pop(name, None)
-
-
 def function_names() -> Iterator[str]:
     """Dotted names of Python functions with rules."""
     return (name for name in list(_rules) if "::" not in name)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch.utils.data import dataloader
 
 from memplan.capture.enough import EnoughSeen
 from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.job_observer import JobObserver
 from memplan.capture.state import CaptureState
 from memplan.types.deadline import Deadline
 
@@ -73,7 +74,7 @@ class Ending:
         self._steps_left = _STEPS_AHEAD
         self._forwards_left = _FORWARDS_AHEAD
 
-    def install(self, patches: Patches) -> None:
+    def install(self, patches: Patches, observer: JobObserver) -> None:
         """Let data loaders run dry on demand, until `patches.undo()`."""
         iterator = dataloader._BaseDataLoaderIter
         real_next = iterator.__next__
@@ -84,12 +85,6 @@ class Ending:
             batch = real_next(loader)
             self._reading.add(loader)
             return batch
-
-        real_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self.before_backward()
-            return real_backward(*args, **kwargs)
 
         real_init: Any = dataloader.DataLoader.__init__
         real_iter: Any = dataloader.DataLoader.__iter__
@@ -116,7 +111,7 @@ class Ending:
         patches.set(dataloader.DataLoader, "__iter__", read)
         patches.set(iterator, "__next__", next_batch)
         patches.set(iterator, "_reset", reset)
-        patches.set(torch.autograd, "_engine_run_backward", run_backward)
+        observer.on_backward(self._before_backward)
 
     def begin(self, *, at_once: bool) -> None:
         """Enough training steps were seen: drain the loaders being read, or stop right here."""
@@ -141,7 +136,7 @@ class Ending:
                 self.stop()
         self._watch_time()
 
-    def before_backward(self) -> None:
+    def _before_backward(self, *_call: Any, **_keywords: Any) -> AbstractContextManager[object]:
         """On another loader's batch that is training; what only runs forward may be an evaluation
         that keeps its gradients."""
         self.state.recorder.flush()
@@ -155,6 +150,7 @@ class Ending:
             self._train_on()
         elif self._opened_another and not self._evaluated:
             self.stop()
+        return nullcontext()
 
     def _is_more(self, held: tuple[int, int]) -> bool:
         """Whether this training needs more than those before, or will once it has its state."""

@@ -10,13 +10,12 @@ and accumulated ones would be taken for updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from memplan.capture.patches.attributes import Patches
     from memplan.capture.state import CaptureState
     from memplan.capture.training.watcher import StepWatcher
 
@@ -30,17 +29,12 @@ class HandUpdates:
         self._since: int | None = None
         """The first operator of the last backward pass; None before any."""
 
-    def install(self, patches: Patches) -> None:
-        """Watch backward passes until `patches.undo()`."""
-        real_backward: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1:  # not of a checkpoint within another
-                self.look(at_end=False)
-                self._since = self._state.recorder.builder.ops
-            return real_backward(*args, **kwargs)
-
-        patches.set(torch.autograd, "_engine_run_backward", run_backward)
+    def around_backward(self, *_call: Any, **_keywords: Any) -> AbstractContextManager[object]:
+        """For a `JobObserver`."""
+        if torch._C._current_graph_task_id() == -1:  # not of a checkpoint within another
+            self.look(at_end=False)
+            self._since = self._state.recorder.builder.ops
+        return nullcontext()
 
     def look(self, *, at_end: bool) -> None:
         """End a step where weights were updated since the last backward pass. `at_end`: no forward

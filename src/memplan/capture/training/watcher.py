@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from hashlib import blake2b
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.optim import optimizer as optim_module
 
-from memplan.capture.patches.attributes import Patches
-from memplan.capture.training.reported_steps import UPDATED
 from memplan.types.deadline import Deadline
 from memplan.types.trace import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from memplan.capture.patches.attributes import Patches
+    from memplan.capture.patches.job_observer import JobObserver, Step
     from memplan.capture.state import CaptureState
     from memplan.capture.training.ending import Ending
 
@@ -28,8 +25,6 @@ _LONG_STEP = 20_000
 """Events of a step that need not be run a third time, if the second is like the first."""
 _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps than that must do."""
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""Of the function that PyTorch puts around each `step`."""
 _STATE_STEPS = 2
 """Steps before one can be steady: the first makes the optimizer state, the second is compared."""
 _WORTH_SAYING = 1 << 20
@@ -39,7 +34,7 @@ _LONGEST_ROUND = 5
 
 
 class StepWatcher:
-    """Follows `Optimizer.step` calls through PyTorch's global optimizer hooks.
+    """Follows calls of `Optimizer.step`.
 
     A step is everything between the ends of two calls of the first optimizer that stepped. It is
     steady when it asked for the same bytes on the same streams in the same order as the one before,
@@ -58,7 +53,6 @@ class StepWatcher:
         self.steady = False
         self.stop_reason = ""
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
-        self._patches = Patches()
         self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each has stepped, also inside another that wraps it."""
@@ -76,7 +70,6 @@ class StepWatcher:
         """The last so many steps repeat what came before them; 0 while they do not."""
         self._kept = 0
         self._grew_in = 0
-        self._handles: list[Any] = []
         self._most_trained = 0
         """Bytes of the parameters of an optimizer that has stepped."""
         self._before_this = 0
@@ -103,43 +96,34 @@ class StepWatcher:
             if parameter.requires_grad and parameter.device.type == self.state.device_type
         )
 
-    def __enter__(self) -> StepWatcher:
-        self._handles = [
-            optim_module.register_optimizer_step_pre_hook(self._before),
-            optim_module.register_optimizer_step_post_hook(self._after),
-        ]
+    def install(self, patches: Patches, observer: JobObserver) -> None:
+        """Follow optimizers until the patches are undone and the observer is closed."""
         real_init: Any = torch.optim.Optimizer.__init__
 
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             real_init(optimizer, *args, **kwargs)
             self._made.add(optimizer)
 
-        self._patches.set(torch.optim.Optimizer, "__init__", init)
-        return self
+        patches.set(torch.optim.Optimizer, "__init__", init)
+        observer.on_steps(self._before, self._after)
 
-    def __exit__(self, *_exc: object) -> None:
-        self._patches.undo()
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, optimizer: torch.optim.Optimizer, _args: Any, kwargs: Any) -> None:
-        self._updated |= kwargs.get(UPDATED, set())
-        # One whose step raised an error runs no more, though no hook was told.
-        if running := _steps_running():  # this one included; none is seen where it is compiled
-            self.state.context.in_optimizer = min(self.state.context.in_optimizer, running - 1)
-        outermost = self.state.context.in_optimizer == 0
-        if outermost and self._passes is not None and self._first in (None, id(optimizer)):
+    def _before(self, step: Step) -> None:
+        self._updated |= step.updated
+        self.state.context.in_optimizer = step.within  # of one that failed no end was told
+        counts = not step.within and self._first in (None, id(step.optimizer))
+        if counts and self._passes is not None:
             self.state.recorder.flush()
             self._passes = self._passes[0], len(self.state.recorder.builder)
         self.state.context.in_optimizer += 1
-        for parameter in _parameters(optimizer):
+        for parameter in _parameters(step.optimizer):
             if parameter.grad is not None:
                 self._updated.add(id(parameter))
                 self.state.role_of(parameter.grad, Role.GRADIENT)
             self.state.role_of(parameter, Role.PARAMETER)
 
-    def _after(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
-        self.state.context.in_optimizer -= 1
+    def _after(self, step: Step) -> None:
+        optimizer = step.optimizer
+        self.state.context.in_optimizer = step.within
         if optimizer not in self._stepped:
             self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
@@ -150,7 +134,7 @@ class StepWatcher:
                 self.state.role_of(tensor, Role.OPTIMIZER_STATE)
         if kept > self._kept:
             self._kept, self._grew_in = kept, self.completed + 1
-        if self.state.context.in_optimizer > 0:  # one optimizer wraps another
+        if step.within:
             return
         if self._stepped[optimizer] == 1 and not self.state.context.backward_seen:
             return
@@ -363,16 +347,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
         for item in value if isinstance(value, list) else (value,):
             if isinstance(item, torch.Tensor):
                 yield item
-
-
-def _steps_running() -> int:
-    """Of how many optimizers `step` is running, as the stack shows it."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        count += frame.f_code is _STEP
-        frame = frame.f_back
-    return count
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from memplan.capture.patches.job_observer import others_precede_steps
 from memplan.runtime.early.watched import storage_of
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
@@ -56,17 +56,13 @@ def why_not_step(optimizer: Optimizer) -> str:
     if (
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or not all(map(_is_ours, _global_optimizer_pre_hooks.values()))
+        or others_precede_steps()
     ):
         return "something is hooked on the optimizer's step"
     for group in optimizer.param_groups:
         if any(isinstance(value, Tensor) for value in group.values()):
             return "a hyperparameter of the optimizer is a tensor"
     return ""
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("memplan.")
 
 
 def share_memory(tensors: Iterable[Tensor]) -> bool:

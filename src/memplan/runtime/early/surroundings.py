@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from memplan.capture.patches.deferred_dynamo import has_compiled
 
 
 def why_not_now(modes: list[Any]) -> str:
     """What is around the backward pass."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "the job runs as one of several ranks"
-    if _has_compiled():
+    if has_compiled():
         return "torch.compile returns gradients all at once"
     if _get_current_dispatch_mode_stack() != modes:
         return "the backward pass runs under a dispatch mode"
@@ -35,10 +36,3 @@ def why_not_this(
 
 def in_autocast() -> bool:
     return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-
-
-def _has_compiled() -> bool:
-    """Whether Dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(dynamo, "counters", None)
-    return counters is not None and bool(counters["frames"]["total"])

@@ -14,19 +14,22 @@ an update, and what cannot be undone, raises EarlyUpdateError before it can use 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memplan.capture.patches.attributes import Patches
+from memplan.capture.patches.job_observer import JobObserver, Step
 from memplan.runtime.early.account import Account
 from memplan.runtime.early.fast_attention import fast_attention
 from memplan.runtime.early.followed import Followed, Parameter
-from memplan.runtime.early.hooks import RunEngine, hooked
 from memplan.runtime.early.one_parameter import share_memory, why_not
 from memplan.runtime.early.reads import reads_gradients
 from memplan.runtime.early.saved_weights import touches, used_late
@@ -65,22 +68,27 @@ class EarlyUpdates:
         self._pending: list[Parameter] = []
         """Updated, and their optimizer's step has not come yet."""
         self._guard: Guard | None = None
+        self._observer = JobObserver(alters_steps=True)
+        self._patches = Patches()
 
     def __enter__(self) -> EarlyUpdates:
         self._thread = threading.get_ident()
         self._modes = _get_current_dispatch_mode_stack()
-        self._hooks = hooked(
-            self._instead_of, self._group_added, self._before_step, self._after_step
-        )
-        self._hooks.__enter__()
+        self._observer.on_backward(self._around_backward)
+        self._observer.on_steps(self._before_step, self._after_step)
+        add: Any = Optimizer.add_param_group
+
+        @functools.wraps(add)
+        def add_param_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            add(optimizer, param_group)
+            self._group_added(optimizer)
+
+        self._patches.set(Optimizer, "add_param_group", add_param_group)
         return self
 
-    def _instead_of(self, run: RunEngine) -> RunEngine:
-        self._run = run
-        return self._run_backward
-
     def __exit__(self, *_exc: object) -> None:
-        self._hooks.__exit__(None, None, None)
+        self._observer.close()
+        self._patches.undo()
         if self._passes > 1 and not self.account.steps and not self._off:
             self._give_up(
                 "no two steps had the same optimizers, and weights in the same memory"
@@ -127,39 +135,40 @@ class EarlyUpdates:
 
     # The backward pass
 
-    def _run_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the engine is called, with roots, their gradients, whether to keep and to create a
-        graph, and chosen inputs: for gradients that are returned too."""
+    def _around_backward(
+        self, tensors: Any, *args: Any, **kwargs: Any
+    ) -> AbstractContextManager[object]:
         if torch._C._current_graph_task_id() != -1:
-            return self._run_nested(tensors, *args, **kwargs)
+            return self._around_nested(tensors)
         if not kwargs.get("accumulate_grad"):
-            return self._run(tensors, *args, **kwargs)
+            return nullcontext()
         if threading.get_ident() != self._thread:
             self._elsewhere(tensors)
-            return self._run(tensors, *args, **kwargs)
+            return nullcontext()
         leave_idle()
         self._passes += 1
         if not self._off:
             self._begin(tensors, why_not_this(*args))
-        if self._off or not self._followed:
-            return self._run(tensors, *args, **kwargs)
+        return nullcontext() if self._off or not self._followed else self._updating()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
         try:
             self._in_backward = True
             with InBackward(self._seer), fast_attention():
-                return self._run(tensors, *args, **kwargs)
+                yield
         finally:
             self._in_backward = False
             self._end()
 
-    def _run_nested(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around_nested(self, tensors: Any) -> AbstractContextManager[object]:
         """Within another backward pass, on a GPU in a thread of autograd: a checkpoint of the old
         kind, or a function with a backward of its own."""
         if not self._in_backward:
-            return self._run(tensors, *args, **kwargs)
+            return nullcontext()
         if kind := used_late(tensors, self._tensors()):
             self._seer.found(f"{kind} in a backward pass within another may use a parameter late")
-        with InBackward(self._seer):  # PyTorch has left it
-            return self._run(tensors, *args, **kwargs)
+        return InBackward(self._seer)  # PyTorch has left it
 
     @property
     def _seer(self) -> Watch | Guard:
@@ -304,14 +313,13 @@ class EarlyUpdates:
 
     # The optimizer's step
 
-    def _before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        closure = any(x is not None for x in (*args[1:2], (kwargs or {}).get("closure")))
+    def _before_step(self, step: Step) -> None:
         if self._pending:
-            self._hand_over(optimizer, closure=closure)
-        elif closure and not self._off:  # the backward pass may be in it
+            self._hand_over(step.optimizer, closure=step.closure)
+        elif step.closure and not self._off:  # the backward pass may be in it
             self._give_up("the optimizer's step is given a closure")
         elif self._watch is not None:
-            self._judge(optimizer)
+            self._judge(step.optimizer)
 
     def _hand_over(self, optimizer: Optimizer, *, closure: bool) -> None:
         """The step finds no gradients where the update has been made."""
@@ -377,8 +385,8 @@ class EarlyUpdates:
         where = reads_gradients()
         return f"{where} reads gradients" if where else ""
 
-    def _after_step(self, optimizer: Optimizer, *_rest: Any) -> None:
-        followed = self._followed.get(optimizer)
+    def _after_step(self, step: Step) -> None:
+        followed = self._followed.get(step.optimizer)
         if self._off or followed is None:
             return
         for one in followed.parameters:

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch.utils import _pytree as pytree
 
-from memplan.capture.training.reported_steps import tell
+from memplan.capture.patches.job_observer import tell_step
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.guarded import strict, unguarded
@@ -88,7 +88,7 @@ class CompiledStep(Generic[P]):
         self._micro = 0 if last else self._micro + 1
         self._updates.in_their_order()
         if last and self._updates.in_graph:
-            tell(self._updates.optimizers, self._updates.done)
+            tell_step(self._updates.optimizers, self._updates.done)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
     def report(self) -> CompileReport:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.capture.training.reported_steps import others_listen
+from memplan.capture.patches.job_observer import others_see_steps
 from memplan.runtime.graph.arithmetic import (
     Arithmetic,
     arithmetic,
@@ -394,7 +394,7 @@ def _each_by_itself(optimizer: Optimizer) -> bool:
         and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
-        and not others_listen()
+        and not others_see_steps()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
         # Its foreach norms are reduced in an order that depends on the list of parameters.
         and not (

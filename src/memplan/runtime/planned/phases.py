@@ -3,30 +3,24 @@ module.
 
 Forward passes and evaluations are calls of root modules, those that no other module called. A
 backward pass is noticed by a hook on the tensors that the root returned, when the first of their
-gradients is there. An optimizer's step is told by PyTorch's optimizer hooks. Hooks on all modules
-are there only while the job is being learned; later those modules alone are hooked that were
-roots. Nothing is kept alive by a hook.
+gradients is there. Hooks on all modules are there only while the job is being learned; later those
+modules alone are hooked that were roots.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import count, islice
 from typing import Any, Protocol
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from memplan.capture.patches.deferred_dynamo import has_compiled
+from memplan.capture.patches.job_observer import JobObserver, ModuleCalls, OwnHook, Step
 from memplan.types.trace import Phase
 
 _MOST_TENSORS = 32
@@ -55,14 +49,13 @@ class Listener(Protocol):
 
 
 class _Thread(threading.local):
-    """Calls of modules that have begun on a thread."""
+    """What a thread is doing."""
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.root: torch.nn.Module | None = None
         self.outer = Phase.SETUP
         """What an evaluation interrupted."""
         self.paths: list[str] = []
+        """Of modules whose calls have begun."""
         self.hooked = 0
         """Identity of the output of the module that ended last."""
 
@@ -76,97 +69,58 @@ class JobHooks:
         self._phase = Phase.SETUP
         self._resumed = False
         """Since an evaluation ended nothing else has begun."""
-        self._optimizers: list[int] = []
-        """Those whose step runs, the innermost last: one may wrap another."""
-        self._closure = False
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         """Of those that are there, the one that stepped first: its steps count."""
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._global: list[Any] = []
-        self._own: list[Any] = []
         self._names: dict[int, str] = {}
         self._modules = False
+        self._observer = JobObserver()
+        self._calls = ModuleCalls(self._begins, self._ends)
 
     @property
     def phase(self) -> Phase:
         return self._phase
 
     def __enter__(self) -> JobHooks:
-        self._own = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._observer.on_steps(self._step_begins, self._step_ends)
         self.watch_all(modules=False)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        for handle in (*self._global, *self._own):
-            handle.remove()
-        self._global, self._own = [], []
+        self._observer.close()
+        self._calls.close()
 
     def watch_all(self, *, modules: bool) -> None:
         """Hook every module, to see which are roots. `modules`: the listener wants their paths."""
         self._modules = modules
-        if not self._global:
-            warnings.filterwarnings("ignore", message=_TOLD_OF_HOOKS)
-            for handle in self._own[2:]:
-                handle.remove()
-            del self._own[2:]
-            self._global = [
-                register_module_forward_pre_hook(self.before),
-                register_module_forward_hook(self.after, always_call=True),
-            ]
+        warnings.filterwarnings("ignore", message=_TOLD_OF_HOOKS)
+        self._calls.watch_all()
 
     def watch_roots(self) -> None:
         """From now on hook only the modules that have been roots. Where Dynamo has compiled, all
         stay hooked: it would compile again, and few modules are called that are not compiled."""
         self._modules = False
         self._names.clear()
-        if not self._global or _has_compiled():
-            return
-        for handle in self._global:
-            handle.remove()
-        self._global = []
-        for root in self._roots:
-            self._own += [
-                root.register_forward_pre_hook(_Before(self), prepend=True),
-                root.register_forward_hook(_After(self), always_call=True),
-            ]
+        if not has_compiled():
+            self._calls.watch_only(self._roots)
 
     # Calls of modules
 
-    def before(self, module: torch.nn.Module, _inputs: Any = None) -> None:
-        """A module's call begins. Modules without modules of their own are part of their caller:
-        there are many, and little is gained by telling them apart."""
-        if torch.compiler.is_compiling():
-            return
-        thread = self._thread
-        if thread.depth and not module._modules and module is not thread.root:
-            return
-        if thread.depth == 0 or module is thread.root:  # a root again: its last call was cut short
-            thread.depth, thread.root = 0, module
-            thread.paths.clear()
+    def _begins(self, module: torch.nn.Module, root: bool) -> None:
+        if root:
+            self._thread.paths.clear()
             self._root_begins(module)
-        thread.depth += 1
         if self._modules:
             path = self._names.get(id(module)) or type(module).__name__
-            thread.paths.append(path)
+            self._thread.paths.append(path)
             self._listener.in_module(path)
 
-    def after(self, module: torch.nn.Module, _inputs: Any, output: Any = None) -> None:
-        """A module's call ends, with or without an error."""
-        thread = self._thread
-        if torch.compiler.is_compiling() or thread.depth == 0:
-            return
-        if not module._modules and module is not thread.root:
-            return
-        thread.depth -= 1
-        if self._modules and thread.paths:
-            path = thread.paths.pop()
-            self._hook_module(output, path)
-            self._listener.in_module(thread.paths[-1] if thread.paths else "")
-        if thread.depth == 0:
-            thread.root = None
+    def _ends(self, _module: torch.nn.Module, output: Any, root: bool) -> None:
+        paths = self._thread.paths
+        if self._modules and paths:
+            self._hook_module(output, paths.pop())
+            self._listener.in_module(paths[-1] if paths else "")
+        if root:
             self._root_ends(output)
 
     def _root_begins(self, module: torch.nn.Module) -> None:
@@ -174,8 +128,7 @@ class JobHooks:
             name = type(module).__name__
             for path, child in module.named_modules():
                 self._names[id(child)] = f"{name}.{path}" if path else name
-        if self._global and module not in self._roots:
-            self._roots.add(module)
+        self._roots.add(module)
         if self._updating or _in_backward():  # or a checkpointed block that runs again
             return
         if torch.is_grad_enabled():
@@ -191,10 +144,8 @@ class JobHooks:
             self._phase, self._resumed = self._thread.outer, True
             self._listener.resumed(self._phase)
         elif torch.is_grad_enabled():
-            hook = _FirstGradient(self)
-            for count, tensor in enumerate(_differentiable(output, _DEEPEST)):
-                if count == _MOST_TENSORS:
-                    break
+            hook = OwnHook(partial(self._backward_began, count()))
+            for tensor in islice(_differentiable(output, _DEEPEST), _MOST_TENSORS):
                 tensor.register_hook(hook)
 
     def _hook_module(self, output: Any, path: str) -> None:
@@ -203,14 +154,14 @@ class JobHooks:
         tensor = next(_differentiable(output, 2), None)
         if tensor is not None and id(tensor) != self._thread.hooked:
             self._thread.hooked = id(tensor)
-            tensor.register_hook(_InModule(self, path))
+            tensor.register_hook(OwnHook(partial(self._backward_in, path)))
 
-    def backward_began(self) -> None:
-        """The first gradient of a root's output is there."""
-        if not self._updating:
+    def _backward_began(self, told: count[int], _gradient: torch.Tensor) -> None:
+        """The first gradient of a root's output is there; each output has this hook."""
+        if next(told) == 0 and not self._updating:
             self._enter(Phase.BACKWARD)
 
-    def backward_in(self, path: str) -> None:
+    def _backward_in(self, path: str, _gradient: torch.Tensor) -> None:
         if self._modules:
             self._listener.in_module(path)
 
@@ -219,28 +170,20 @@ class JobHooks:
     @property
     def _updating(self) -> bool:
         """Whether an optimizer's step runs that does not run the model itself, by a closure."""
-        return bool(self._optimizers) and not self._closure
+        step = self._observer.step
+        return step is not None and not step.closure
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, arguments: Any = (), keywords: Any = None
-    ) -> None:
-        if id(optimizer) in self._optimizers:  # its last step ended with an error
-            self._optimizers.clear()
-        self._optimizers.append(id(optimizer))
-        given = [*arguments[1:2], (keywords or {}).get("closure")]  # the first is the optimizer
-        self._closure = any(closure is not None for closure in given)
-        if len(self._optimizers) == 1 and not self._closure and not _in_backward():
+    def _step_begins(self, step: Step) -> None:
+        if not step.within and not step.closure and not _in_backward():
             self._enter(Phase.OPTIMIZER)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_rest: Any) -> None:
-        if id(optimizer) in self._optimizers:
-            del self._optimizers[self._optimizers.index(id(optimizer)) :]
-        if self._optimizers:
+    def _step_ends(self, step: Step) -> None:
+        if step.within:
             return
         first = self._first_optimizer() if self._first_optimizer is not None else None
         if first is None:
-            self._first_optimizer = weakref.ref(optimizer)
-        if first is None or first is optimizer:
+            self._first_optimizer = weakref.ref(step.optimizer)
+        if first is None or first is step.optimizer:
             self._listener.stepped()
         if not _in_backward():  # else one that steps as soon as its gradient is there
             self._enter(Phase.FORWARD)
@@ -251,63 +194,8 @@ class JobHooks:
             self._listener.entered(phase)
 
 
-class _Hook:
-    """A hook that copies and pickles of its module do not share."""
-
-    def __init__(self, hooks: JobHooks | None = None) -> None:
-        self._hooks = weakref.ref(hooks) if hooks is not None else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    def _of(self) -> JobHooks | None:
-        return self._hooks() if self._hooks is not None else None
-
-
-class _Before(_Hook):
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        hooks = self._of()
-        if hooks is not None:
-            hooks.before(module, inputs)
-
-
-class _After(_Hook):
-    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        hooks = self._of()
-        if hooks is not None:
-            hooks.after(module, inputs, output)
-
-
-class _FirstGradient(_Hook):
-    """On all tensors that one call returned; the first gradient counts."""
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        hooks = self._of()
-        if hooks is not None:
-            hooks.backward_began()
-            self._hooks = None
-
-
-class _InModule(_Hook):
-    def __init__(self, hooks: JobHooks | None = None, path: str = "") -> None:
-        super().__init__(hooks)
-        self._path = path
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        hooks = self._of()
-        if hooks is not None:
-            hooks.backward_in(self._path)
-
-
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _has_compiled() -> bool:
-    """Whether Dynamo has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(dynamo, "counters", None)
-    return counters is not None and bool(counters["frames"]["total"])
 
 
 def _differentiable(item: Any, levels: int) -> Iterator[torch.Tensor]:
