@@ -24,7 +24,7 @@ from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
 from memplan.cli.run_signals import finished
 from memplan.types.alloc_conf import CONF_VARIABLES
-from memplan.types.errors import EarlyUpdateError, MemplanError, UsageError
+from memplan.types.errors import MemplanError, OptimizerInBackwardError, UsageError
 
 if TYPE_CHECKING:
     from memplan.capture.options import ScriptTarget
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 run_program(program.kind, program.name, program.argv)
         except SystemExit as stop:
             return _exit_code(stop)
-        except EarlyUpdateError:
+        except OptimizerInBackwardError:
             raise
         except Exception as error:
             _print_as_python_would(error)

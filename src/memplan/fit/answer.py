@@ -21,7 +21,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     `PYTORCH_ALLOC_CONF`."""
     groups: int = 0
     values: int = 0
-    """Order: the parameters that are updated early."""
+    """Order: the parameters that are updated in backward."""
     saved_bytes: int
     """Recompute: of one pass, what is not kept from forward to backward. Order: of the estimate's
     high bound. Allocator: reserved bytes at the peak."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from memplan import __version__
 from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Change, Fit, Lever
-from memplan.fit.early import Early, find_early, promised
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers
 from memplan.fit.nearest import nearest_changes
+from memplan.fit.optimizer_in_backward import InBackward, find_in_backward, promised
 from memplan.fit.plans import Planned, Planner, Solver, envelope
 from memplan.fit.regions import Regions, RegionSearch
 from memplan.fit.regions import promised as promised_inside
@@ -58,12 +58,12 @@ def fit(
         answer = _answer(plain, _Found(plain, verdict), seconds=time.monotonic() - began)
         return Fitted(answer, plan)
     progress("looking for a plan")
-    early, said = find_early(program, plain, verdict, profile, capture)
+    in_backward, said = find_in_backward(program, plain, verdict, profile, capture)
     search = _Search(program, plain, verdict, profile, capture, solver)
     try:
-        found = search.run(early)
+        found = search.run(in_backward)
     except CaptureFailedError:
-        if early is None:
+        if in_backward is None:
             raise
         said = "Weights are not updated in the backward pass: recomputation fails with it."
         found = search.run(None)
@@ -71,7 +71,7 @@ def fit(
     if found.verdict.fits:
         answer = _answer(plain, found, notes=notes, seconds=time.monotonic() - began)
         return Fitted(answer, found.plan(program, plain, profile))
-    lowest, order = found.chosen, found.early.part if found.early else None
+    lowest, order = found.chosen, found.in_backward.part if found.in_backward else None
     regions = found.regions.part if found.regions else None
     reference = found.base
     changes, tried = nearest_changes(
@@ -93,13 +93,13 @@ def fit(
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found of early updates and recomputation together."""
+    """What was found of updates in backward and recomputation together."""
 
     base: Captured
     """The job without recomputation."""
     verdict: Verdict
     """With what is in effect."""
-    early: Early | None = None
+    in_backward: InBackward | None = None
     regions: Regions | None = None
     chosen: Planned | None = None
     """The plan that is kept; where none fits, the one of the least peak."""
@@ -127,7 +127,7 @@ class _Found:
             profile,
             alloc_conf=self.verdict.alloc_conf,
             part=self.chosen.part if self.chosen else None,
-            order=promised(self.early.part, self.verdict) if self.early else None,
+            order=promised(self.in_backward.part, self.verdict) if self.in_backward else None,
             regions=promised_inside(self.regions.part, self.verdict) if self.regions else None,
             forward_ops=forward_ops,
         )
@@ -142,18 +142,18 @@ class _Search:
     capture: CaptureProgram
     solver: Solver
 
-    def run(self, early: Early | None) -> _Found:
-        """Early updates, if there are any, and recomputation where they are not enough."""
-        base = early.captured if early else self.plain
-        verdict = early.verdict if early else self.verdict
+    def run(self, in_backward: InBackward | None) -> _Found:
+        """Updates in backward, if there are any, and recomputation where they are not enough."""
+        base = in_backward.captured if in_backward else self.plain
+        verdict = in_backward.verdict if in_backward else self.verdict
         if verdict.fits:
-            return _Found(base, verdict, early)
-        order = early.part if early else None
+            return _Found(base, verdict, in_backward)
+        order = in_backward.part if in_backward else None
         search = RegionSearch(self.program, base, verdict, self.profile, self.capture, order)
         inside = search.run()
         if inside is not None:
             base, verdict = inside.captured, inside.verdict
-        found = _Found(base, verdict, early, inside, tried=search.tried)
+        found = _Found(base, verdict, in_backward, inside, tried=search.tried)
         if verdict.fits:
             return found
         regions = inside.part if inside else None
@@ -185,7 +185,7 @@ def _answer(
     plain_seconds, added = found.plain_seconds, found.added_seconds
     planned = found.planner.planned if found.planner else []
     attempts = [*(one.attempt() for one in found.tried), *(one.attempt() for one in planned)]
-    with_plan = found.chosen or found.early or found.regions or verdict.alloc_conf
+    with_plan = found.chosen or found.in_backward or found.regions or verdict.alloc_conf
     return Fit(
         memplan_version=__version__,
         torch_version=estimate.torch_version,
@@ -214,8 +214,8 @@ def _levers(found: _Found) -> list[Lever]:
         levers.append(
             Lever(kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes)
         )
-    if found.early is not None:
-        levers.append(found.early.lever())
+    if found.in_backward is not None:
+        levers.append(found.in_backward.lever())
     if found.regions is not None:
         levers.append(found.regions.lever())
     if chosen is not None:

@@ -183,7 +183,7 @@ class _KnobSearch:
 
 
 def _in_effect(plan: Plan) -> str:
-    return "the least-peak plan" if _recomputes(plan) else "early weight updates"
+    return "the least-peak plan" if _recomputes(plan) else "updates in backward"
 
 
 def _recomputes(plan: Plan) -> bool:

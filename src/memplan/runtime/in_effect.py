@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from memplan.types.plan import CompiledRegion, Plan
 
 if TYPE_CHECKING:
-    from memplan.runtime.early import Account
+    from memplan.runtime.optimizer_in_backward import Account
 
 
 @dataclass
 class InEffect:
     """What came of a plan's parts in a run."""
 
-    early: Account | None = None
+    in_backward: Account | None = None
     """None where the plan has no part `order`."""
     notes: list[str] = field(default_factory=list)
     """What was said."""
@@ -30,9 +30,9 @@ def plan_in_effect(
     on_note: Callable[[str], None],
     on_region: Callable[[CompiledRegion], None] | None = None,
 ) -> Iterator[InEffect]:
-    """Recomputation and early weight updates, where the plan has them. `command`: the program's
-    name and arguments. `on_note` is told, in a sentence, what of the plan cannot be followed;
-    `on_region` what is done to each compiled graph."""
+    """Recomputation and the optimizer in backward, where the plan has them. `command`: the
+    program's name and arguments. `on_note` is told, in a sentence, what of the plan cannot be
+    followed; `on_region` what is done to each compiled graph."""
     found = InEffect()
 
     def note(text: str) -> None:
@@ -49,10 +49,10 @@ def plan_in_effect(
 
             stack.enter_context(PlannedRegions(plan.regions, note, on_region))
         if plan.order is not None:
-            from memplan.runtime.early import EarlyUpdates
+            from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
             same = plan.made_from.command == command
-            early = EarlyUpdates(plan.order, note, same_job=same)
-            found.early = early.account
-            stack.enter_context(early)
+            in_backward = OptimizerInBackward(plan.order, note, same_job=same)
+            found.in_backward = in_backward.account
+            stack.enter_context(in_backward)
         yield found

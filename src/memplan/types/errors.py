@@ -61,7 +61,7 @@ class RecomputeError(MemplanError):
     exit_code = 1
 
 
-class EarlyUpdateError(MemplanError):
-    """The job used what an early weight update had already released or changed."""
+class OptimizerInBackwardError(MemplanError):
+    """The job used what a weight update in backward had already released or changed."""
 
     exit_code = 1

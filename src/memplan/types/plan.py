@@ -75,8 +75,8 @@ class RegionsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weight updates early: each parameter is updated in the backward pass, as soon as its gradient
-    is complete, and the gradient is released. The run does it only where that changes no number."""
+    """The optimizer in backward: each parameter is updated as soon as its gradient is complete, and
+    the gradient is released. The run does it only where that changes no number."""
 
     version: int = 1
     parameters: int

@@ -56,7 +56,9 @@ class RunFiles:
     def _write_outcome(self, running: PlannedRun) -> None:
         if running.job is None and self.stats is None:
             return
-        found = outcome(running.job, self.plan, notes=self.notes, early=self.in_effect.early)
+        found = outcome(
+            running.job, self.plan, notes=self.notes, in_backward=self.in_effect.in_backward
+        )
         text = line(found)
         if text:
             self.tell(text)

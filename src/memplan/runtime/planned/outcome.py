@@ -9,7 +9,7 @@ import msgspec
 
 from memplan import __version__
 from memplan.report.text import format_bytes
-from memplan.runtime.early.account import Account as EarlyAccount
+from memplan.runtime.optimizer_in_backward import Account as InBackward
 from memplan.runtime.planned.job import Job
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.errors import MemplanError
@@ -44,7 +44,7 @@ def outcome(
     plan: str = "",
     *,
     notes: list[str] | None = None,
-    early: EarlyAccount | None = None,
+    in_backward: InBackward | None = None,
 ) -> dict[str, Any]:
     """As JSON. `job`: None where PyTorch's ordinary allocator served. `plan`: the file that was in
     effect from the beginning. `notes`: what was said, if that is more than the job knows."""
@@ -53,7 +53,7 @@ def outcome(
         "memplan_version": __version__,
         "plan": plan or None,
         **(_of_job(job) if job is not None else _NO_JOB),
-        "early_updates": early.as_dict() if early is not None else None,
+        "early_updates": in_backward.as_dict() if in_backward is not None else None,
         "notes": notes if notes is not None else job.account.notes if job is not None else [],
     }
 

@@ -1,4 +1,4 @@
-"""Early weight updates for real: fitted, planned, and run in processes of their own."""
+"""The optimizer in backward for real: fitted, planned, and run in processes of their own."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def early_plan(folder: Path, *words: str) -> None:
 
 
 def test_fit_run_and_plan(job: Path) -> None:
-    """A card that the job fits with early updates alone; then the same script on the CPU, and a
-    plan of its addresses."""
+    """A card that the job fits with updates in backward alone; then the same script on the CPU, and
+    a plan of its addresses."""
     fitted = run(job, "-m", "memplan", "fit", "--gpu", "1150MiB", "-o", "job.plan", "train.py")
     assert fitted.stdout.startswith("fits with a plan: ")
     assert "updates in backward" in fitted.stdout and "50 weights" in fitted.stdout

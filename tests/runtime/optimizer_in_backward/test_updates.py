@@ -1,4 +1,4 @@
-"""Early weight updates: the same bits as the plain loop, or no early update, or an error."""
+"""The optimizer in backward: the same bits as the plain loop, or no such update, or an error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from memplan.runtime.apply import AppliedEverywhere
-from memplan.runtime.early.reads import _first_read
-from memplan.types.errors import EarlyUpdateError
+from memplan.runtime.optimizer_in_backward.preconditions import _first_read
+from memplan.types.errors import OptimizerInBackwardError
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
-from tests.runtime.early_loop import STEPS, Applied, Loop, Optimizers, later, same
+from tests.runtime.optimizer_in_backward.loop import STEPS, Applied, Loop, Optimizers, later, same
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> Applied:
     return Applied.watching(monkeypatch)
 
 
-# Loops that early updates serve
+# Loops that updates in backward serve
 
 
 class Accelerated(Loop):
@@ -573,14 +573,14 @@ def test_what_is_noticed_in_time_ends_it(applied: Applied, loop: Any) -> None:
 
 @pytest.mark.parametrize("loop", UNDONE)
 def test_what_cannot_be_undone_is_an_error(applied: Applied, loop: type[Loop]) -> None:
-    with pytest.raises((EarlyUpdateError, RuntimeError)) as error:
+    with pytest.raises((OptimizerInBackwardError, RuntimeError)) as error:
         applied(later(loop))
     assert "has already updated" in str(error.value)
 
 
 def test_a_first_step_that_reads_gradients_late_is_an_error_too(applied: Applied) -> None:
     """Where the plan's capture has seen no such thing."""
-    with pytest.raises(EarlyUpdateError):
+    with pytest.raises(OptimizerInBackwardError):
         applied(LoggedAfter)
 
 

@@ -8,7 +8,7 @@ from memplan.capture.options import ScriptTarget
 from memplan.fit.answer import Lever
 from memplan.fit.judge import Verdict, judge
 from memplan.fit.plans import envelope
-from memplan.phases.early_updates import early_updates, with_early_updates
+from memplan.phases.optimizer_in_backward import updates_in_backward, with_updates_in_backward
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import OrderPart
 from memplan.worker.captures import Captured, CaptureProgram
@@ -20,8 +20,8 @@ NAME = "updates in backward"
 
 
 @dataclass(frozen=True)
-class Early:
-    """A job as captured with early updates."""
+class InBackward:
+    """A job as captured with its weights updated in the backward pass."""
 
     part: OrderPart
     """With the promise of `captured`."""
@@ -38,23 +38,23 @@ class Early:
         )
 
 
-def find_early(
+def find_in_backward(
     program: ScriptTarget,
     plain: Captured,
     verdict: Verdict,
     profile: DeviceProfile,
     capture: CaptureProgram,
-) -> tuple[Early | None, str]:
-    """The job with early updates, or a sentence on why it goes without; empty where they would not
+) -> tuple[InBackward | None, str]:
+    """The job with that, or a sentence on why it goes without; empty where it would not
     help, or the capture has said so.
 
-    What the trace says they would do is simulated first. Only where that is worth it is the job
-    captured again with them in effect, and then that capture counts.
+    What the trace says it would do is simulated first. Only where that is worth it is the job
+    captured again with it in effect, and then that capture counts.
     """
-    found = early_updates(plain.trace)
+    found = updates_in_backward(plain.trace)
     if found.reason:
         return None, f"Weights are not updated in the backward pass: {found.reason}."
-    expected = judge(with_early_updates(plain.trace), profile)
+    expected = judge(with_updates_in_backward(plain.trace), profile)
     if not _worth(verdict, expected):
         return None, ""
     part = OrderPart(parameters=found.parameters, gradient_bytes=found.gradient_bytes)
@@ -67,7 +67,7 @@ def find_early(
         said = next((n for n in captured.estimate.notes if n.startswith("weights are")), "")
         return None, said
     saved = verdict.estimate.high_bytes - after.estimate.high_bytes
-    return Early(promised(part, after), captured, after, saved), ""
+    return InBackward(promised(part, after), captured, after, saved), ""
 
 
 def promised(part: OrderPart, verdict: Verdict) -> OrderPart:

@@ -1,4 +1,4 @@
-"""Weight updates early: in the backward pass, parameter by parameter.
+"""The optimizer in backward: weights are updated in the backward pass, parameter by parameter.
 
 A parameter is updated by the optimizer's own code in a hook that fires when its gradient is
 complete (`Tensor.register_post_accumulate_grad_hook`), and the gradient is released; the
@@ -9,7 +9,8 @@ The first step is watched: its updates come at the optimizer's step, and every o
 completion of a gradient and that step is looked at. What would see a difference (clipping, a
 scaler, accumulation, a closure, a schedule that steps in between, several ranks …) ends it there.
 Later steps are checked before anything is updated. What a job then does for the first time after
-an update, and what cannot be undone, raises EarlyUpdateError before it can use a wrong value.
+an update, and what cannot be undone, raises OptimizerInBackwardError before it can use a wrong
+value.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,19 +29,46 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.capture.patches.attributes import Patches
 from memplan.capture.patches.job_observer import JobObserver, Step
-from memplan.runtime.early.account import Account
-from memplan.runtime.early.fast_attention import fast_attention
-from memplan.runtime.early.followed import Followed, Parameter
-from memplan.runtime.early.one_parameter import share_memory, why_not
-from memplan.runtime.early.reads import reads_gradients
-from memplan.runtime.early.saved_weights import touches, used_late
-from memplan.runtime.early.surroundings import in_autocast, why_not_now, why_not_this
-from memplan.runtime.early.too_late import too_late
-from memplan.runtime.early.watched import Guard, InBackward, Watch, leave_idle, unseen
+from memplan.runtime.optimizer_in_backward.applied_gradient import too_late
+from memplan.runtime.optimizer_in_backward.followed import Followed, Parameter
+from memplan.runtime.optimizer_in_backward.one_parameter import share_memory, why_not
+from memplan.runtime.optimizer_in_backward.preconditions import (
+    in_autocast,
+    reads_gradients,
+    why_not_now,
+    why_not_this,
+)
+from memplan.runtime.optimizer_in_backward.saved_weights import touches, used_late
+from memplan.runtime.optimizer_in_backward.watched import (
+    Guard,
+    InBackward,
+    Watch,
+    fast_attention,
+    leave_idle,
+    unseen,
+)
 from memplan.types.plan import OrderPart
 
 
-class EarlyUpdates:
+@dataclass
+class Account:
+    """What came of it in a run."""
+
+    planned: int
+    """Parameters that the plan updates in backward."""
+    parameters: int = 0
+    """That were, in a step, at most."""
+    steps: int = 0
+    """With such updates."""
+    ended: str = ""
+    """Why they are made by the optimizer's step instead, from the first step or from then on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class OptimizerInBackward:
     """In effect on the optimizers that are made while it is entered; a context manager."""
 
     def __init__(
@@ -60,7 +89,7 @@ class EarlyUpdates:
         self._in_backward = False
         self._watch: Watch | None = None
         self._armed = False
-        """The first step has shown nothing that early updates would change."""
+        """The first step has shown nothing that updates in backward would change."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._followed: weakref.WeakKeyDictionary[Optimizer, Followed] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -71,7 +100,7 @@ class EarlyUpdates:
         self._observer = JobObserver(alters_steps=True)
         self._patches = Patches()
 
-    def __enter__(self) -> EarlyUpdates:
+    def __enter__(self) -> OptimizerInBackward:
         self._thread = threading.get_ident()
         self._modes = _get_current_dispatch_mode_stack()
         self._observer.on_backward(self._around_backward)
@@ -186,7 +215,7 @@ class EarlyUpdates:
         self._give_up("the backward pass runs in another thread than the program began in")
 
     def _begin(self, tensors: Any, reason: str) -> None:
-        """`reason`: why, going by what the pass is asked for, nothing may be early."""
+        """`reason`: why, going by what the pass is asked for, nothing may be updated."""
         if self._pending:
             raise too_late("another backward pass begins before optimizer.step() and needs a value")
         if self._watch is not None:
@@ -306,9 +335,9 @@ class EarlyUpdates:
         account.parameters = max(account.parameters, now)
         if account.steps == 1 and now < account.planned and self._on_note is not None:
             self._on_note(
-                f"{now} of the {account.planned} parameters that the plan updates early were: was "
-                "it made for other arguments? The numbers are the same in any case; the peak may "
-                "be higher than the plan promises"
+                f"{now} of the {account.planned} parameters that the plan updates in backward "
+                "were: was it made for other arguments? The numbers are the same in any case; the "
+                "peak may be higher than the plan promises"
             )
 
     # The optimizer's step
@@ -353,13 +382,14 @@ class EarlyUpdates:
             self._watch.found(f"{function}() of the optimizer is called before its step")
 
     def _judge(self, optimizer: Optimizer) -> None:
-        """The first step: whether the next ones may be early. Where it is the only optimizer, this
-        one is made parameter by parameter too, for the least memory from the beginning."""
+        """The first step: whether the next updates may be in backward. Where it is the only
+        optimizer, this one is made parameter by parameter too, for the least memory from the
+        beginning."""
         assert self._watch is not None
         followed = self._followed.get(optimizer)
         if followed is None:
             return self._give_up("an optimizer steps that was not there before")
-        reason = self._why_not_early(optimizer, followed)
+        reason = self._why_not_in_backward(optimizer, followed)
         if reason:
             return self._give_up(reason)
         self._stepped.add(optimizer)
@@ -374,7 +404,7 @@ class EarlyUpdates:
     def _releases_first(self) -> bool:
         return self._same_job and len(self._followed) == 1
 
-    def _why_not_early(self, optimizer: Optimizer, followed: Followed) -> str:
+    def _why_not_in_backward(self, optimizer: Optimizer, followed: Followed) -> str:
         assert self._watch is not None
         if optimizer in self._stepped:
             return "the optimizer steps twice"

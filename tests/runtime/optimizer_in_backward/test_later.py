@@ -1,4 +1,4 @@
-"""Early weight updates where a loop changes after its first steps, or hides what it uses."""
+"""The optimizer in backward where a loop changes after its first steps, or hides what it uses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from memplan.types.errors import EarlyUpdateError
-from tests.runtime.early_loop import Applied, Layers, Loop, later, same
+from memplan.types.errors import OptimizerInBackwardError
+from tests.runtime.optimizer_in_backward.loop import Applied, Layers, Loop, later, same
 
 linear = nn.functional.linear
 
@@ -232,7 +232,7 @@ class Both(InAThread):
     def _second(self) -> None:
         try:
             self.loss().backward()
-        except EarlyUpdateError as error:
+        except OptimizerInBackwardError as error:
             self.loss_failed.append(error)
 
 
@@ -277,7 +277,7 @@ UNDONE = [
     ],
 )
 def test_what_cannot_be_undone_is_an_error(applied: Applied, loop: Any) -> None:
-    with pytest.raises(EarlyUpdateError, match="has already updated"):
+    with pytest.raises(OptimizerInBackwardError, match="has already updated"):
         applied(loop)
     assert applied.early and not applied.notes
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from memplan.runtime.early.watched import storage_of
+from memplan.runtime.optimizer_in_backward.watched import storage_of
 
 _saved_names: dict[type, tuple[str, ...]] = {}
 """By type of node, the attributes with what it saved, as it was packed."""

@@ -1,4 +1,4 @@
-"""A training loop to vary, and what early updates do to it."""
+"""A training loop to vary, and what updates in backward do to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from memplan.runtime.early import EarlyUpdates, surroundings, updates, watched
+from memplan.runtime.optimizer_in_backward import (
+    OptimizerInBackward,
+    preconditions,
+    updates,
+    watched,
+)
 from memplan.types.plan import OrderPart
 
 STEPS = 4
@@ -124,7 +129,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Applied:
-    """Runs a loop with early updates; what was said and how many were made early."""
+    """Runs a loop with updates in backward; what was said and how many were made early."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -132,7 +137,7 @@ class Applied:
 
     def __call__(self, loop: type[Loop], parameters: int = 0, *, same_job: bool = True) -> Loop:
         part = OrderPart(parameters=parameters, gradient_bytes=0)
-        early = EarlyUpdates(part, self.notes.append, same_job=same_job)
+        early = OptimizerInBackward(part, self.notes.append, same_job=same_job)
         self.account = early.account
         with early:
             return loop().run()
@@ -149,5 +154,5 @@ class Applied:
 
         monkeypatch.setattr(updates, "Guard", Guard)
         monkeypatch.setattr(updates, "reads_gradients", lambda: "")  # these files do
-        monkeypatch.setattr(surroundings, "has_compiled", lambda: False)  # another test may have
+        monkeypatch.setattr(preconditions, "has_compiled", lambda: False)  # another test may have
         return applied

@@ -1,4 +1,4 @@
-"""Modes that see what a job does with tensors it will not have under early updates.
+"""Modes that see what a job does with tensors it will not have with the optimizer in backward.
 
 After the backward pass they are dispatch modes, which see every operator. In the backward pass they
 must not be: some of autograd's formulas (those of `prod` and `cumprod` among them) look whether one
@@ -9,18 +9,26 @@ code does, and `saved_weights` has asked the graph about the rest.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+    resolve_name,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from memplan.runtime.early.too_late import too_late, where
+from memplan.runtime.optimizer_in_backward.applied_gradient import too_late, where
+
+_ASKS = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
 
 
 class _Mode(TorchDispatchMode):
@@ -98,7 +106,7 @@ class Watch(_Mode):
 
 
 class Guard(_Mode):
-    """Raises EarlyUpdateError where something uses what has been updated early."""
+    """Raises OptimizerInBackwardError where something uses what has been updated already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,3 +211,27 @@ def _name(func: Any) -> str:
     if "_amp_" in str(func):
         return "a GradScaler"
     return str(func) if isinstance(func, torch._ops.OpOverload) else resolve_name(func) or str(func)
+
+
+@contextmanager
+def fast_attention() -> Iterator[None]:
+    """PyTorch's attention modules as without `InBackward`, where a checkpoint runs them again. In
+    evaluation mode and without gradients they have a faster way, with other bits, that they do not
+    take while any function mode is active."""
+    real: Any = torch.overrides.has_torch_function
+
+    def without_ours(arguments: Any) -> bool:
+        if isinstance(_get_current_function_mode(), InBackward):
+            with _pop_mode_temporarily():
+                return without_ours(arguments)
+        return bool(real(arguments))
+
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        asks = sys._getframe(1).f_globals.get("__name__") in _ASKS
+        return without_ours(args) if asks else bool(real(args))
+
+    torch.overrides.has_torch_function = has_torch_function
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = real

@@ -11,7 +11,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from memplan.capture.patches.job_observer import others_precede_steps
-from memplan.runtime.early.watched import storage_of
+from memplan.runtime.optimizer_in_backward.watched import storage_of
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(
     {

@@ -1,25 +1,51 @@
-"""What stands where a gradient was that has been applied and released."""
+"""What stands where a gradient was that has been applied and released, and the error of a job that
+needs it."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from memplan.runtime.early.too_late import too_late, where
+from memplan.types.errors import OptimizerInBackwardError
 
 aten = torch.ops.aten
 _MOVES = frozenset(
     {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
 )
 """Operators that only take a gradient elsewhere, as `module.cpu()` does in the end."""
+_OURS = str(Path(__file__).parents[2])
+_TORCHS = str(Path(torch.__file__).parent)
+_NOT_THE_JOBS = (_OURS, _TORCHS, "<")
+
+
+def too_late(what: str) -> OptimizerInBackwardError:
+    """The error for a job that needs what is gone; `what` it does, as a sentence without an end."""
+    return OptimizerInBackwardError(
+        f"{what}, and the plan has already updated the parameter in the backward pass: going on "
+        "would change the job's numbers",
+        'run without the plan, or delete its part "order": the job does in a later step what it '
+        "did not do in its first",
+    )
+
+
+def where() -> str:
+    """` (train.py:12)`: the line of the job that is running; empty in the backward pass."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_JOBS):
+            return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 class AppliedGradient(Tensor):
     """Has the shape of a gradient and no memory. Whatever asks for its values raises
-    EarlyUpdateError: it is not None, just as the gradient would not be, and it is never a wrong
-    number."""
+    OptimizerInBackwardError: it is not None, just as the gradient would not be, and it is never a
+    wrong number."""
 
     @staticmethod
     def __new__(

@@ -1,4 +1,4 @@
-"""Loops that early weight updates serve although something of theirs is out of the ordinary."""
+"""Loops that updates in backward serve although something of theirs is out of the ordinary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runtime.early_loop import Applied, Layers, Loop, Optimizers, same
+from tests.runtime.optimizer_in_backward.loop import Applied, Layers, Loop, Optimizers, same
 
 
 @pytest.fixture

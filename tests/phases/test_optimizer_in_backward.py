@@ -1,4 +1,4 @@
-"""Early weight updates on traces: which jobs allow them, and what the job would then ask for."""
+"""The optimizer in backward on traces: which jobs allow it, and what the job would then ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from memplan.capture.options import ScriptTarget
 from memplan.phases import find_steps
-from memplan.phases.early_updates import early_updates, with_early_updates
+from memplan.phases.optimizer_in_backward import updates_in_backward, with_updates_in_backward
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
@@ -79,7 +79,7 @@ def plain(steps: int = 3) -> Loop:
 
 
 def test_a_plain_loop_allows_them() -> None:
-    found = early_updates(plain().trace())
+    found = updates_in_backward(plain().trace())
     assert found.reason == "" and (found.parameters, found.gradient_bytes) == (1, WEIGHT)
 
 
@@ -110,7 +110,7 @@ def test_what_forbids_them(between: str, says: str) -> None:
         loop.stepped()
         if between != "keeps":
             loop.release()
-    found = early_updates(loop.trace())
+    found = updates_in_backward(loop.trace())
     if between == "keeps":  # the first step made it; of the steady one it is none
         assert found.reason == "no gradients are made in a step"
     else:
@@ -120,13 +120,13 @@ def test_what_forbids_them(between: str, says: str) -> None:
 def test_other_jobs_that_have_none() -> None:
     trace = plain().trace()
     meta = msgspec.structs.replace(trace.meta, communicators=[Communicator(2, 2, 1)])
-    assert "ranks" in early_updates(replace(trace, meta=meta, _cache={})).reason
-    assert early_updates(Loop().trace()).reason
+    assert "ranks" in updates_in_backward(replace(trace, meta=meta, _cache={})).reason
+    assert updates_in_backward(Loop().trace()).reason
     forward = Loop()
     for _ in range(2):
         forward.forward()
         forward.stepped()
-    assert early_updates(forward.trace()).reason == "no gradients are made in a step"
+    assert updates_in_backward(forward.trace()).reason == "no gradients are made in a step"
 
 
 def alive(trace: Trace) -> list[int]:
@@ -144,7 +144,7 @@ def alive(trace: Trace) -> list[int]:
 
 
 def test_gradients_go_when_they_are_complete() -> None:
-    before, after = plain().trace(), with_early_updates(plain().trace())
+    before, after = plain().trace(), with_updates_in_backward(plain().trace())
     assert max(alive(before)) == WEIGHT + WEIGHT + 200
     assert max(alive(after)) == WEIGHT + WEIGHT + 16
     last = find_steps(after)[2]
@@ -159,7 +159,7 @@ def test_the_job_may_end_with_its_last_gradients() -> None:
     loop = plain(2)
     for part in (loop.forward, loop.backward, loop.update):
         part()
-    after = with_early_updates(loop.trace())
+    after = with_updates_in_backward(loop.trace())
     assert alive(loop.trace())[-1] == 2 * WEIGHT and alive(after)[-1] == WEIGHT
     assert max(alive(after)) == WEIGHT + WEIGHT + 16
 
@@ -171,6 +171,6 @@ def test_it_says_what_a_capture_of_the_job_with_them_shows() -> None:
     settings = AllocatorSettings()
     found, shown = (
         simulate(trace, settings).allocated_peak_bytes
-        for trace in (with_early_updates(job(PROGRAM).trace), real)
+        for trace in (with_updates_in_backward(job(PROGRAM).trace), real)
     )
     assert found == shown < simulate(job(PROGRAM).trace, settings).allocated_peak_bytes

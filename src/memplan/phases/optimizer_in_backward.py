@@ -1,8 +1,8 @@
-"""Weight updates early, on a trace: whether a job allows them, and what it would then ask for.
+"""The optimizer in backward, on a trace: whether a job allows it, and what it would then ask for.
 
-An update is early when it comes in the backward pass, as soon as its gradient is complete, and the
-gradient is then released (`runtime/early`). Then gradients are not alive together, and neither are
-the temporaries of a step over all parameters.
+An update then comes in the backward pass, as soon as its gradient is complete, and the gradient is
+released (`runtime/optimizer_in_backward`): gradients are not alive together, and neither are the
+temporaries of a step over all parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memplan.types.trace import I64, EventKind, Phase, Role, Trace
 
 
 @dataclass(frozen=True)
-class EarlyUpdates:
+class UpdatesInBackward:
     """What a trace says of them. Bytes are requested ones."""
 
     reason: str
@@ -28,7 +28,7 @@ class EarlyUpdates:
     gradient_bytes: int = 0
 
 
-def early_updates(trace: Trace) -> EarlyUpdates:
+def updates_in_backward(trace: Trace) -> UpdatesInBackward:
     """Judge by the steady step, else by the last complete one.
 
     A trace does not show everything that matters (which optimizer, whose hooks): the run itself
@@ -36,9 +36,9 @@ def early_updates(trace: Trace) -> EarlyUpdates:
     """
     table = find_steps(trace)
     if not len(table) or table.inferred or not len(trace.ops):
-        return EarlyUpdates("the trace has no optimizer steps with operators")
+        return UpdatesInBackward("the trace has no optimizer steps with operators")
     if trace.meta.communicators:
-        return EarlyUpdates("the job runs as one of several ranks")
+        return UpdatesInBackward("the job runs as one of several ranks")
     step = table.steady if table.steady is not None else len(table) - 1
     return _Step(trace, step, *table[step]).judged()
 
@@ -60,12 +60,12 @@ class _Step:
         self._made = made[is_gradient[made]]
         self._is_gradient = is_gradient
 
-    def judged(self) -> EarlyUpdates:
+    def judged(self) -> UpdatesInBackward:
         if not len(self._made):
-            return EarlyUpdates("no gradients are made in a step")
+            return UpdatesInBackward("no gradients are made in a step")
         reason = self._accumulates() or self._used_elsewhere() or self._weights_used()
         total = int(storage_bytes(self._trace)[self._made].sum())
-        return EarlyUpdates(reason, len(self._made), total)
+        return UpdatesInBackward(reason, len(self._made), total)
 
     def _accumulates(self) -> str:
         backward = self._phase == Phase.BACKWARD
@@ -101,8 +101,8 @@ class _Step:
         return f"{name} ({source})" if source else name
 
 
-def with_early_updates(trace: Trace) -> Trace:
-    """The trace of the same job with early updates, without their own temporaries.
+def with_updates_in_backward(trace: Trace) -> Trace:
+    """The trace of the same job with updates in backward, without their own temporaries.
 
     In every step but the first a gradient is gone as soon as it is complete, in the first when the
     optimizer begins; what the optimizer asks for and gives back in one step falls away.

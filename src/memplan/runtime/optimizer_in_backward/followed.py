@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memplan.runtime.early.applied_gradient import AppliedGradient
-from memplan.runtime.early.one_parameter import settings, why_not_step
-from memplan.runtime.early.watched import storage_of
 from memplan.runtime.one_update import update
+from memplan.runtime.optimizer_in_backward.applied_gradient import AppliedGradient
+from memplan.runtime.optimizer_in_backward.one_parameter import settings, why_not_step
+from memplan.runtime.optimizer_in_backward.watched import storage_of
 
 
 class Parameter:
@@ -162,7 +162,7 @@ class Followed:
         self.settings = self._settings_now()
 
     def why_not(self) -> str:
-        """Why no update may be early in the backward pass that begins; empty where all may."""
+        """Why nothing may be updated in the backward pass that begins; empty where all may."""
         optimizer = self._optimizer()
         assert optimizer is not None, "a training loop is about to use it"
         if reason := why_not_step(optimizer):
