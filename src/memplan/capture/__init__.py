@@ -15,7 +15,7 @@
 | `distributed`, `compiled` | process groups; `torch.compile` |
 | `standins` | packages that only the GPU machine has, and rules for their kernels |
 | `job`, `training` | the script's run, errors and processes; its steps and its end |
-| `sandbox`, `patches` | files, network and children of the job; replaced attributes |
+| `sandbox`, `patches` | files, network and children of the job; replaced attributes, hooks |
 | `importers` | traces from files of other tools |
 """
 

@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from memplan.types.deadline import Deadline
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
@@ -96,11 +96,8 @@ class WorkerProcess:
 
 def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:
     """The first of them that has ended."""
-    while True:
-        for process in processes:
-            if process.ended:
-                return process
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    Deadline().poll(lambda: any(one.ended for one in processes), _SECONDS_BETWEEN_LOOKS)
+    return next(one for one in processes if one.ended)
 
 
 def _all_of(file: IO[bytes] | None) -> bytes:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memplan.runtime.planned import phases
-from memplan.runtime.planned.phase_cursor import PhaseCursor
+from memplan.runtime.planned.phases import PhaseCursor
 from memplan.types.trace import Phase
 from tests.runtime.planned.listening import listening
 

@@ -14,8 +14,7 @@ from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate
 from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.peaks import Peaks
-from memplan.runtime.planned.phase_cursor import PhaseCursor
-from memplan.runtime.planned.phases import JobHooks
+from memplan.runtime.planned.phases import JobHooks, PhaseCursor
 from memplan.runtime.planned.recording import Recording
 from memplan.runtime.planned.stream_order import StreamOrder
 from memplan.types.deadline import Deadline

@@ -29,9 +29,9 @@ from memplan.runtime.tape.op_effects import (
     updated_statistics,
     written_tensors,
 )
-from memplan.runtime.tape.real_cuda import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.replay import copy_of_storage
 from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
+from memplan.runtime.tape.settings import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
 

@@ -1,4 +1,5 @@
-"""Settings of PyTorch by which an op chooses what it computes, and with which kernel."""
+"""Settings of PyTorch by which an op chooses what it computes, with which kernel, and on which
+stream."""
 
 from __future__ import annotations
 
@@ -52,3 +53,20 @@ def changing_settings() -> Iterator[Callable[[Settings], None]]:
         yield use
     finally:
         use(before)
+
+
+def current_stream() -> int:
+    """The current device's current stream, as the driver knows it."""
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+@contextmanager
+def tensors_made_as_in_captures() -> Iterator[None]:
+    """`torch.tensor(data, device="cuda")` shows its copy to the device as an op, as it does where
+    the device is a fake one: a plan counts the ops there."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
