@@ -1,4 +1,4 @@
-"""What `optimizer.step()` does to one parameter, alone: by the optimizer's own code."""
+"""What `optimizer.step()` does to some parameters alone: by the optimizer's own code."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-def update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+def update(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> None:
     """No hook of the optimizer is called. Raises what its step raises."""
-    plain_step(type(optimizer))(alone(optimizer, group, parameter))
+    plain_step(type(optimizer))(alone(optimizer, group, *parameters))
 
 
-def alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Any:
-    """The optimizer with a parameter for its only one; it has the same state."""
+def alone(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> Any:
+    """The optimizer with no other parameters than these; it has the same state."""
     shell: Any = object.__new__(type(optimizer))
-    shell.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": [parameter]}]}
+    shell.__dict__ = {**vars(optimizer), "param_groups": [{**group, "params": list(parameters)}]}
     return shell
 
 

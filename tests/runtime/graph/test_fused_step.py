@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_inductor_cache
 
 import memplan
 from bench.recompute.tracker import measure
@@ -199,6 +202,53 @@ def test_copies_of_weights_are_not_kept_for_backward() -> None:
     assert not report.fallback
 
 
+def test_no_kernel_is_made_for_a_copy_of_a_weight() -> None:
+    """Plain `torch.compile` keeps forward's copies for backward."""
+    channels = 8, 16, 24, 32, 40
+    model = nn.Sequential(*(nn.Conv2d(*pair, 3, bias=False) for pair in pairwise(channels)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    picture = torch.randn(1, 8, 12, 12)
+
+    def loss() -> Tensor:
+        return model(picture).square().mean()
+
+    with fresh_inductor_cache():
+        metrics.reset()
+        torch.compile(loss)().backward()
+        plain = metrics.generated_kernel_count
+        metrics.reset()
+        step = memplan.compile(loss, optimizer=optimizer, codegen="inductor")
+        step()
+    assert 0 < metrics.generated_kernel_count <= plain
+    assert not step.report().fallback
+
+
+def test_small_parameters_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 512
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    theirs = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(one.parameters(), eps=1e-3) for one in (model, theirs)]
+    x = torch.randn(4, width)
+    step = memplan.compile(
+        lambda: model(x).square().mean(), optimizer=optimizers[0], codegen="inductor"
+    )
+    update = type(step._updates).update
+    calls: list[list[int]] = []
+
+    def seen(self: Any, *parameters: Tensor) -> None:
+        calls.append(sorted(one.numel() for one in parameters))
+        update(self, *parameters)
+
+    monkeypatch.setattr(type(step._updates), "update", seen)
+    for _ in range(3):
+        step()
+        optimizers[1].zero_grad()
+        theirs(x).square().mean().backward()
+        optimizers[1].step()
+    assert sorted(calls[:5], key=len) == [[width * width]] * 4 + [[width] * 4]
+    close(model, theirs)
+
+
 def test_other_shapes_and_an_error_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = adam(model)
@@ -209,12 +259,11 @@ def test_other_shapes_and_an_error_in_an_update(monkeypatch: pytest.MonkeyPatch)
     update = type(step._updates).update
     updated: list[Tensor] = []
 
-    def fail(self: Any, parameter: Tensor) -> None:
+    def fail(self: Any, *parameters: Tensor) -> None:
         if len(updated) == 2:
             raise RuntimeError("no more")
-        if self.trains(parameter):
-            updated.append(parameter)
-        update(self, parameter)
+        updated.extend(one for one in parameters if self.trains(one))
+        update(self, *parameters)
 
     monkeypatch.setattr(type(step._updates), "update", fail)
     with pytest.raises(RuntimeError, match="no more") as caught:

@@ -66,9 +66,9 @@ class Trained:
         self.optimizers = make(self.mine), make(self.theirs)
         self.updates = Updates(self.optimizers[:1])
 
-    def step(self) -> int:
+    def step(self, lay: Callable[[Tensor], Tensor] = torch.clone) -> int:
         """The most elements of a temporary."""
-        gradients = [torch.randn_like(one) for one in self.mine]
+        gradients = [lay(torch.randn_like(one)) for one in self.mine]
         self.updates.begin()
         self.updates.in_graph = True
         self.updates.begin_in_pieces(self.mine)
@@ -113,10 +113,24 @@ def test_what_is_not_pointwise_is_updated_as_a_whole(make: Make) -> None:
 def test_scratch_bytes(make: Make) -> None:
     trained = Trained(make)
     trained.updates.begin()
-    large, _, small = (trained.updates.scratch_bytes(one) for one in trained.mine)
+    large, _, small = (trained.updates.scratch_bytes(one, one.stride()) for one in trained.mine)
     assert small < large
     # Adam has two temporaries.
     assert (large <= 2 * 4 * PIECE + 16) == (make is torch.optim.Adam)
+    first, _, last = (one.contiguous().stride() for one in trained.mine)
+    copied = trained.updates.scratch_bytes(trained.mine[0], first)
+    assert large < copied
+    assert (copied <= 3 * 4 * PIECE + 16) == (make is torch.optim.Adam)
+    assert trained.updates.scratch_bytes(trained.mine[2], last) == small
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_gradients_that_lie_in_another_way(make: Make) -> None:
+    """As convolutions with channels last make them: a piece is some rows of the parameter."""
+    trained = Trained(make)
+    row = max(one.numel() // len(one) for one in trained.mine[:2])
+    for _ in range(2):
+        assert 0 < trained.step(Tensor.contiguous) <= max(row, PIECE)
 
 
 def test_state_that_lies_in_another_way() -> None:

@@ -225,6 +225,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._inductor.dependencies.WeakDep",
         "torch._inductor.graph.GraphLowering",
         "torch._inductor.ir",
+        "torch._inductor.lowering.fallback_handler",
         "torch._inductor.memory",
         "torch._inductor.scheduler",
         "torch._inductor.scheduler.NopKernelSchedulerNode",

@@ -1,8 +1,9 @@
 """A whole training step in Inductor's code: forward, and backward with each parameter's update.
 
-The code of backward calls an operator of memplan's for each gradient (`memplan::take_gradient`),
-which runs the optimizer's own code for that parameter. To Inductor it is an operator that writes
-the parameter, so that whoever reads that runs before; the gradient is freed after it.
+The code of backward calls an operator of memplan's for each gradient (`memplan::take_gradients`),
+which runs the optimizer's own code for that parameter; small parameters share one. To Inductor it
+is an operator that writes the parameter, so that whoever reads that runs before; the gradient is
+freed after it.
 """
 
 from __future__ import annotations
@@ -36,39 +37,60 @@ from memplan.runtime.graph.joint import (
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.updates import TakeGradient, Updates
 
-_takers: WeakValueDictionary[int, TakeGradient] = WeakValueDictionary()
+_SMALL = 2**14
+"""Elements of a parameter: a call of its own costs more than its update."""
+_TOGETHER = 1 / 256
+"""Of all trained parameters' bytes: what is updated in one call, whose gradients are all there."""
+
+_takers: WeakValueDictionary[int, _Take] = WeakValueDictionary()
 _library = torch.library.Library("memplan", "FRAGMENT")
 _library.define(
-    "take_gradient(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] views, int taker) -> ()",
+    "take_gradients(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] views, int taker)"
+    " -> ()",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
 
-def _take(parameter: torch.Tensor, gradient: torch.Tensor, _views: Any, taker: int) -> None:
-    _takers[taker](parameter, gradient)
+def _take(parameters: Any, gradients: Any, _views: Any, taker: int) -> None:
+    _takers[taker](parameters, gradients)
 
 
 def _take_nothing(*_args: Any) -> None:
     """Of tensors without memory."""
 
 
-_library.impl("take_gradient", _take, "CompositeExplicitAutograd")
-_library.impl("take_gradient", _take_nothing, "Meta")
-_TAKE = torch.ops.memplan.take_gradient.default
-SCRATCH[_TAKE] = lambda arguments: _takers[arguments[-1]].scratch_bytes
+_library.impl("take_gradients", _take, "CompositeExplicitAutograd")
+_library.impl("take_gradients", _take_nothing, "Meta")
+_TAKE = torch.ops.memplan.take_gradients.default
+SCRATCH[_TAKE] = lambda call: _takers[call.constant_args[-1]].scratch_bytes(call)
 
 
-class _Take(TakeGradient):
-    """Whose gradient's memory is Inductor's, to be used again as soon as this returns."""
+class _Take:
+    """Takes gradients in Inductor's memory, which is used again as soon as this returns."""
 
-    def __init__(self, updates: Updates, copies: bool) -> None:
-        super().__init__(updates, copies)
-        self._of = updates
+    def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor]) -> None:
+        self._updates = updates
+        self.parameters = parameters
+        """Until the code is there."""
+        _takers[id(self)] = self
 
-    def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        if not (self._of.in_graph and self._of.trains(parameter)):
-            gradient = gradient.clone()  # it stays
-        super().__call__(parameter, gradient)
+    def __call__(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        updates = self._updates
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            stays = not (updates.in_graph and updates.trains(parameter))
+            alike = gradient.stride() == parameter.stride() or updates.in_pieces(parameter)
+            TakeGradient(updates, stays or not alike).hold(parameter, gradient)
+        if updates.in_graph:
+            updates.update(*parameters)
+
+    def scratch_bytes(self, call: Any) -> int:
+        """Of Inductor's call, whose gradients lie as it has them."""
+        many = len(self.parameters)
+        gradients = call.inputs[many : 2 * many]
+        pairs = zip(self.parameters, gradients, strict=True)
+        return sum(self._updates.scratch_bytes(one, of.get_stride()) for one, of in pairs)
 
 
 def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: StepParts) -> Any:
@@ -113,8 +135,8 @@ class StepParts(Parts):
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._primals: list[fx.Node] = []
         """The joint graph's."""
-        self._takers: dict[int, TakeGradient] = {}
-        """By the place of the parameter among the primals."""
+        self._takers: dict[tuple[int, ...], _Take] = {}
+        """By the places of the parameters among the primals."""
         self._extra: list[int] = []
         """Places of primals that backward is given beside what forward saved."""
         self._start: LossGradient | None = None
@@ -176,6 +198,8 @@ class StepParts(Parts):
             self.kernels += kernels.calls
         self._runs = runs[0], runs[1]
         self._parts = None
+        for taker in self._takers.values():
+            taker.parameters = ()
         self._parameters.clear()
         self._primals.clear()
 
@@ -202,18 +226,21 @@ class StepParts(Parts):
             views.setdefault(memory.lie_in(node.name), []).append(node)
         known = {node.name: node for node in places}
         last = places[-1]
-        for place, gradient in enumerate(_returned(backward)):
-            parameter = self._parameters.get(place)
-            if not isinstance(gradient, fx.Node) or parameter is None:
-                continue
-            name = self._primals[place].name
-            written = known.get(PARAMETER + name)
-            if written is None:
-                written = last = _placed(self._primals[place], last)
-            others = [one for one in views.get(name, []) if one is not written]
-            taker = self._takers.setdefault(place, self._taker(parameter, gradient))
+        gradients = dict(enumerate(_returned(backward)))
+        for together in self._together(gradients):
+            written, others = [], []
+            for place in together:
+                name = self._primals[place].name
+                if PARAMETER + name not in known:
+                    known[PARAMETER + name] = last = _placed(self._primals[place], last)
+                written.append(known[PARAMETER + name])
+                others += [one for one in views.get(name, []) if one is not written[-1]]
+            taker = self._takers.get(together)
+            if taker is None:
+                mine = [self._parameters[place] for place in together]
+                taker = self._takers[together] = _Take(self._updates, mine)
             with graph.inserting_before(output):
-                given = written, gradient, others, id(taker)
+                given = written, [gradients[place] for place in together], others, id(taker)
                 graph.call_function(_TAKE, given).meta["val"] = None
         output.args = ((),)
         backward.recompile()
@@ -224,14 +251,22 @@ class StepParts(Parts):
         names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
         return [place[name] for name in names if name in place]
 
-    def _taker(self, parameter: torch.Tensor, gradient: fx.Node) -> TakeGradient:
-        copies = not lies_as(gradient, parameter)
-        taker = _Take(self._updates, copies)
-        taker.scratch_bytes = self._updates.scratch_bytes(parameter)
-        if copies:
-            taker.scratch_bytes += parameter.numel() * parameter.element_size()
-        _takers[id(taker)] = taker
-        return taker
+    def _together(self, gradients: dict[int, Any]) -> list[tuple[int, ...]]:
+        """Places of parameters whose gradients are taken in one call."""
+        sizes = {
+            place: parameter.numel() * parameter.element_size()
+            for place, parameter in self._parameters.items()
+            if isinstance(gradients.get(place), fx.Node)
+        }
+        left, small = sum(sizes.values()) * _TOGETHER, []
+        for place in sorted(sizes, key=sizes.__getitem__):
+            left -= sizes[place]
+            parameter = self._parameters[place]
+            whole = lies_as(gradients[place], parameter)  # not a part that holds the rest
+            if left >= 0 and whole and parameter.numel() <= _SMALL:
+                small.append(place)
+        rest: list[tuple[int, ...]] = [(place,) for place in sizes if place not in small]
+        return [*rest, tuple(small)] if small else rest
 
     # The step
 

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._inductor import config, memory, scheduler
+from torch._inductor import config, ir, memory, scheduler
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import fallback_handler
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
@@ -49,6 +50,9 @@ from memplan.types.trace import I64
 
 _NEARLY = 1.01
 """Times the least peak that is possible: a lower one is not worth the seconds of a search."""
+
+
+_CLONE = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +178,33 @@ def _watched(
                 raise _LookedError
         return result
 
+    lay_out = ir.ExternKernel.require_strides
+
+    def require(x: Any, order: Any = None, **more: Any) -> Any:
+        return _copied_whole(x, order) or lay_out(x, order, **more)
+
     with (
+        mock.patch.object(ir.ExternKernel, "require_strides", staticmethod(require)),
         mock.patch.object(memory, "reorder_for_peak_memory", reorder),
         mock.patch.object(GraphLowering, "codegen", codegen),
         config.patch(reorder_for_peak_memory=True),
         uncached(),
     ):
         yield seen
+
+
+def _copied_whole(tensor: Any, order: Any) -> Any:
+    """A copy with channels last of what the graph is given, a weight of a convolution: by PyTorch's
+    own kernel, where Inductor would have one made for each. None for any other layout."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    orders = {4: ir.NHWC_STRIDE_ORDER, 5: ir.NHWDC_STRIDE_ORDER}
+    given = isinstance(tensor, ir.TensorBox) and isinstance(tensor.data, ir.StorageBox)
+    if order is None or not given or not isinstance(tensor.data.data, ir.InputBuffer):
+        return None
+    wanted = orders.get(len(order)) == list(order) and tensor.get_numel() not in (0, 1)
+    if not wanted or tensor.get_layout().is_stride_ordered(order):
+        return None
+    return _CLONE(tensor, memory_format=formats[len(order)])
 
 
 def _kernels(graph: Any, given: Sequence[Given | None], nested: int) -> Kernels | None:

@@ -269,11 +269,11 @@ def _scratch(node: Any) -> int:
     """Of operators that say what they ask for and free while they run."""
     operator = getattr(node.node, "op_overload", None)
     tell = SCRATCH.get(operator) if operator is not None else None
-    return 0 if tell is None else tell(node.node.constant_args)
+    return 0 if tell is None else tell(node.node)
 
 
-SCRATCH: dict[Any, Callable[[Sequence[Any]], int]] = {}
-"""Bytes by what an operator is called with, tensors left out."""
+SCRATCH: dict[Any, Callable[[Any], int]] = {}
+"""Bytes by an operator, told Inductor's node that calls it."""
 
 
 def _reuses(lines: Iterable[Any]) -> Iterator[tuple[str, str]]:

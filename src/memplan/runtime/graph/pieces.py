@@ -7,7 +7,7 @@ processor's cache when the next one reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memplan.runtime.graph.arithmetic import GRADIENT, PARAMETER, Arithmetic, Named, Token
-
-_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 ELEMENTS = {"cpu": 2**20}
 """Of a piece, by the kind of device: so many that starting an operator costs little."""
@@ -36,6 +34,8 @@ class Pointwise:
     """Keys of state that is one number."""
     state: tuple[str, ...]
     """Keys of state that lies as the parameter does."""
+    size: int
+    """Elements of a piece."""
 
     def run(
         self,
@@ -44,36 +44,33 @@ class Pointwise:
         state: Mapping[str, Any],
         numbers: Sequence[float],
     ) -> bool:
-        """Update a parameter. False where the tensors lie in other ways: then nothing is done."""
-        tensors = [parameter.detach(), gradient, *(state[key] for key in self.state)]
-        if not _alike(tensors):
+        """Update a parameter. False where its state lies in another way than it does: then nothing
+        is done. Of a gradient that does, each piece is copied."""
+        held = [parameter.detach(), *(state[key] for key in self.state)]
+        if any(one.shape != parameter.shape for one in (*held, gradient)):
             return False
+        if not all(one.is_contiguous() for one in (*held, gradient)):
+            order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+            held, gradient = [one.permute(order) for one in held], gradient.permute(order)
+            if not all(one.is_contiguous() for one in held):
+                return False
         with torch.no_grad():
             self.once(*(state[key] for key in self.counts), *numbers)
-            if parameter.numel() <= elements(parameter):
-                self.each(*tensors, *numbers)
-                return True
-            flat = (one.as_strided((one.numel(),), (1,)) for one in tensors)
-            for pieces in zip(*(one.split(elements(one)) for one in flat), strict=True):
-                self.each(*pieces, *numbers)
+            for first, taken, *rest in _pieces([held[0], gradient, *held[1:]], self.size):
+                self.each(first, taken.to(first.dtype).contiguous(), *rest, *numbers)
         return True
 
-    def without_memory(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """What `each` takes, numbers apart: a piece of the parameter and so on."""
-        count = min(parameter.numel(), elements(parameter))
-        return [
-            torch.empty(count, dtype=parameter.dtype, device="meta")
-            for _ in range(2 + len(self.state))
-        ]
 
-    def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether this is for the parameter, where its gradient and its state lie as it does."""
-        return _alike([parameter])
-
-
-def elements(like: torch.Tensor) -> int:
-    """Of a piece of a tensor."""
-    return ELEMENTS.get(like.device.type, _ELEMENTS)
+def _pieces(tensors: list[torch.Tensor], size: int) -> Iterable[Sequence[torch.Tensor]]:
+    """Of tensors in rows; the second, a gradient, may lie in another way."""
+    first, gradient = tensors[:2]
+    if first.numel() <= size:
+        return [tensors]
+    if gradient.is_contiguous():
+        tensors = [one.view(-1) for one in tensors]
+    else:
+        size = max(1, size // first[0].numel())
+    return zip(*(one.split(size) for one in tensors), strict=True)
 
 
 def pointwise(arithmetic: Arithmetic, like: torch.Tensor) -> Pointwise | None:
@@ -99,7 +96,8 @@ def pointwise(arithmetic: Arithmetic, like: torch.Tensor) -> Pointwise | None:
         args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
         node = part.graph.call_function(operation.func, args, kwargs)
         part.nodes["made", number, 0] = node
-    return Pointwise(once.module(), each.module(), counts, state)
+    size = ELEMENTS.get(like.device.type, _ELEMENTS)
+    return Pointwise(once.module(), each.module(), counts, state, size)
 
 
 class _Part:
@@ -117,11 +115,3 @@ class _Part:
     def module(self) -> fx.GraphModule:
         self.graph.output(())
         return fx.GraphModule(torch.nn.Module(), self.graph)
-
-
-def _alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they lie in the same way, without gaps where they are to be taken in pieces."""
-    first = tensors[0]
-    same = all(one.shape == first.shape and one.stride() == first.stride() for one in tensors)
-    small = first.numel() <= elements(first)
-    return same and (small or bool(_is_dense(first)))

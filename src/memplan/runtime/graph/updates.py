@@ -96,17 +96,20 @@ class Updates:
         """Whether a step treats each parameter by itself, and nobody listens to it."""
         return all(_each_by_itself(optimizer) for optimizer in self.optimizers)
 
-    def update(self, parameter: torch.Tensor) -> None:
-        """The optimizer's step for one parameter, which has a gradient."""
-        found = self._groups.get(id(parameter))
-        if found is None:
-            return
-        optimizer, number = found
-        self.done.add(id(parameter))
-        if not self._in_pieces_if_it_can(optimizer, parameter):
-            update(optimizer, optimizer.param_groups[number], parameter)
-        if not self.keep_gradients:
-            parameter.grad = None
+    def update(self, *parameters: torch.Tensor) -> None:
+        """The optimizers' step for parameters that have gradients: in pieces for one, if it can be,
+        and else one step for all of a group."""
+        of: dict[tuple[Optimizer, int], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if (found := self._groups.get(id(parameter))) is not None:
+                of.setdefault(found, []).append(parameter)
+        for (optimizer, number), mine in of.items():
+            self.done.update(map(id, mine))
+            if len(mine) > 1 or not self._in_pieces_if_it_can(mine[0]):
+                update(optimizer, optimizer.param_groups[number], *mine)
+            if not self.keep_gradients:
+                for parameter in mine:
+                    parameter.grad = None
 
     def update_rest(self) -> None:
         """The optimizers' step for those that the graph does not reach, but an earlier call did."""
@@ -135,35 +138,46 @@ class Updates:
             self._in_pieces = None if first_only else classes
             self._piecewise = {id(p): one for one in classes for p in one.parameters}
 
-    def _in_pieces_if_it_can(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    def in_pieces(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's update is likely to be done so, however its gradient lies."""
+        return id(parameter) in self._piecewise
+
+    def _in_pieces_if_it_can(self, parameter: torch.Tensor) -> bool:
         one = self._piecewise.get(id(parameter))
         if one is None or one.pointwise is None or parameter.grad is None:
             return False
-        state = optimizer.state.get(parameter, {})
+        state = one.optimizer.state.get(parameter, {})
         return one.pointwise.run(parameter, parameter.grad, state, one.numbers)
 
-    def scratch_bytes(self, parameter: torch.Tensor) -> int:
-        """What an update that may be done in pieces asks for and frees, in bytes."""
+    def scratch_bytes(self, parameter: torch.Tensor, strides: Sequence[int]) -> int:
+        """What an update that may be done in pieces asks for and frees, in bytes, with a gradient
+        that has these strides."""
         found = self._groups.get(id(parameter))
         if found is None:
             return 0
         begun = bool(found[0].state.get(parameter))
-        key = (*found, parameter.shape, parameter.stride(), parameter.dtype, begun)
+        strides = tuple(map(int, strides))
+        key = (*found, parameter.shape, parameter.stride(), parameter.dtype, strides, begun)
         if key not in self._scratch:
-            self._scratch[key] = self._measure_scratch(parameter)
+            self._scratch[key] = self._measure_scratch(parameter, strides)
         return self._scratch[key]
 
-    def _measure_scratch(self, parameter: torch.Tensor) -> int:
+    def _measure_scratch(self, parameter: torch.Tensor, strides: tuple[int, ...]) -> int:
         self.arithmetic(parameter)
         classes, _ = self.take_classes()
         update = classes[0].pointwise if classes else None
-        if update is None or not update.fits(parameter):
-            return self.state_bytes(parameter)[1]
-        with as_in_a_step():
-            tensors, meter = update.without_memory(parameter), Meter()
-            with meter:
-                update.each(*tensors, *classes[0].numbers)
-        return meter.peak + _OF_NUMBERS
+        if update is not None:
+            known = classes[0].arithmetic
+            with as_in_a_step():
+                like, meter = without_memory(parameter), Meter()
+                gradient = torch.empty_strided(like.shape, strides, dtype=like.dtype, device="meta")
+                state = dict(zip(known.state, known.begins_with, strict=True))
+                with meter:
+                    done = update.run(like, gradient, state, classes[0].numbers)
+            if done:
+                return meter.peak + _OF_NUMBERS
+        copied = parameter.numel() * parameter.element_size()
+        return self.state_bytes(parameter)[1] + copied * (strides != parameter.stride())
 
     # Arithmetic in the graph
 
@@ -319,6 +333,12 @@ class TakeGradient(Added):
         parameter: AccumulateGrad copies it then."""
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.hold(parameter, gradient)
+        if self._updates.in_graph:
+            self._updates.update(parameter)
+
+    def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Accumulate it in `parameter.grad`."""
         before = parameter.grad
         if before is not None:
             before.add_(gradient)
@@ -326,8 +346,6 @@ class TakeGradient(Added):
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad = gradient
-        if self._updates.in_graph:
-            self._updates.update(parameter)
 
 
 def _of_torch(kind: type[Optimizer]) -> type[Optimizer]:
