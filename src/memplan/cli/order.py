@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         from memplan.order.baselines import baseline_orders
         from memplan.order.solve import solve
 
+        deadline = deadline.again(args.timeout)  # imports take seconds
+
         @functools.cache  # the solver may need them, and the answer does
         def baselines() -> list[Candidate]:
             return baseline_orders(graph, deadline)

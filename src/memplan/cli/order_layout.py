@@ -49,7 +49,7 @@ class Layouts:
 
 
 def lay_out(graph: Graph, order: I64, *, deadline: Deadline) -> Layouts:
-    """Layouts of both orders, each found within half of the time."""
+    """Layouts of both orders: one within half of the time, the other within what is left."""
     half = deadline.part(2)
     return Layouts(_laid(graph, program_order(graph), half), _laid(graph, order, deadline))
 
