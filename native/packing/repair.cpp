@@ -15,18 +15,18 @@ namespace {
 
 constexpr double kLeastItems = 16;
 constexpr double kMostItems = 4'000;
-constexpr int kDives = 12;
+constexpr int kDescents = 12;
 constexpr std::size_t kMostSearched = 200;  // items
 constexpr std::int64_t kDeadEnds = 200;
-constexpr Taste kTaste = {0, 1, 0, 0.2, 0.5};
+constexpr Heuristic kHeuristic = {0, 1, 0, 0.2, 0.5};
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-Repair::Repair(const Problem& problem, const std::vector<Skyline::Manner>& manners,
+Repair::Repair(const Problem& problem, const std::vector<Skyline::Policy>& policies,
                std::uint64_t seed)
-    : problem_(problem), manners_(manners), random_(seed) {
+    : problem_(problem), policies_(policies), random_(seed) {
   by_first_.resize(problem.items.size());
   std::iota(by_first_.begin(), by_first_.end(), 0);
   std::stable_sort(by_first_.begin(), by_first_.end(), [&](int a, int b) {
@@ -138,17 +138,17 @@ void Repair::add_rest(Window& window, std::vector<int>& staying) const {
   window.problem.max_load = *std::max_element(load.begin(), load.end());
 }
 
-// Some dives, and where few items did not come down to the goal the exact search. Keeps what is no
-// higher than it was. Returns how many dives it took.
+// Some descents, and where few items did not come down to the goal the exact search. Keeps what is
+// no higher than it was. Returns how many descents it took.
 int Repair::lay_out(const Window& window, std::int64_t goal, const std::atomic<bool>& stop) {
   Skyline skyline(window.problem);
-  const Skyline::Manner& like = manners_[random_() % manners_.size()];
-  Skyline::Manner manner{{}, like.at_side, false};
-  int dives = 0;
-  const auto dive = [&](const std::vector<double>& score, std::vector<std::int64_t>& offsets) {
-    ++dives;
-    manner.score = score;
-    std::int64_t height = skyline.fill(manner, stop, offsets);
+  const Skyline::Policy& like = policies_[random_() % policies_.size()];
+  Skyline::Policy policy{{}, like.at_side, false};
+  int descents = 0;
+  const auto descent = [&](const std::vector<double>& score, std::vector<std::int64_t>& offsets) {
+    ++descents;
+    policy.score = score;
+    std::int64_t height = skyline.fill(policy, stop, offsets);
     if (height < 0) return height;
     height = 0;
     for (std::size_t i = 0; i < window.rows.size(); ++i) {
@@ -159,19 +159,19 @@ int Repair::lay_out(const Window& window, std::int64_t goal, const std::atomic<b
   std::vector<double> score(window.problem.items.size(), 1.0);
   for (std::size_t i = 0; i < window.rows.size(); ++i) score[i] = like.score[at(window.rows[i])];
   Shake shake(window.problem, std::move(score), random_());
-  shake.run(dive, kDives, goal);
+  shake.run(descent, kDescents, goal);
   const std::vector<std::int64_t>* found =
       shake.height() >= 0 && shake.height() <= window.height ? &shake.offsets() : nullptr;
   std::optional<Search> search;
   if (shake.height() > goal && window.problem.items.size() <= kMostSearched) {
-    dives += kDives;
+    descents += kDescents;
     search.emplace(window.problem, goal, random_(), stop);
-    if (search->run(kTaste, kDeadEnds) == Outcome::kFound) found = &search->offsets();
+    if (search->run(kHeuristic, kDeadEnds) == Outcome::kFound) found = &search->offsets();
   }
   for (std::size_t i = 0; found != nullptr && i < window.rows.size(); ++i) {
     offsets_[at(window.rows[i])] = (*found)[i];
   }
-  return dives;
+  return descents;
 }
 
 }  // namespace memplan::packing

@@ -11,12 +11,12 @@
 namespace memplan::packing {
 
 // A layout made lower where it is highest: what lives within a window of time around its highest
-// buffer is laid out anew, by some dives or the exact search, among all the rest, which stays where
-// it is. (Large neighbourhood search, Shaw 1998.)
+// buffer is laid out anew, by some descents or the exact search, among all the rest, which stays
+// where it is. (Large neighbourhood search, Shaw 1998.)
 class Repair {
  public:
-  // `manners` are the kinds of dives for the whole problem.
-  Repair(const Problem& problem, const std::vector<Skyline::Manner>& manners, std::uint64_t seed);
+  // `policies` are the kinds of descents for the whole problem.
+  Repair(const Problem& problem, const std::vector<Skyline::Policy>& policies, std::uint64_t seed);
 
   // Goes on from here.
   void begin(const std::vector<std::int64_t>& offsets);
@@ -45,7 +45,7 @@ class Repair {
   std::int64_t top(int item) const;
 
   const Problem& problem_;
-  const std::vector<Skyline::Manner>& manners_;
+  const std::vector<Skyline::Policy>& policies_;
   std::mt19937_64 random_;
   std::vector<int> by_first_;
   std::vector<std::size_t> place_;  // by item: where in that

@@ -71,9 +71,9 @@ double Search::random() {
   return static_cast<double>(random_state_ >> 11) * 0x1.0p-53;
 }
 
-Outcome Search::run(const Taste& taste, std::int64_t limit) {
+Outcome Search::run(const Heuristic& heuristic, std::int64_t limit) {
   if (problem_.bound > capacity_) return Outcome::kImpossible;
-  taste_ = taste;
+  heuristic_ = heuristic;
   limit_ = limit;
   dead_ends_ = 0;
   const auto relative = [](std::int64_t value, std::int64_t most) {
@@ -86,11 +86,11 @@ Outcome Search::run(const Taste& taste, std::int64_t limit) {
     const Item& item = problem_.items[i];
     const std::int64_t load = *std::max_element(problem_.load.begin() + item.first,
                                                 problem_.load.begin() + item.last);
-    score_[i] = taste.length * relative(item.length(), problem_.sections) +
-                taste.size * relative(item.size, biggest) +
-                taste.load * relative(load, problem_.max_load);
-    if (taste.noise > 0) {
-      score_[i] *= 1.0 + taste.noise * (2.0 * random() - 1.0);
+    score_[i] = heuristic.length * relative(item.length(), problem_.sections) +
+                heuristic.size * relative(item.size, biggest) +
+                heuristic.load * relative(load, problem_.max_load);
+    if (heuristic.noise > 0) {
+      score_[i] *= 1.0 + heuristic.noise * (2.0 * random() - 1.0);
     }
     items.push_back(static_cast<int>(i));
   }
@@ -332,7 +332,7 @@ bool Search::raise_valleys(bool& raised) {
     const std::int64_t next = valley.next;
     if (next <= floor_[at(valley.first)] || next == kNone) return false;
     for (int s = valley.first; s < valley.last; ++s) {
-      if (next + remaining_[at(s)] > capacity_) return blame(s);
+      if (next + remaining_[at(s)] > capacity_) return count_failure(s);
       floor_[at(s)] = next;
       closed_[at(s)] = 0;
     }
@@ -351,7 +351,7 @@ bool Search::analyse(const std::vector<int>& items, int first, int last, bool& r
     for (int s = valley.first; s < valley.last; ++s) {
       if (count_[at(s)] > 0) continue;
       effective_[at(s)] = floor_if_skipped(valley);
-      if (effective_[at(s)] + remaining_[at(s)] > capacity_) return blame(s);
+      if (effective_[at(s)] + remaining_[at(s)] > capacity_) return count_failure(s);
     }
   }
   return sections_hold(items, first, last);
@@ -389,7 +389,7 @@ bool Search::sections_hold(const std::vector<int>& items, int first, int last) {
   // Most sections are as they were at the last node, where they held.
   for (int s = first; s < last; ++s) {
     if (signature_[at(s)] == held_[at(s)]) continue;
-    if (!section_holds(s)) return blame(s);
+    if (!section_holds(s)) return count_failure(s);
     held_[at(s)] = signature_[at(s)];
   }
   return true;
@@ -407,7 +407,7 @@ bool Search::section_holds(int section) {
   return end <= capacity_;
 }
 
-bool Search::blame(int section) {
+bool Search::count_failure(int section) {
   weight_[at(section)] += 1.0;
   return false;
 }
@@ -421,7 +421,7 @@ void Search::choose(Choice& choice) const {
       if (count_[at(s)] == 0) continue;
       const bool may_skip = floor_if_skipped(valley) + remaining_[at(s)] <= capacity_;
       const int options = count_[at(s)] + (may_skip ? 1 : 0);
-      const double rank = options == 1 ? 0.0 : options / std::pow(weight_[at(s)], taste_.power);
+      const double rank = options == 1 ? 0.0 : options / std::pow(weight_[at(s)], heuristic_.power);
       const std::int64_t slack = capacity_ - floor_[at(s)] - remaining_[at(s)];
       if (rank < fewest || (rank == fewest && slack < least)) {
         fewest = rank;

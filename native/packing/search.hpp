@@ -12,7 +12,7 @@ namespace memplan::packing {
 enum class Outcome { kFound, kImpossible, kLimit };
 
 // How a search orders what it tries; which solutions exist does not depend on it.
-struct Taste {
+struct Heuristic {
   // What scores: the lifetime, the size, the highest load that the buffer meets; each as a part of
   // the most that any has.
   double length;
@@ -36,7 +36,7 @@ class Search {
          const std::atomic<bool>& stop);
 
   // Goes on until `limit` dead ends. What was proved impossible is kept for the next call.
-  Outcome run(const Taste& taste, std::int64_t limit);
+  Outcome run(const Heuristic& heuristic, std::int64_t limit);
 
   // After kFound: one offset an item.
   const std::vector<std::int64_t>& offsets() const { return offsets_; }
@@ -70,7 +70,7 @@ class Search {
   bool raise_valleys(bool& raised);
   bool sections_hold(const std::vector<int>& items, int first, int last);
   bool section_holds(int section);
-  bool blame(int section);
+  bool count_failure(int section);
   void choose(Choice& choice) const;
   std::int64_t rest_of(int item) const;
   void place(int item, std::int64_t offset);
@@ -84,7 +84,7 @@ class Search {
   const Problem& problem_;
   const std::int64_t capacity_;
   const std::atomic<bool>& stop_;
-  Taste taste_;
+  Heuristic heuristic_;
   std::int64_t dead_ends_ = 0;
   std::int64_t limit_ = 0;
   std::int64_t nodes_ = 0;

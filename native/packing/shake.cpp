@@ -26,12 +26,12 @@ std::vector<double> Shake::changed() {
   return score;
 }
 
-void Shake::run(const Dive& dive, int dives, std::int64_t goal) {
+void Shake::run(const Descent& descent, int descents, std::int64_t goal) {
   std::vector<std::int64_t> offsets;
-  for (int i = 0; i < dives; ++i) {
+  for (int i = 0; i < descents; ++i) {
     if (height_ >= 0 && height_ <= goal) return;
     std::vector<double> score = height_ < 0 ? score_ : changed();
-    const std::int64_t height = dive(score, offsets);
+    const std::int64_t height = descent(score, offsets);
     if (height < 0) return;
     if (height_ >= 0 && height > height_) continue;
     height_ = height;

@@ -114,9 +114,9 @@ void Skyline::rest(const Run& run, int item, std::int64_t offset) {
   join_run(it.first, it.last, offset + it.size);
 }
 
-std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
+std::int64_t Skyline::fill(const Policy& policy, const std::atomic<bool>& stop,
                            std::vector<std::int64_t>& offsets) {
-  candidates_.reset(manner.score);
+  candidates_.reset(policy.score);
   std::vector<std::int64_t> slack(problem_.load.size());
   for (std::size_t s = 0; s < slack.size(); ++s) {
     slack[s] = problem_.bound - problem_.load[s];
@@ -132,7 +132,7 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
   std::int64_t height = 0;
   std::size_t left = problem_.items.size();
   set_run(0, problem_.sections, 0);
-  if (manner.twins_first) {
+  if (policy.twins_first) {
     for (const int item : twins_) decide(item);
   }
   while (left > 0) {
@@ -143,7 +143,7 @@ std::int64_t Skyline::fill(const Manner& manner, const std::atomic<bool>& stop,
     const Ceilings::Lowest above = ceilings_.lowest(run.first, run.last);
     // All lower floors are gone, so the run holds the whole of a fixed buffer that it has reached.
     const bool reached = above.offset == run.floor;
-    const int chosen = reached ? above.item : choose(run, manner.at_side, above.offset);
+    const int chosen = reached ? above.item : choose(run, policy.at_side, above.offset);
     if (chosen < 0) {
       raise(run, above.offset);
       continue;

@@ -21,16 +21,16 @@ class Skyline {
  public:
   explicit Skyline(const Problem& problem);
 
-  // What a dive goes by: the scores of the buffers, and from which part of the best score on one
+  // What a descent goes by: the scores of the buffers, and from which part of the best score on one
   // that touches a side of the valley is preferred, because it leaves one gap instead of two.
-  struct Manner {
+  struct Policy {
     std::vector<double> score;
     double at_side;    // above 1: never
     bool twins_first;  // stack them on the ground before all else, what ends latest lowest
   };
 
   // Fills `offsets`; returns the height, -1 when stopped.
-  std::int64_t fill(const Manner& manner, const std::atomic<bool>& stop,
+  std::int64_t fill(const Policy& policy, const std::atomic<bool>& stop,
                     std::vector<std::int64_t>& offsets);
 
  private:

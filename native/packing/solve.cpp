@@ -29,7 +29,7 @@ constexpr std::int64_t kMostCells = 4'000'000;
 constexpr std::size_t kMostBuffers = 2'500;
 constexpr std::int64_t kFirstLimit = 200;
 constexpr std::int64_t kMostLimit = 1'000'000;
-constexpr int kDivesOfRound = 30;
+constexpr int kDescentsOfRound = 30;
 constexpr int kStaleRounds = 3;
 constexpr std::int64_t kRepairWork = 200'000;  // placements
 
@@ -83,19 +83,19 @@ void together(int count, const std::function<void(int)>& task) {
   for (std::thread& thread : threads) thread.join();
 }
 
-struct DiveTaste {
+struct DescentWeights {
   double length, size, product;  // weights of a score
-  double at_side;                // Skyline::Manner
+  double at_side;                // Skyline::Policy
 };
 
 // In the order in which they did best on the steps of real models.
 constexpr double kNever = 2.0;
-constexpr DiveTaste kDives[] = {
+constexpr DescentWeights kDescents[] = {
     {1, 0.1, 0, 0.5}, {0, 0, 1, 0.5},    {1, 0.1, 0, kNever}, {0, 0, 1, kNever},
     {1, 0, 0, 0.5},   {1, 1, 0, kNever}, {0, 1, 0, 0.5},      {0.2, 1, 0, kNever},
 };
 
-constexpr Taste kTastes[] = {
+constexpr Heuristic kHeuristics[] = {
     // length, size, load, noise, power
     {0, 1, 0, 0.2, 0.5}, {1, 0, 0, 0.5, 0.5}, {1, 1, 0, 0.2, 0.5}, {0, 1, 0, 0.5, 0.5},
     {1, 1, 0, 0.5, 0.0}, {1, 0, 0, 0.2, 1.0}, {1, 1, 1, 0.5, 0.0}, {0, 1, 0, 0.2, 1.0},
@@ -117,26 +117,26 @@ class Solver {
 
   Answer run() {
     if (const std::optional<Answer> clash = impossible_at_once()) return *clash;
-    if (question_.dive) first_dives();
+    if (question_.descend) first_descents();
     while (!done() && !watch_.stopped() && round()) {
     }
     return answer();
   }
 
  private:
-  // One after the other: the search at the bound (or at the capacity that is asked for), dives, the
-  // search between the bound and the best. Problems too large for the search: repairs, which go on
-  // as long as they gain, and dives. False where there is nothing to do.
+  // One after the other: the search at the bound (or at the capacity that is asked for), descents,
+  // the search between the bound and the best. Problems too large for the search: repairs, which go
+  // on as long as they gain, and descents. False where there is nothing to do.
   bool round() {
     const bool may_search = question_.search && cells_ <= kMostCells &&
                             problem_.items.size() <= kMostBuffers && !problem_.twins;
-    const bool may_dive = question_.dive && (goal_ < 0 || goal_ > bound_ || !may_search);
-    if (!may_search && !may_dive) return false;
+    const bool may_descend = question_.descend && (goal_ < 0 || goal_ > bound_ || !may_search);
+    if (!may_search && !may_descend) return false;
     const int turn = may_search ? round_ % 3 : 3 + round_ % 2;
     if (turn == 3 && height_ >= 0 && repair()) return true;
     ++round_;
-    if ((turn == 1 || turn == 4) && may_dive) {
-      more_dives();
+    if ((turn == 1 || turn == 4) && may_descend) {
+      more_descents();
     } else if (turn == 2 && goal_ < 0 && height_ > bound_ + 1) {
       search_between();
     } else if (turn < 3) {
@@ -172,7 +172,7 @@ class Solver {
     offsets_ = offsets;
   }
 
-  std::vector<double> dive_score(const DiveTaste& weights) const {
+  std::vector<double> descent_score(const DescentWeights& weights) const {
     std::int64_t biggest = 1;
     for (const Item& item : problem_.items) biggest = std::max(biggest, item.size);
     std::vector<double> score;
@@ -186,22 +186,22 @@ class Solver {
     return score;
   }
 
-  std::int64_t dive(int thread, const Skyline::Manner& manner, const std::atomic<bool>& stop,
+  std::int64_t descent(int thread, const Skyline::Policy& policy, const std::atomic<bool>& stop,
                     Offsets& offsets) {
     auto& skyline = skylines_[static_cast<std::size_t>(thread)];
     if (!skyline) skyline = std::make_unique<Skyline>(problem_);
-    return skyline->fill(manner, stop, offsets);
+    return skyline->fill(policy, stop, offsets);
   }
 
   // One of every kind, until one reaches the bound. The first one goes to its end however little
   // time there is, so that there always is a layout.
-  void first_dives() {
+  void first_descents() {
     skylines_.resize(static_cast<std::size_t>(threads_));
-    for (const DiveTaste& taste : kDives) {
-      manners_.push_back({dive_score(taste), taste.at_side, false});
-      if (problem_.twins) manners_.push_back({manners_.back().score, taste.at_side, true});
+    for (const DescentWeights& weights : kDescents) {
+      policies_.push_back({descent_score(weights), weights.at_side, false});
+      if (problem_.twins) policies_.push_back({policies_.back().score, weights.at_side, true});
     }
-    std::vector<std::int64_t> heights(manners_.size(), -1);
+    std::vector<std::int64_t> heights(policies_.size(), -1);
     const auto step = static_cast<std::size_t>(threads_);
     const std::atomic<bool> never{false};
     for (std::size_t next = 0;
@@ -211,7 +211,7 @@ class Solver {
       together(static_cast<int>(count), [&](int t) {
         const auto i = static_cast<std::size_t>(t);
         const std::atomic<bool>& stop = next + i > 0 ? watch_.stop() : never;
-        heights[next + i] = dive(t, manners_[next + i], stop, offsets[i]);
+        heights[next + i] = descent(t, policies_[next + i], stop, offsets[i]);
       });
       for (std::size_t i = 0; i < count; ++i) offer(heights[next + i], offsets[i]);
     }
@@ -223,17 +223,17 @@ class Solver {
 
   // Each thread has a line of them, begun where the first ones came out lowest; a new one where it
   // got no lower for some rounds.
-  void more_dives() {
+  void more_descents() {
     while (lines_.size() < static_cast<std::size_t>(threads_)) lines_.push_back(new_line());
     together(threads_, [&](int t) {
       Line& line = lines_[static_cast<std::size_t>(t)];
-      Skyline::Manner manner = manners_[line.manner];
+      Skyline::Policy policy = policies_[line.policy];
       const auto run = [&](const std::vector<double>& score, Offsets& offsets) {
-        manner.score = score;
-        return dive(t, manner, watch_.stop(), offsets);
+        policy.score = score;
+        return descent(t, policy, watch_.stop(), offsets);
       };
       const std::int64_t before = line.shake.height();
-      line.shake.run(run, kDivesOfRound, goal_ < 0 ? low_enough() : goal_);
+      line.shake.run(run, kDescentsOfRound, goal_ < 0 ? low_enough() : goal_);
       line.stale = line.shake.height() == before ? line.stale + 1 : 0;
     });
     for (Line& line : lines_) {
@@ -245,7 +245,7 @@ class Solver {
   // Each thread goes on from its own layout unless another one is lower. Whether it gained.
   bool repair() {
     while (repairs_.size() < static_cast<std::size_t>(threads_)) {
-      repairs_.emplace_back(problem_, manners_, question_.seed * 7919 + repairs_.size());
+      repairs_.emplace_back(problem_, policies_, question_.seed * 7919 + repairs_.size());
     }
     const std::int64_t before = height_;
     together(threads_, [&](int t) {
@@ -258,15 +258,15 @@ class Solver {
   }
 
   struct Line {
-    std::size_t manner;  // of manners_
+    std::size_t policy;  // of policies_
     Shake shake;
     int stale = 0;       // rounds
   };
 
   Line new_line() {
     const std::size_t number = begun_++;
-    const std::size_t manner = by_height_[number % by_height_.size()];
-    return {manner, Shake(problem_, manners_[manner].score, question_.seed * 7919 + number)};
+    const std::size_t policy = by_height_[number % by_height_.size()];
+    return {policy, Shake(problem_, policies_[policy].score, question_.seed * 7919 + number)};
   }
 
   // Searches at one capacity, kept from round to round for what they know to be impossible.
@@ -311,14 +311,14 @@ class Solver {
       }
     }
     double limit = static_cast<double>(kFirstLimit);
-    for (int i = 0; i < attempt.rounds / static_cast<int>(std::size(kTastes)); ++i) limit *= 2;
+    for (int i = 0; i < attempt.rounds / static_cast<int>(std::size(kHeuristics)); ++i) limit *= 2;
     std::vector<Outcome> outcomes(threads, Outcome::kLimit);
     together(threads_, [&](int t) {
-      const std::size_t taste =
+      const std::size_t heuristic =
           (static_cast<std::size_t>(attempt.rounds) + static_cast<std::size_t>(t)) %
-          std::size(kTastes);
+          std::size(kHeuristics);
       outcomes[static_cast<std::size_t>(t)] = attempt.searches[static_cast<std::size_t>(t)]->run(
-          kTastes[taste], static_cast<std::int64_t>(std::min(limit, 1.0 * kMostLimit)));
+          kHeuristics[heuristic], static_cast<std::int64_t>(std::min(limit, 1.0 * kMostLimit)));
     });
     attempt.rounds += threads_;
     for (std::size_t t = 0; t < threads; ++t) {
@@ -366,7 +366,7 @@ class Solver {
   bool impossible_ = false;
 
   std::vector<std::unique_ptr<Skyline>> skylines_;  // by thread
-  std::vector<Skyline::Manner> manners_;            // of the first dives
+  std::vector<Skyline::Policy> policies_;            // of the first descents
   std::vector<std::size_t> by_height_;              // of them, the lowest outcome first
   std::vector<Line> lines_;  // by thread
   std::size_t begun_ = 0;    // lines, ever

@@ -17,7 +17,7 @@ struct Question {
   double seconds = 60.0;
   std::uint64_t seed = 0;
   int threads = 2;
-  bool dive = true;    // one layout after another without a look back
+  bool descend = true;    // one layout after another without a look back
   bool search = true;  // the exact search
   std::function<bool()> cancelled;  // polled from one thread of the solver's own
 };

@@ -184,7 +184,7 @@ int main(int argc, char** argv) {
     question.seed = random();
     question.threads = 1 + static_cast<int>(below(random, 3));
     question.search = small || below(random, 3) != 0;
-    question.dive = !question.search || below(random, 3) != 0;
+    question.descend = !question.search || below(random, 3) != 0;
     try {
       if (small) {
         check_small(rows, question);

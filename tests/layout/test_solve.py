@@ -165,7 +165,7 @@ def _tilings(count: int, tiles: int) -> Problem:
 
 
 def test_what_is_too_large_for_the_search_is_repaired_piece_by_piece() -> None:
-    problem = _tilings(260, 12)  # dives alone stay a fifth above, however long
+    problem = _tilings(260, 12)  # descents alone stay a fifth above, however long
     answer = minimise(problem, deadline=Deadline(60.0))
     assert isinstance(answer, Solved) and answer.solution.height == problem.max_load == 1 << 16
     assert validate(problem, answer.solution.offsets) == ""
