@@ -41,7 +41,7 @@ from bench.process import measured_apart
 from bench.recompute.inductor import solvers
 from bench.recompute.tracker import measure
 from bench.results import write_result
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 from memplan.runtime.graph.backend import Options, _Parts
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.in_place import in_place

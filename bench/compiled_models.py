@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import memplan
 from bench.recompute.tracker import measure
 from bench.results import result_path, write_result
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 
 SEED = 1729
 STEPS = 4

@@ -27,7 +27,7 @@ from bench.gpu_order_jobs import measure
 from bench.gpu_recompute_jobs.models import SEED, Training, build
 from bench.process import measured_apart
 from bench.results import write_result
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 
 DEADLINE_SECONDS = 60.0
 STEPS = 5

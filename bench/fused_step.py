@@ -34,7 +34,7 @@ from bench.gpu_measure import host_seconds
 from bench.process import measured_apart
 from bench.recompute.tracker import measure, storage_bytes
 from bench.results import write_result
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 
 SEED = 1729
 STEPS = 11

@@ -126,7 +126,7 @@ def errors(measured: dict[str, Any], estimated: dict[str, Any]) -> dict[str, flo
 def explain(work: Path, name: str) -> dict[str, Any]:
     """Requests and segments of the real run against the trace; `error` when a file is unusable."""
     from bench.divergence import compare_requests, requests
-    from memplan.capture.importers.snapshot import read_snapshot
+    from memplan.capturing.importers.snapshot import read_snapshot
     from memplan.simulate import replay_report
     from memplan.types.errors import MemplanError
     from memplan.types.trace_file import load_trace

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.planned_speed import STANDIN, build_library
 from bench.results import ROOT, write_result
-from memplan.capture.importers.event_csv import read_event_csv
+from memplan.capturing.importers.event_csv import read_event_csv
 from memplan.layout.static_plan import static_plan
 from memplan.phases.steps import find_steps
 from memplan.runtime.planned.library import DRIVER_VARIABLE, Library

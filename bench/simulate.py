@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bench.results import ROOT, write_result
-from memplan.capture.importers.event_csv import read_event_csv
+from memplan.capturing.importers.event_csv import read_event_csv
 from memplan.simulate import AllocatorSettings, replay_report, simulate
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, Storages, Trace, TraceMeta

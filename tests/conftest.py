@@ -39,8 +39,8 @@ def prepared_process() -> None:
     a test's on the CPU, no later test finds the fake device. And a torchvision built for CUDA is
     imported at most once, so its operators must be there beforehand.
     """
-    from memplan.capture.cuda.device import self_test
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.cuda.device import self_test
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     assert self_test().ok, self_test().detail
     make_torchvision_importable()

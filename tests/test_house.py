@@ -22,8 +22,8 @@ QUICK_TO_START = [
     "memplan.layout",
     "memplan.cli",
     "memplan.cli.app",
-    "memplan.capture.options",
-    "memplan.capture.importers",
+    "memplan.capturing.options",
+    "memplan.capturing.importers",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 
 # Before torchvision and transformers' models are imported: see `bench.recompute`.
 _operators = make_torchvision_importable()

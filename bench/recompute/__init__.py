@@ -5,7 +5,7 @@ Nothing here shares code with memplan's prediction.
 
 from __future__ import annotations
 
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 
 # A torchvision built for CUDA cannot be imported beside a CPU build of torch without this, nor can
 # transformers' models, which import it.

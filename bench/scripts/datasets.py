@@ -81,7 +81,7 @@ def weights(folder: Path, model: str, name: str) -> None:
     """Weights of a torchvision model as its hub delivers them: the real size, no contents."""
     import torch
 
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     make_torchvision_importable()
     import torchvision

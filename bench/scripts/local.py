@@ -76,7 +76,7 @@ def _llama_shapes() -> dict[str, tuple[int, ...]]:
 
 def litgpt(folder: Path, name: str) -> None:
     """LitGPT's checkpoint folder for one of its configurations, and instructions."""
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     make_torchvision_importable()
     import torch
@@ -119,7 +119,7 @@ def litgpt(folder: Path, name: str) -> None:
 
 def tokens(folder: Path) -> None:
     """The text of LitGPT's checkpoint folder, tokenised by LitGPT itself as on a first run."""
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     make_torchvision_importable()
     import litdata

@@ -38,7 +38,7 @@ def model(folder: Path, kind: str, settings: list[str]) -> None:
     import torch
     import transformers
 
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     make_torchvision_importable()  # transformers imports it with its models
 

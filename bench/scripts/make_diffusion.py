@@ -28,7 +28,7 @@ _PICTURES = 64
 
 def model(folder: Path) -> None:
     """The folders of a pipeline: networks, scheduler and tokenizer."""
-    from memplan.capture.standins.adapters import make_torchvision_importable
+    from memplan.capturing.standins.adapters import make_torchvision_importable
 
     make_torchvision_importable()
     import torch

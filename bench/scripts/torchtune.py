@@ -116,8 +116,8 @@ CASES = (
         found=(
             "bf16 was refused (no NCCL); `torch.tensor` of a list of device scalars; known values "
             'moved by `with torch.device("cuda")`',
-            "NCCL answers; `capture/tensors/constructors.py`; operators of ours leave the script's "
-            "default device alone",
+            "NCCL answers; `capturing/tensors/constructors.py`; operators of ours leave the "
+            "script's default device alone",
         ),
     ),
     _case(

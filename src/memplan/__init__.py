@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from memplan.api import register_rule as register_rule
 
 __version__ = "0.1.0"
+_OF_THE_API = ("auto_checkpoint", "capture", "compile", "estimate", "install", "planned",
+               "register_rule")  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("auto_checkpoint", "compile", "estimate", "install", "planned", "register_rule"):
+    if name in _OF_THE_API:
         return getattr(importlib.import_module("memplan.api"), name)
-    if name == "capture":
-        return importlib.import_module("memplan.capture")
     raise AttributeError(f"module 'memplan' has no attribute {name!r}")

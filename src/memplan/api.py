@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from memplan.capture.enough import EnoughSeen
-from memplan.capture.options import CaptureOptions
-from memplan.capture.session import CaptureSession
-from memplan.capture.standins.registry import register_rule
+from memplan.capturing.enough import EnoughSeen
+from memplan.capturing.options import CaptureOptions
+from memplan.capturing.session import CaptureSession
+from memplan.capturing.standins.registry import register_rule
 from memplan.estimation import estimate as estimate_trace
 from memplan.fit.module import AutoCheckpoint, auto_checkpoint
 from memplan.runtime.graph.compile import compile

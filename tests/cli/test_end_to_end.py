@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.sandbox import confine
+from memplan.capturing.sandbox import confine
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memplan import __version__
-from memplan.capture.patches.internals import MissingNameError
+from memplan.capturing.patches.internals import MissingNameError
 from memplan.cli import env, main
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.types.device import find_profile, known_profiles
@@ -109,7 +109,7 @@ def test_what_a_capture_would_meet_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("the step count is another")
 
     with monkeypatch.context() as patched:
-        patched.setattr("memplan.capture.standins.install._follow_functions", gone)
+        patched.setattr("memplan.capturing.standins.install._follow_functions", gone)
         assert env._self_test() == (False, MissingNameError("torch.nn._gone").message)
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", overcounts)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import advice, main
 from memplan.cli import estimate as command
 from memplan.estimation import estimate
@@ -47,9 +47,9 @@ class Capture:
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Capture]:
     fake = Capture()
-    stand_in = types.ModuleType("memplan.capture.script")
+    stand_in = types.ModuleType("memplan.capturing.script")
     stand_in.capture_script = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "memplan.capture.script", stand_in)
+    monkeypatch.setitem(sys.modules, "memplan.capturing.script", stand_in)
     monkeypatch.setattr(command, "machine_profile", lambda: None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MEMPLAN_DEBUG"):
         monkeypatch.delenv(name, raising=False)

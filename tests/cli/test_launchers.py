@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.options import RankPlace, ScriptTarget
+from memplan.capturing.options import RankPlace, ScriptTarget
 from memplan.cli import main
 from memplan.cli.job import MOST_LOCAL, Job, add_rank_options, read_job
 from memplan.cli.launchers import accelerate, accelerate_reader, torchrun
@@ -399,7 +399,7 @@ def test_gpus_that_a_node_s_processes_see(
 
 
 def test_the_most_processes_of_a_node() -> None:
-    from memplan.capture.cuda.device import MAX_DEVICES
+    from memplan.capturing.cuda.device import MAX_DEVICES
 
     assert MOST_LOCAL == MAX_DEVICES
 
@@ -468,7 +468,7 @@ OF_THE_PLACE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_R
 )
 def test_the_environment_of_real_workers(line: str, tmp_path: Path) -> None:
     """A real launcher, two real processes, no GPU: both find what our reading says."""
-    from memplan.capture.distributed.place import rank_environment
+    from memplan.capturing.distributed.place import rank_environment
 
     (tmp_path / "script.py").write_text(PRINTS_ITS_ENVIRONMENT)
     before = {**os.environ, "MASTER_PORT": "0"}

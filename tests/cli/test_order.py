@@ -189,8 +189,8 @@ sys.exit(main(sys.argv[1:]))
 def test_a_module_without_an_optimizer_has_nothing_to_update(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from memplan.capture.module import capture_module
-    from memplan.capture.options import CaptureOptions
+    from memplan.capturing.module import capture_module
+    from memplan.capturing.options import CaptureOptions
     from memplan.types.device import find_profile
     from memplan.types.trace_file import save_trace
 

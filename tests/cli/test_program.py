@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.cli import estimate
 from memplan.cli.command import Parser
 from memplan.cli.program import check_program, split_program

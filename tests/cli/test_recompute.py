@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.capture.module import capture_module
-from memplan.capture.options import CaptureOptions
+from memplan.capturing.module import capture_module
+from memplan.capturing.options import CaptureOptions
 from memplan.cli import main
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.types.device import find_profile

@@ -15,7 +15,7 @@ import pytest
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, TraceMeta
 from memplan.types.trace_file import save_trace
-from tests.capture.importers.snapshot_maker import MIB, Maker
+from tests.capturing.importers.snapshot_maker import MIB, Maker
 
 TRAIN = """
 import sys, torch

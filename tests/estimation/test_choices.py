@@ -14,7 +14,7 @@ from memplan.estimation.choices import uneven
 from memplan.types.device import find_profile
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
-from tests.capture.jobs import record
+from tests.capturing.jobs import record
 
 WIDE, TOKENS, EXPERTS = 1024, 16_384, 8
 

@@ -34,7 +34,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 RUNNER = """
 import json, os, runpy, sys, traceback
 from pathlib import Path
-from memplan.capture.standins.adapters import make_torchvision_importable
+from memplan.capturing.standins.adapters import make_torchvision_importable
 kept = make_torchvision_importable()
 import torch._dynamo, torchvision
 from transformers import BertForSequenceClassification, LlamaForCausalLM, Trainer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
 from memplan.fit import plans

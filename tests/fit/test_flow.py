@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Fit
 from memplan.fit.flow import Fitted, fit
 from memplan.fit.text import fit_lines

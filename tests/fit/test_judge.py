@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
 from memplan.fit.judge import EXPANDABLE, judge, least_card
 from memplan.types.device import DeviceProfile, find_profile

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import Knob, find_knobs
 from memplan.fit.options import set_option
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
 from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
 from memplan.fit.flow import fit
 from memplan.fit.text import fit_lines

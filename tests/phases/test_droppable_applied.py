@@ -17,7 +17,7 @@ from memplan.recompute.selection import Selection, to_part
 from memplan.runtime.apply import AppliedEverywhere
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
-from tests.capture.jobs import record
+from tests.capturing.jobs import record
 from tests.phases.test_step_graph import JOBS, Two, training
 
 ROWS_A_GROUP = 25

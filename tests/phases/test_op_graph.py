@@ -14,7 +14,7 @@ from memplan.types.builder import TraceBuilder
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.graph import Graph
 from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
-from tests.capture.jobs import record
+from tests.capturing.jobs import record
 from tests.phases.test_step_graph import Hand, Residual, mlp, true_peak
 
 # By hand

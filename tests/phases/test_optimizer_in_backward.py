@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.phases import find_steps
 from memplan.phases.optimizer_in_backward import updates_in_backward, with_updates_in_backward
 from memplan.simulate import AllocatorSettings, simulate

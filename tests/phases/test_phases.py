@@ -297,7 +297,7 @@ def test_the_busier_device_sets_the_period() -> None:
 
 
 def test_the_real_logs_hold_one_iteration_each(memplan_test_data: Path) -> None:
-    from memplan.capture.importers.load_any import load_any
+    from memplan.capturing.importers.load_any import load_any
 
     layers = find_steps(load_any(memplan_test_data / "allocator" / "transformer_45154MiB.csv"))
     assert len(layers) == 0

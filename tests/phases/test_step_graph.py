@@ -17,7 +17,7 @@ from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Provenance, Trace, TraceMeta
-from tests.capture.jobs import record
+from tests.capturing.jobs import record
 
 # By hand
 

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz as viewer
 
-from memplan.capture.importers.load_any import load_any
+from memplan.capturing.importers.load_any import load_any
 from memplan.report.memory_viz import export_memory_viz, memory_viz_snapshot
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.simulate.replay import with_start

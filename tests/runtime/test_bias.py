@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from memplan.capture.options import CaptureOptions
-from memplan.capture.session import CaptureSession
+from memplan.capturing.options import CaptureOptions
+from memplan.capturing.session import CaptureSession
 from memplan.runtime.tape import Decisions, Recording
 from memplan.types.device import find_profile
 from tests.runtime.harness import Job, Spy, check

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capture.importers.event_csv import read_event_csv
-from memplan.capture.importers.load_any import load_any
+from memplan.capturing.importers.event_csv import read_event_csv
+from memplan.capturing.importers.load_any import load_any
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.trace import EventKind, Trace
 from memplan.types.trace_file import save_trace

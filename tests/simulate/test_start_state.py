@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memplan.capture.importers.event_csv import read_event_csv
+from memplan.capturing.importers.event_csv import read_event_csv
 from memplan.simulate import infer_start, replay_report, simulate
 from memplan.simulate.replay import with_start
 from memplan.simulate.settings import MIB

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.types.device import find_profile
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError

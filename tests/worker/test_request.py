@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from memplan.capture.options import CaptureOptions, RankPlace, ScriptTarget
+from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.types.device import find_profile
 from memplan.types.errors import FormatError
 from memplan.types.plan import OpOutput, OrderPart, Plan, RecomputeGroup, RecomputePart

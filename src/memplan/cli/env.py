@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from memplan import __version__
-from memplan.capture.patches.internals import refusal
+from memplan.capturing.patches.internals import refusal
 from memplan.cli.command import EXIT_YES
 from memplan.cli.machine import machine_gpu
 from memplan.cli.streams import write_answer, write_json
@@ -85,7 +85,7 @@ def _native() -> bool:
 
 def _self_test() -> tuple[bool, str]:
     try:
-        from memplan.capture.trial import trial
+        from memplan.capturing.trial import trial
     except Exception as error:  # The report is the point: whatever stops a capture is shown.
         of_pytorch = refusal(error)
         return False, of_pytorch.message if of_pytorch else f"{type(error).__name__}: {error}"

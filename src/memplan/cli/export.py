@@ -25,7 +25,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     source = input_path(args.file)
     target = output_path(args.output, force=args.force, reads=args.file)
-    from memplan.capture.importers.load_any import load_any
+    from memplan.capturing.importers.load_any import load_any
     from memplan.report.memory_viz import export_memory_viz
 
     export_memory_viz(load_any(source), target, overwrite=args.force)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path

@@ -33,7 +33,7 @@ def explain_snapshot(args: argparse.Namespace, profile: DeviceProfile | None) ->
             option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
             option = "--with" if name == "packages" else option
             raise UsageError(f"{option} with --from-snapshot: nothing is captured", "leave it out")
-    from memplan.capture.importers.out_of_memory import read_out_of_memory
+    from memplan.capturing.importers.out_of_memory import read_out_of_memory
     from memplan.estimation.out_of_memory import explain_out_of_memory
 
     made_by = "torch.cuda.memory._dump_snapshot(FILE) writes one (docs/out-of-memory.md)"

@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass, replace
 
-from memplan.capture.options import CaptureOptions, RankPlace
+from memplan.capturing.options import CaptureOptions, RankPlace
 from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.context import MOST_GPUS_PER_NODE
 from memplan.cli.launchers.launch import Launch, World
@@ -21,7 +21,7 @@ from memplan.worker.request import CaptureRequest, Question
 
 ALL_RANKS = "all"
 MOST_LOCAL = 16
-"""Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capture/cuda/device.py`,
+"""Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capturing/cuda/device.py`,
 which cannot be asked without importing torch."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.cli.advice import without
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.job import Job, positive

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.types.errors import UsageError
 
 _RECORDINGS = (".trace", ".pickle", ".pkl", ".csv")

@@ -27,7 +27,7 @@ from memplan.types.alloc_conf import CONF_VARIABLES
 from memplan.types.errors import MemplanError, OptimizerInBackwardError, UsageError
 
 if TYPE_CHECKING:
-    from memplan.capture.options import ScriptTarget
+    from memplan.capturing.options import ScriptTarget
     from memplan.runtime.planned.files import RunFiles
     from memplan.runtime.planned.install import PlannedRun
     from memplan.types.plan import Plan
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         plan, files, running = _prepare(args, program)
     except MemplanError as error:
         raise NotStartedError(error.message, error.hint) from error
-    from memplan.capture.job.run import run_program
+    from memplan.capturing.job.run import run_program
     from memplan.runtime.in_effect import plan_in_effect
 
     def finish() -> None:

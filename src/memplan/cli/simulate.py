@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     capacity = parse_size(args.capacity) if args.capacity else None
     if profile is not None:
         capacity = profile.total_memory_bytes - profile.context_bytes
-    from memplan.capture.importers.load_any import load_any
+    from memplan.capturing.importers.load_any import load_any
     from memplan.simulate import AllocatorSettings, replay_report
 
     if args.alloc_conf:

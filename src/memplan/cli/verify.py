@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
 from memplan.cli.job import add_packages_option, read_job
@@ -123,7 +123,7 @@ def _measure(
     work: Path, program: ScriptTarget, steps: int, plan: Path | None
 ) -> tuple[dict[str, Any], Trace]:
     """The real run, in a process of its own. Raises MemplanError with what the script said."""
-    from memplan.capture.importers.snapshot import read_snapshot
+    from memplan.capturing.importers.snapshot import read_snapshot
     from memplan.runtime.nvml import PeakWatch
 
     out, snapshot = work / "measured.json", work / "snapshot.pickle"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memplan import __version__
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Change, Fit, Lever
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.levers import recompute_levers

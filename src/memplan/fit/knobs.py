@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.options import Declared, declared_options, given_options, plain_name
 
 Kind = Literal["batch_size", "sequence_length", "image_size"]

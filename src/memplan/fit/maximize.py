@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memplan import __version__
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.maximum import LimitedBy, Maximum, Tried
 from memplan.fit.option_choice import NumericOption
 from memplan.fit.options import set_option

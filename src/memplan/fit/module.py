@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
-from memplan.capture.module import capture_module
-from memplan.capture.options import CaptureOptions
+from memplan.capturing.module import capture_module
+from memplan.capturing.options import CaptureOptions
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.phases.op_cost import op_seconds
 from memplan.phases.step_graph import plain_peak, step_graph

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from memplan import __version__
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, judge
 from memplan.fit.knobs import Kind, Knob, find_knobs

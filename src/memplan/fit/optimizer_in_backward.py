@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Lever
 from memplan.fit.judge import Verdict, judge
 from memplan.fit.plans import envelope

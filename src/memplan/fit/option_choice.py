@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import find_knobs, kind_of
 from memplan.fit.options import Declared, declared_options, given_options, plain_name
 from memplan.types.errors import UsageError

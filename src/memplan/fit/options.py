@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 
 _MOST_BYTES = 4 << 20
 _HF_DEFAULTS = {"per_device_train_batch_size": 8}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from memplan import __version__
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Attempt
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
 from memplan.fit.judge import Verdict, judge, least_card

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Attempt, Lever
 from memplan.fit.judge import Verdict, judge, least_card
 from memplan.fit.plans import envelope

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
-from memplan.capture.patches.internals import require
-from memplan.capture.patches.job_observer import JobObserver, ModuleCalls
+from memplan.capturing.patches.internals import require
+from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls
 from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
 from memplan.types.plan import RecomputePart
 

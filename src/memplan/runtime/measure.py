@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.job.run import run_program
+from memplan.capturing.job.run import run_program
 from memplan.runtime.in_effect import plan_in_effect
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan

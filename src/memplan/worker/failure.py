@@ -7,7 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from memplan.capture.patches.internals import refusal
+from memplan.capturing.patches.internals import refusal
 from memplan.types.errors import MemplanError, NoAnswerError
 from memplan.worker.request import Outcome
 

@@ -31,7 +31,7 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
     regions: list[CompiledRegion] = []
     with stdout_to_stderr(), progress_line() as progress:
         progress("starting PyTorch")
-        from memplan.capture.script import capture_script
+        from memplan.capturing.script import capture_script
 
         in_effect = None
         if plan is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.types.estimate import Estimate, RankEstimate
 from memplan.types.plan import Plan
 from memplan.types.trace import Trace

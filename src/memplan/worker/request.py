@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from memplan.capture.options import CaptureOptions, ScriptTarget
+from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import FormatError
 from memplan.types.plan import Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.planned_replay import log_as_step, replay, request_calls
-from memplan.capture.importers.event_csv import read_event_csv
+from memplan.capturing.importers.event_csv import read_event_csv
 from memplan.layout.static_plan import static_plan
 from memplan.runtime.planned.library import DRIVER_VARIABLE, Library
 from memplan.simulate import simulate

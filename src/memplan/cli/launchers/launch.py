@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from memplan.capture.options import RankPlace, ScriptTarget
+from memplan.capturing.options import RankPlace, ScriptTarget
 from memplan.types.errors import UsageError
 
 

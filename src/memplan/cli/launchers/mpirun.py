@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from memplan.capture.options import RankPlace
+from memplan.capturing.options import RankPlace
 from memplan.cli.launchers.context import Context, Step, ranks_of_node
 from memplan.cli.launchers.launch import Layer, World
 from memplan.cli.launchers.options import Given, OptionTable, last, whole

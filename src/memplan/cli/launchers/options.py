@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from memplan.capture.options import OUR_OPTIONS
+from memplan.capturing.options import OUR_OPTIONS
 from memplan.types.errors import UsageError
 
 Given = dict[str, list[str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memplan.capture.options import ScriptTarget
+from memplan.capturing.options import ScriptTarget
 from memplan.cli.launchers.accelerate import read_accelerate, read_accelerate_launch
 from memplan.cli.launchers.context import Context, Reader, Step
 from memplan.cli.launchers.deepspeed import read_deepspeed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from memplan.capture.options import RankPlace
+from memplan.capturing.options import RankPlace
 from memplan.cli.launchers.context import Context, Step
 from memplan.cli.launchers.launch import Layer, World
 from memplan.cli.launchers.options import Given, OptionTable, last, whole

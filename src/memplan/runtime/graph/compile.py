@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
-from memplan.capture.patches.internals import require
+from memplan.capturing.patches.internals import require
 from memplan.types.device import parse_size
 from memplan.types.errors import UsageError
 

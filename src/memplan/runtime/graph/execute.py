@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.capture.compiled.origins import origin_of
-from memplan.capture.recording.context import ORIGINS, BufferOrigin
+from memplan.capturing.compiled.origins import origin_of
+from memplan.capturing.recording.context import ORIGINS, BufferOrigin
 from memplan.runtime.graph.program import facts_of, is_element
 from memplan.types.trace import Phase
 

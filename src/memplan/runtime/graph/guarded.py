@@ -30,7 +30,7 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
-from memplan.capture.patches import attributes as patching
+from memplan.capturing.patches import attributes as patching
 
 _STRICT = {
     "torch._dynamo.config.allow_rnn": True,

@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from memplan.capture.compiled.origins import origin_of
+from memplan.capturing.compiled.origins import origin_of
 from memplan.types.plan import CompiledRegion, RegionsPart
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch.utils import _pytree as pytree
 
-from memplan.capture.patches.job_observer import tell_step
+from memplan.capturing.patches.job_observer import tell_step
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.guarded import strict, unguarded

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.capture.patches.job_observer import others_see_steps
+from memplan.capturing.patches.job_observer import others_see_steps
 from memplan.runtime.graph.arithmetic import (
     Arithmetic,
     arithmetic,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from memplan.capture.patches.job_observer import others_precede_steps
+from memplan.capturing.patches.job_observer import others_precede_steps
 from memplan.runtime.optimizer_in_backward.watched import storage_of
 
 PER_PARAMETER: frozenset[type[Optimizer]] = frozenset(

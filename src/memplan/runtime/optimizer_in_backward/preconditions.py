@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memplan.capture.patches.deferred_dynamo import has_compiled
+from memplan.capturing.patches.deferred_dynamo import has_compiled
 from memplan.runtime.installed import is_installed
 
 _MOST_BYTES = 4 << 20

@@ -27,8 +27,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memplan.capture.patches.attributes import Patches
-from memplan.capture.patches.job_observer import JobObserver, Step
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.job_observer import JobObserver, Step
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late
 from memplan.runtime.optimizer_in_backward.followed import Followed, Parameter
 from memplan.runtime.optimizer_in_backward.one_parameter import share_memory, why_not

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from memplan.capture.patches.internals import require
+from memplan.capturing.patches.internals import require
 from memplan.runtime.planned.account import Account, Policy, Switch
 from memplan.runtime.planned.background import Planning
 from memplan.runtime.planned.hit_rate import HitRate

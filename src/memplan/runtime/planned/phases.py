@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from memplan.capture.patches.deferred_dynamo import has_compiled
-from memplan.capture.patches.job_observer import JobObserver, ModuleCalls, OwnHook, Step
+from memplan.capturing.patches.deferred_dynamo import has_compiled
+from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls, OwnHook, Step
 from memplan.types.trace import Phase
 
 _MOST_TENSORS = 32

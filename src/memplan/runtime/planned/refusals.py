@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from memplan.capture.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 from memplan.simulate import AllocatorSettings
 from memplan.types.errors import UsageError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 from memplan.report.text import format_bytes
 from memplan.runtime.planned.library import Library, Statistics, Table
 from memplan.runtime.planned.peaks import Peaks

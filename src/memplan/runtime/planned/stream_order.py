@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches
 from memplan.runtime.planned.recording import Recording
 from memplan.types.trace import EventKind
 

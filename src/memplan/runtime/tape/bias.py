@@ -3,7 +3,7 @@
 For an input that is not contiguous, PyTorch adds the bias into the product; under a mode, as a
 recording is, it asks for another tensor (`isTensorSubclassLike` in `native/Linear.cpp`). That would
 cost memory, and a plan made from a run without the mode would not find the op that it counts
-(`capture/parity/additions` shows it the same op).
+(`capturing/parity/additions` shows it the same op).
 """
 
 from __future__ import annotations

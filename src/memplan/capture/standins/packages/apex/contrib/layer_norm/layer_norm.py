@@ -1,7 +1,0 @@
-"""Layer normalisation for chosen widths."""
-
-from __future__ import annotations
-
-from memplan.capture.standins.packages.apex.normalization.fused_layer_norm import (
-    FastLayerNormFN as FastLayerNormFN,
-)

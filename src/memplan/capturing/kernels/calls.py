@@ -1,0 +1,79 @@
+"""How a kernel rule sees an operator call, and the temporaries of the libraries that many share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from memplan.capturing.kernels.model import Scratch, Shape, ceil_div, itemsize, numel
+
+INDEX_BYTES = 8
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One operator call. `shapes`, `dtypes` and `strides` have one entry a tensor argument, lists
+    of tensors flattened, in the order of the schema; `args` holds the other arguments by name."""
+
+    op: str
+    shapes: Sequence[Shape]
+    dtypes: Sequence[str]
+    strides: Sequence[Sequence[int]] = ()
+    """Empty: all contiguous."""
+    out_shapes: Sequence[Shape] = ()
+    args: Mapping[str, object] = field(default_factory=dict)
+    capability: tuple[int, int] = (8, 0)
+    sm_count: int = 108
+    deterministic: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0]
+
+    @property
+    def count(self) -> int:
+        return numel(self.shapes[0])
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtypes[0])
+
+    def integer(self, name: str, default: int) -> int:
+        value = self.args.get(name)
+        return value if isinstance(value, int) else default
+
+    def dims(self, name: str = "dim") -> Sequence[int] | None:
+        """An int or a list of them; None for all dimensions."""
+        value = self.args.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return [value]
+        if isinstance(value, Sequence):
+            return [int(item) for item in value]
+        return None
+
+
+Rule: TypeAlias = Callable[[OpCall], list[Scratch]]
+
+
+def radix_sort_temporary(items: int, key: int, value: int) -> tuple[int, int, int]:
+    """(low, bytes, high) of cub's `DeviceRadixSort::SortPairs` between separate buffers: a second
+    copy of keys and values, one histogram a tile of the look-back, and the bins."""
+    pairs = items * (key + value)
+    look_back = ceil_div(items, 4096) * 256 * 4
+    return pairs, pairs + look_back + 16 * 1024, pairs + 4 * look_back + 128 * 1024
+
+
+def cub_temporary(name: str, sizes: tuple[int, int, int], begin: int = 0, end: int = 1) -> Scratch:
+    return Scratch(name, *sizes, begin=begin, end=end)
+
+
+def small_temporary(name: str, begin: int = 0) -> Scratch:
+    """A temporary of cub's reduce, scan or select: one state a tile, at least one block."""
+    return Scratch(name, 1, 1024, 64 * 1024, begin=begin, end=begin + 1)
+
+
+def scan_temporary(items: int) -> Scratch:
+    """cub's `DeviceScan`: 8 or 16 bytes a tile of 1,920 items or so."""
+    tiles = ceil_div(items, 1024)
+    return Scratch("scan temporary", 1, 8 * tiles + 512, 32 * tiles + 4096)

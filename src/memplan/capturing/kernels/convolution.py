@@ -1,0 +1,247 @@
+"""Convolutions on CUDA: the backend PyTorch picks, and a model of cuDNN's workspace.
+
+Backend selection is PyTorch's own (`aten/src/ATen/native/Convolution.cpp`, exact). cuDNN's choice
+of an engine is not public, so the workspace is a physical model with bounds: what the layouts and
+number formats force the engine to hold. The workspace is taken from the caching allocator after
+the output and freed when the call returns (`native/cudnn/Conv_v8.cpp`). See docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from memplan.capturing.kernels.model import (
+    HALF,
+    MIB,
+    Scratch,
+    Shape,
+    ceil_div,
+    itemsize,
+    numel,
+    round_up,
+)
+
+
+class Direction(Enum):
+    """What a call computes."""
+
+    FORWARD = "forward"
+    BACKWARD_DATA = "backward_data"
+    BACKWARD_FILTER = "backward_filter"
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution. Shapes are those of the forward: x (N, C, …), w (K, C / groups, …), y
+    (N, K, …); of a transposed one too, where w is (C, K / groups, …)."""
+
+    x: Shape
+    w: Shape
+    y: Shape
+    dtype: str
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int = 1
+    transposed: bool = False
+    output_padding: Sequence[int] = ()
+    channels_last: bool = False
+    """`suggest_memory_format` of the input or the weight is channels-last."""
+
+    @property
+    def dims(self) -> int:
+        return len(self.w) - 2
+
+    @property
+    def pointwise(self) -> bool:
+        """A matrix product: 1 by 1 kernel, no stride and no padding."""
+        return (
+            numel(self.w[2:]) == 1
+            and all(step == 1 for step in self.stride)
+            and not any(self.padding)
+        )
+
+    @property
+    def depthwise(self) -> bool:
+        """`ConvParams::is_depthwise`."""
+        channels = self.x[1]
+        return (
+            not self.transposed
+            and channels == self.groups
+            and self.groups > 1
+            and self.w[0] % channels == 0
+        )
+
+
+@dataclass(frozen=True)
+class ConvSettings:
+    """Device and switches that decide."""
+
+    capability: tuple[int, int]
+    allow_tf32: bool = True
+    """`torch.backends.cudnn.allow_tf32`; on unless the script says otherwise."""
+    deterministic: bool = False
+    benchmark: bool = False
+    cudnn_enabled: bool = True
+    cudnn_version: int = 92000
+
+
+@dataclass(frozen=True)
+class WorkspaceModel:
+    """Shares of the bytes that layout and precision could force, taken as the expected value.
+
+    They are fitted once over all measured convolution jobs together, never to one job.
+    """
+
+    transpose: float = 1.0
+    """Of the NHWC copies of the operands, for tensor-core kernels fed with NCHW."""
+    pointwise: float = 0.0
+    """The same for 1 by 1 kernels, which can be run as a matrix product on NCHW as it lies."""
+    filter_splits: float = 1.0
+    """fp32 copies of the weight gradient, for reductions split over the batch."""
+
+
+DEFAULT_MODEL = WorkspaceModel()
+_MOST_SPLITS = 8
+_SMALL = MIB
+
+
+def conv_backend(conv: Convolution, settings: ConvSettings) -> str:
+    """`cudnn`, `cudnn_transpose`, `depthwise2d`, `depthwise3d`, `slow`, or `empty`.
+
+    Source: `_select_conv_backend`, `use_cudnn`, `use_cudnn_depthwise`. A 1-d convolution is to be
+    given as the 2-d one it is run as, (N, C, 1, L).
+    """
+    if 0 in conv.x[:2]:
+        return "empty"
+    if conv.depthwise:
+        if _cudnn_depthwise(conv, settings):
+            return "cudnn"
+        return "depthwise2d" if conv.dims == 2 else "depthwise3d"
+    if _use_cudnn(conv, settings):
+        return "cudnn_transpose" if conv.transposed else "cudnn"
+    return "slow"
+
+
+def _use_cudnn(conv: Convolution, settings: ConvSettings) -> bool:
+    if not settings.cudnn_enabled:
+        return False
+    broken = 90800 <= settings.cudnn_version < 91500 and not conv.channels_last
+    if broken and conv.dims == 3 and conv.dtype in HALF and numel(conv.w[2:]) != 1:
+        return False
+    big = (pad >= step for pad, step in zip(conv.output_padding, conv.stride, strict=False))
+    return not (conv.transposed and any(big))
+
+
+def _cudnn_depthwise(conv: Convolution, settings: ConvSettings) -> bool:
+    if not settings.cudnn_enabled:
+        return False
+    if conv.channels_last:
+        return True
+    if settings.capability < (7, 0) or conv.dtype != "float16" or conv.dims != 2:
+        return False
+    if any(step != 1 for step in conv.dilation) or conv.x[1] < 32:
+        return False
+    square = conv.stride[0] == conv.stride[1] or conv.x[2] == 1
+    return square and _cudnn_depthwise_is_faster(conv)
+
+
+def _cudnn_depthwise_is_faster(conv: Convolution) -> bool:
+    """`check_cudnn_depthwise_workload_with_filter`, releases up to 2.13."""
+    batch, channels, height, width = conv.x
+    stride, size = conv.stride[1], conv.w[3]
+    if height == 1 and stride == 1:
+        return True
+    if conv.w[2] != size or size not in (1, 3, 5) or width < 7:
+        return False
+    if stride != 2:
+        return stride == 1
+    if batch == 1:
+        return size > 1 or width <= 28
+    if size == 1:
+        return batch <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)
+
+
+def conv_workspace(
+    conv: Convolution,
+    direction: Direction,
+    settings: ConvSettings,
+    *,
+    free_bytes: int | None = None,
+    model: WorkspaceModel = DEFAULT_MODEL,
+) -> Scratch:
+    """Workspace of one cuDNN call; zero for backends that are not cuDNN's.
+
+    `free_bytes`: what the process could still get, cached blocks included; None: unknown. PyTorch
+    runs the engines in cuDNN's order and takes the next when a workspace cannot be had, after the
+    allocator has given its cached blocks back. So a workspace above `free_bytes` is not taken.
+    """
+    backend = conv_backend(conv, settings)
+    if not backend.startswith("cudnn"):
+        return Scratch(f"workspace ({backend})", 0, 0, 0)
+    expected, high = _expected_and_high(conv, direction, settings, model)
+    if free_bytes is not None:
+        high = min(high, max(free_bytes, 0))
+        expected = expected if expected <= high else 0
+    return Scratch(f"cudnn workspace ({direction.value})", 0, expected, high)
+
+
+def _expected_and_high(
+    conv: Convolution, direction: Direction, settings: ConvSettings, model: WorkspaceModel
+) -> tuple[int, int]:
+    splits = 4 * numel(conv.w) if direction is Direction.BACKWARD_FILTER else 0
+    transposed = _nhwc_copies(conv) if _needs_nhwc(conv, settings) else 0
+    high = transposed + _MOST_SPLITS * splits + _SMALL
+    if _may_use_winograd(conv, settings):
+        high = max(high, _winograd(conv) + _SMALL)
+    if settings.benchmark:
+        # Every engine is tried once with the largest workspace that can be had.
+        high = max(high, 2 * _winograd(conv))
+    share = model.pointwise if conv.pointwise else model.transpose
+    expected = int(share * transposed + model.filter_splits * splits)
+    return min(expected, high), high
+
+
+def _tensor_cores(conv: Convolution, settings: ConvSettings) -> bool:
+    if conv.dtype in HALF:
+        return settings.capability >= ((8, 0) if conv.dtype == "bfloat16" else (7, 0))
+    return conv.dtype == "float32" and settings.allow_tf32 and settings.capability >= (8, 0)
+
+
+def _needs_nhwc(conv: Convolution, settings: ConvSettings) -> bool:
+    """Tensor-core engines want channels last; a grouped convolution has engines of its own."""
+    return _tensor_cores(conv, settings) and not conv.channels_last and not conv.depthwise
+
+
+def _nhwc_copies(conv: Convolution) -> int:
+    """Bytes of channels-last copies of x, w and y, channels padded to 16 bytes."""
+    size = itemsize(conv.dtype)
+    multiple = 16 // size
+    outer = numel(conv.x[2:]) * conv.x[0], numel(conv.y[2:]) * conv.y[0]
+    x = outer[0] * round_up(conv.x[1], multiple)
+    y = outer[1] * round_up(conv.y[1], multiple)
+    w = numel(conv.w) // conv.w[1] * round_up(conv.w[1], multiple)
+    return (x + y + w) * size
+
+
+def _may_use_winograd(conv: Convolution, settings: ConvSettings) -> bool:
+    """The non-fused transform engine: 3 by 3, stride 1, not on tensor cores in TF32."""
+    return (
+        conv.dims == 2
+        and tuple(conv.w[2:]) == (3, 3)
+        and all(step == 1 for step in (*conv.stride, *conv.dilation))
+        and conv.groups == 1
+        and conv.dtype in (*HALF, "float32")
+    )
+
+
+def _winograd(conv: Convolution) -> int:
+    """Transformed tiles of F(4 by 4, 3 by 3): 6 by 6 values for each 4 by 4 outputs, in fp32."""
+    if conv.dims != 2:
+        return _nhwc_copies(conv)
+    tiles = conv.y[0] * ceil_div(conv.y[2], 4) * ceil_div(conv.y[3], 4)
+    channels = conv.x[1] + conv.y[1]
+    return 36 * 4 * (tiles * channels + conv.w[0] * conv.w[1])

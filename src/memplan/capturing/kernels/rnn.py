@@ -1,0 +1,106 @@
+"""cuDNN's RNN, GRU and LSTM: the flat weights, the reserve kept for the backward, the workspace.
+
+cuDNN does not publish the sizes. The reserve is what the backward of each cell needs; its term
+counts reproduce to the byte the two sizes printed in pytorch issue 2895 (LSTM 736,000,000 and GRU
+864,000,000 bytes), given the layers that its parameter counts imply and 25,000 frames, which is
+inferred. Newer releases may differ: hence the interval. Operators: pytorch `native/cudnn/RNN.cpp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.capturing.kernels.model import MIB, Scratch, exactly, itemsize
+
+MODES = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")
+"""By the `mode` argument of `_cudnn_rnn`, in its order."""
+
+_GATES = {"RNN_RELU": 1, "RNN_TANH": 1, "LSTM": 4, "GRU": 3}
+# Values kept for each hidden unit and time step: the gates, the LSTM's cell, the GRU's candidate
+# before its gate and the state it is mixed with.
+_KEPT = {"RNN_RELU": 1, "RNN_TANH": 1, "LSTM": 5, "GRU": 6}
+# Time steps whose gates are in flight at once, for each layer.
+_STREAMED_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Rnn:
+    """One recurrent stack as it is called."""
+
+    mode: str
+    input_size: int
+    hidden_size: int
+    layers: int
+    steps: int
+    """Time steps of the longest sequence."""
+    batch: int
+    """Sequences."""
+    dtype: str = "float32"
+    bidirectional: bool = False
+    bias: bool = True
+    proj_size: int = 0
+    dropout: float = 0.0
+    training: bool = True
+    tokens: int | None = None
+    """Sum of the lengths of a packed sequence; None: steps times batch."""
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def frames(self) -> int:
+        """(time step, sequence) pairs."""
+        return self.steps * self.batch if self.tokens is None else self.tokens
+
+
+def weight_count(rnn: Rnn) -> int:
+    """Elements of all weights and biases."""
+    out = rnn.proj_size or rnn.hidden_size
+    gates = _GATES[rnn.mode] * rnn.hidden_size
+    total = 0
+    for layer in range(rnn.layers):
+        fan_in = rnn.input_size if layer == 0 else out * rnn.directions
+        one = gates * (fan_in + out) + (2 * gates if rnn.bias else 0)
+        total += rnn.directions * (one + rnn.proj_size * rnn.hidden_size)
+    return total
+
+
+def reserve(rnn: Rnn) -> Scratch:
+    """The `reserve` output of `_cudnn_rnn`, saved for the backward; nothing in evaluation.
+
+    The backward cannot do with less than the gates; above the expected size is room for half as
+    much again, for what a newer release may keep.
+    """
+    if not rnn.training:
+        return exactly("rnn reserve", 0, end=None)
+    unit = rnn.frames * rnn.hidden_size * rnn.directions * itemsize(rnn.dtype)
+    between = max(rnn.layers - 1, 0)
+    expected = unit * (_KEPT[rnn.mode] * rnn.layers + between)
+    if rnn.dropout > 0.0:
+        expected += unit * between
+    low = unit * _GATES[rnn.mode] * rnn.layers
+    high = expected + expected // 2 + MIB
+    return Scratch("rnn reserve", min(low, expected), expected, high, end=None)
+
+
+def workspace(rnn: Rnn) -> Scratch:
+    """Scratch of one forward or backward call: transposed weights and the gates in flight. It does
+    not grow with the number of steps in the streamed algorithm; a persistent kernel takes less, at
+    least the gates of one step of a layer, and one that multiplies all inputs at once takes the
+    gates of a whole layer."""
+    size = itemsize(rnn.dtype)
+    gates = _GATES[rnn.mode] * rnn.hidden_size * rnn.directions
+    weights = weight_count(rnn) * size
+    in_flight = min(_STREAMED_STEPS, max(rnn.steps, 1)) * rnn.layers
+    expected = weights + in_flight * rnn.batch * gates * size
+    whole_layer = rnn.frames * gates * size
+    one_step = rnn.batch * gates * size
+    return Scratch("rnn workspace", one_step, expected, expected + whole_layer + MIB)
+
+
+def dropout_state(sm_count: int, max_threads_per_sm: int = 2048) -> Scratch:
+    """Random state that a stack with dropout between its layers keeps for each device: one XORWOW
+    generator of 48 bytes for each resident thread at most."""
+    most = sm_count * max_threads_per_sm * 48
+    return Scratch("rnn dropout state", 0, most // 2, most, end=None)

@@ -1,0 +1,165 @@
+"""cuBLAS and cuBLASLt workspaces: taken from the caching allocator, by thread and stream, kept.
+
+Source: pytorch `aten/src/ATen/cuda/CublasHandlePool.cpp` and `aten/src/ATen/native/cuda/Blas.cpp`.
+A handle belongs to a thread (the forward thread and each device's autograd thread have their own),
+and a workspace to a (handle, stream). It is allocated at the first call and freed only by
+`torch._C._cuda_clearCublasWorkspaces()`, which CUDA graphs call. See docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memplan.capturing.kernels.model import MIB, Shape
+
+_KIB = 1 << 10
+_DEFAULT = 4096 * 2 * _KIB + 16 * 8 * _KIB
+_LARGE = 32 * MIB
+_PAIR = re.compile(r":([0-9]+):([0-9]+)")
+_SHARED_SINCE = (2, 11)
+
+BLAS_OPS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "baddbmm_",
+        "addbmm",
+        "addmv",
+        "addmv_",
+        "mv",
+        "dot",
+        "vdot",
+        "_addmm_activation",
+        "_int_mm",
+        "_scaled_mm",
+        "linalg_solve_triangular",
+        "triangular_solve",
+        "linalg_lu_solve",
+        "linalg_inv_ex",
+        "_slow_conv2d_forward",
+        "_slow_conv2d_backward",
+        "slow_conv_dilated2d",
+        "slow_conv_dilated3d",
+        "slow_conv_transpose2d",
+        "slow_conv_transpose3d",
+    )
+)
+"""Operator packets whose CUDA kernels ask for a cuBLAS handle, as long as nothing is empty."""
+
+
+@dataclass(frozen=True)
+class WorkspaceRequest:
+    """A workspace that a call needs."""
+
+    pool: str
+    """`cublas` or `cublaslt`."""
+    bytes: int
+    kept: bool
+    """Kept for this (thread, stream, pool), so that later calls find it; else freed after the
+    call."""
+
+
+def cublas_workspace_bytes(
+    capability: tuple[int, int],
+    env: Mapping[str, str],
+    torch_version: Sequence[int] = (2, 13, 0),
+) -> int:
+    """Size of one cuBLAS workspace (`parseChosenWorkspaceSize`).
+
+    `CUBLAS_WORKSPACE_CONFIG` is a list of `:KiB:count`; unreadable text means the default.
+    """
+    pairs = _PAIR.findall(env.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(int(size) * _KIB * int(count) for size, count in pairs)
+    return _LARGE if _wants_large(capability, torch_version) else _DEFAULT
+
+
+def _wants_large(capability: tuple[int, int], torch_version: Sequence[int]) -> bool:
+    if tuple(torch_version[:2]) < _SHARED_SINCE:
+        return capability == (9, 0)
+    return capability[0] in (9, 10, 11, 12)
+
+
+def lt_shares_workspace(env: Mapping[str, str], torch_version: Sequence[int]) -> bool:
+    """True when cuBLASLt uses the cuBLAS workspace. TORCH_CUBLASLT_UNIFIED_WORKSPACE decides; the
+    default is yes since 2.11. Before that the workspace was its own, and until 2.6 one a call."""
+    value = env.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    if value in ("0", "1"):
+        return value == "1" and tuple(torch_version[:2]) >= (2, 7)
+    return tuple(torch_version[:2]) >= _SHARED_SINCE
+
+
+def cublaslt_workspace_bytes(
+    capability: tuple[int, int],
+    env: Mapping[str, str],
+    torch_version: Sequence[int] = (2, 13, 0),
+) -> int:
+    """Largest workspace that cuBLASLt may use; `CUBLASLT_WORKSPACE_SIZE` is in KiB."""
+    shared = lt_shares_workspace(env, torch_version)
+    cublas = cublas_workspace_bytes(capability, env, torch_version)
+    size = cublas if shared and tuple(torch_version[:2]) >= _SHARED_SINCE else MIB
+    text = env.get("CUBLASLT_WORKSPACE_SIZE", "")
+    if re.match(r"\s*\d+", text):
+        size = int(re.findall(r"\d+", text)[0]) * _KIB
+    return min(size, cublas) if shared else size
+
+
+def uses_cublaslt(
+    op: str,
+    *,
+    mat1: Shape = (),
+    mat2: Shape = (),
+    bias: Shape = (),
+    bias_contiguous: bool = True,
+    beta: float = 1.0,
+    dtype: str = "float32",
+    in_place: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> bool:
+    """True when a matrix product goes to cuBLASLt (`isInputCompliesAddmmCudaLt`).
+
+    The scaled and integer products always do; `addmm` does for a contiguous bias of one dimension,
+    a beta of 1, a real dtype and no dimension of size 1.
+    """
+    if op in ("aten._scaled_mm", "aten._int_mm"):
+        return True
+    if op not in ("aten.addmm", "aten._addmm_activation") or in_place:
+        return False
+    if (env or {}).get("DISABLE_ADDMM_CUDA_LT") == "1" or beta != 1.0 or not bias_contiguous:
+        return False
+    if dtype not in ("float64", "float32", "float16", "bfloat16"):
+        return False
+    squeezed = [size for size in bias if size != 1]
+    one_dimensional = len(bias) == 1 or len(squeezed) == 1
+    if not (one_dimensional and bias[-1] == mat2[1]):
+        return False
+    return min(*mat1, *mat2) > 1
+
+
+def workspace_requests(
+    op: str,
+    *,
+    lt: bool,
+    capability: tuple[int, int],
+    env: Mapping[str, str],
+    torch_version: Sequence[int] = (2, 13, 0),
+) -> list[WorkspaceRequest]:
+    """Workspaces of one non-empty call of a `BLAS_OPS` operator; none for another operator.
+
+    A kept workspace is to be allocated only where its (thread, stream, pool) has none yet.
+    """
+    if op not in BLAS_OPS:
+        return []
+    cublas = cublas_workspace_bytes(capability, env, torch_version)
+    requests = [WorkspaceRequest("cublas", cublas, kept=True)] if cublas else []
+    if lt and not lt_shares_workspace(env, torch_version):
+        size = cublaslt_workspace_bytes(capability, env, torch_version)
+        kept = tuple(torch_version[:2]) >= (2, 7)
+        requests += [WorkspaceRequest("cublaslt", size, kept)] if size else []
+    return requests

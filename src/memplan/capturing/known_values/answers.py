@@ -1,0 +1,181 @@
+"""Answers to questions about device values that nobody can know here.
+
+Each answer follows from where the value comes from, is recorded as an assumption, and is bounded:
+a script that waits in a loop for an unknown value to change gets the other answer after a while,
+and an error when that does not help.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from memplan.capturing.known_values.asking import asking
+from memplan.types.errors import CaptureError
+from memplan.types.trace import Assumption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_TRUE_ORIGINS = frozenset({"isfinite", "all", "isclose", "equal", "_is_all_true"})
+_HEALTH = frozenset({"isfinite", "isnan", "isinf", "_is_all_true"})
+"""A loop on one of these waits for a failure or its end, and is not there to train."""
+_ROUNDS = 16
+"""Of a loop outside the model, before an optimizer step: enough for gradients to be accumulated."""
+_ROUNDS_IN_MODEL = 1
+_POINTS_OF_A_SEARCH = 2
+_PATIENCE = 1_000
+_LIMIT = 20_000
+
+
+class Assumptions:
+    """Counts what had to be assumed, by kind, text, operator and source line."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
+
+    def add(self, kind: str, text: str, *, op: str = "", source: str = "") -> None:
+        self._counts[kind, text, op, source] += 1
+
+    def listed(self) -> list[Assumption]:
+        """All of them, the most frequent first."""
+        return [
+            Assumption(kind=kind, text=text, op=op, source=source, count=count)
+            for (kind, text, op, source), count in self._counts.most_common()
+        ]
+
+
+@dataclass
+class _Loop:
+    """What is known of a loop whose header asks for a device value."""
+
+    rounds: int = 0
+    """Times that it went on since it began, or since the optimizer stepped last."""
+    steps: int = 0
+    """Optimizer steps when it went on last."""
+    trains: bool = False
+    """The optimizer stepped while it ran."""
+
+
+class Answers:
+    """Python values for device scalars of unknown content."""
+
+    def __init__(
+        self, assumptions: Assumptions, source: Callable[[], str], in_model: Callable[[], bool]
+    ) -> None:
+        """`source()` is the `file:line` that asks, `in_model()` whether a module or an optimizer
+        is running."""
+        self.finishing = False
+        """Enough has been seen: training loops end when they ask."""
+        self._assumptions = assumptions
+        self._source = source
+        self._in_model = in_model
+        self._asked: Counter[str] = Counter()
+        self._loops: defaultdict[str, _Loop] = defaultdict(_Loop)
+        self._steps = 0
+        self._points = 0
+
+    def new_step(self) -> None:
+        """The optimizer stepped; the guard against endless loops counts within one step."""
+        self._asked.clear()
+        self._steps += 1
+
+    def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
+        """A value for a one-element tensor. Raises CaptureError when a loop never ends."""
+        source = self._source()
+        who = asking()
+        if dtype == torch.bool and who.holds is not None:
+            holds = origin in _TRUE_ORIGINS if origin in _HEALTH else who.holds
+            return self._branch(holds, origin, source)
+        self._asked[source] += 1
+        times = self._asked[source]
+        if times > _LIMIT:
+            raise CaptureError(
+                f"{source}: asked {times:,} times in one step for a device value that cannot be "
+                f"known here (from {origin or 'the model'})",
+                "give the loop a fixed bound, or skip it when estimating",
+            )
+        if who.lbfgs:
+            return self._lbfgs(who.lbfgs, dtype, source, times)
+        impatient = times > _PATIENCE and times % 2 == 0
+        if dtype == torch.bool:
+            usual = origin in _TRUE_ORIGINS
+            if who.goes_on is not None and origin not in _HEALTH:
+                patience = _PATIENCE if usual == who.goes_on else None
+                return self._goes_on(source, origin, patience) == who.goes_on
+            return self._branch(usual != impatient, origin, source)
+        if who.number is not None and who.ends is not None:
+            number = who.number if self._goes_on(source, origin, None) else who.ends
+            return number if dtype.is_floating_point else int(number)
+        if dtype.is_floating_point or dtype.is_complex:
+            value = 0.0 if impatient else 1.0
+            self._assumptions.add(
+                "value", f"a device value read by the script is {value}", op=origin, source=source
+            )
+            return value
+        self._assumptions.add(
+            "value", "an integer device value read by the script is 1", op=origin, source=source
+        )
+        return 1
+
+    def checked(self, value: bool) -> bool:
+        """A condition whose value was worked out as if every rank were like this one: what lets the
+        script go on, where it is there to check."""
+        holds = asking().holds
+        if holds is None or holds == value:
+            return value
+        text = "a check passes that compares what the ranks have"
+        self._assumptions.add("branch", text, source=self._source())
+        return holds
+
+    def _branch(self, answer: bool, origin: str, source: str) -> bool:
+        text = f"a condition on a device value is {answer}"
+        self._assumptions.add("branch", text, op=origin, source=source)
+        return answer
+
+    def _goes_on(self, source: str, origin: str, patience: int | None) -> bool:
+        """Whether a `while` loop whose header asks goes on.
+
+        One in which the optimizer steps goes on for as long as steps are of interest; another ends
+        after `patience` rounds, by default a few, or one inside a model.
+        """
+        loop = self._loops[source]
+        if loop.rounds and self._steps > loop.steps:
+            loop.trains = True
+            loop.rounds = 0
+        if patience is None:
+            patience = _ROUNDS_IN_MODEL if self._in_model() else _ROUNDS
+        if loop.trains:
+            patience = 0 if self.finishing else _PATIENCE
+            text = "a training loop on a device value goes on until its steps repeat"
+            self._assumptions.add("loop", text, op=origin, source=source)
+        if loop.rounds >= patience:
+            if not loop.trains:
+                text = f"a loop on a device value ends after {loop.rounds} rounds"
+                self._assumptions.add("loop", text, op=origin, source=source)
+            loop.rounds = 0
+            return False
+        loop.rounds += 1
+        loop.steps = self._steps
+        return True
+
+    def _lbfgs(self, question: str, dtype: torch.dtype, source: str, times: int) -> bool | float:
+        """L-BFGS on a smooth function: the curvature condition holds, so that its history grows;
+        a line search looks at a second point; the loss falls at every evaluation, and no tolerance
+        is reached before `max_iter`."""
+        text = (
+            "L-BFGS keeps every direction up to history_size, searches each line at two points, "
+            "and runs to max_iter"
+        )
+        self._assumptions.add("optimizer", text, source=source)
+        if dtype != torch.bool:
+            return 1.0 / times
+        if question == "gtd > -tolerance_change":
+            self._points = 0
+        if question == "abs(gtd_new) <= -c2 * gtd":
+            self._points += 1
+            return self._points == _POINTS_OF_A_SEARCH
+        return question == "ys > 1e-10"

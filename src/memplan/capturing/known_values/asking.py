@@ -1,0 +1,149 @@
+"""Where in a program a device value is asked for: in a loop's header, or in code that is known.
+
+What a condition is for decides the likelier answer: the header of a loop is asked to go on, and
+PyTorch's own iterative optimizers ask questions whose answers in a healthy run are known. The
+expression that asks is found by the position of the running instruction in its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice, pairwise
+from opcode import opname
+from types import CodeType, FrameType
+
+from memplan.capturing.recording.context import shown_path
+
+LARGE = 1e30
+"""Larger than any threshold that a loop would compare a number with."""
+_LBFGS = "torch/optim/lbfgs.py"
+_GREATER, _LESS = (ast.Gt, ast.GtE), (ast.Lt, ast.LtE)
+_BYTES_PER_INSTRUCTION = 2
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The expression that needs a device value."""
+
+    goes_on: bool | None = None
+    """The truth of the condition with which the `while` loop goes on that has it in its header;
+    None outside such headers."""
+    number: float | None = None
+    """A number with which that loop goes on, where a number is compared."""
+    ends: float | None = None
+    """A number with which it ends."""
+    holds: bool | None = None
+    """The truth of the condition with which the `assert` passes that it is part of, or the `if`
+    that does nothing but raise; None elsewhere."""
+    lbfgs: str = ""
+    """The comparison, where `torch.optim.LBFGS` asks; `value` when it reads a number."""
+
+
+def asking() -> Asking:
+    """Who asks for the value that the running operator must give."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.endswith(_LBFGS):
+            path = _expressions(frame.f_code, frame.f_lasti)
+            compared = next(
+                (node for node in reversed(path) if isinstance(node, ast.Compare)), None
+            )
+            return Asking(lbfgs="value" if compared is None else ast.unparse(compared))
+        if shown_path(filename):
+            path = _expressions(frame.f_code, frame.f_lasti)
+            return _in_header(path) or Asking(holds=_in_check(path))
+        frame = frame.f_back
+    return Asking()
+
+
+def _in_check(path: list[ast.AST]) -> bool | None:
+    """What a condition has to be for its `assert` to pass, or for its `if` not to raise."""
+    for position, node in enumerate(path[:-1]):
+        rest = path[position + 1 :]
+        raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+        if not (isinstance(node, ast.Assert) or raises) or rest[0] is not node.test:  # type: ignore[attr-defined]
+            continue
+        if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
+            return _negated(rest) == raises
+    return None
+
+
+def _negated(path: list[ast.AST]) -> bool:
+    """Whether the last of these conditions stands in the first one negated."""
+    nots = sum(isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not) for n in path[:-1])
+    return nots % 2 == 1
+
+
+def _in_header(path: list[ast.AST]) -> Asking | None:
+    inside = [i for i, node in enumerate(path) if isinstance(node, ast.While)]
+    if not inside or inside[-1] + 1 == len(path):
+        return None
+    loop, rest = path[inside[-1]], path[inside[-1] + 1 :]
+    assert isinstance(loop, ast.While)
+    if rest[0] is not loop.test:
+        return None
+    asker = rest[-1]
+    goes_on = not _negated(rest)
+    for node, child in pairwise(rest):
+        if isinstance(node, ast.Compare):
+            large = _goes_on_if_large(node, child)
+            if large is None:
+                return Asking(goes_on)
+            other = -LARGE if child is asker else 0.0
+            more, less = (LARGE, other) if large == goes_on else (other, LARGE)
+            return Asking(goes_on, more, less)
+    return Asking(goes_on)
+
+
+def _goes_on_if_large(node: ast.Compare, child: ast.AST) -> bool | None:
+    """Whether a comparison holds when `child`, one of its sides, is large."""
+    if len(node.ops) != 1 or not isinstance(node.ops[0], (*_GREATER, *_LESS)):
+        return None
+    return isinstance(node.ops[0], _GREATER) == (child is node.left)
+
+
+@lru_cache(maxsize=4096)
+def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
+    """The syntax nodes around an instruction, the outermost first; empty without the source."""
+    number = instruction // _BYTES_PER_INSTRUCTION
+    running = opname[code.co_code[instruction]]
+    if "JUMP" in running or running == "TO_BOOL":
+        # The position of a test is unreliable; that of what computed the tested value is not.
+        number -= 1
+    return _around(code, number)
+
+
+def _around(code: CodeType, number: int) -> list[ast.AST]:
+    positions = islice(code.co_positions(), max(number, 0), None)
+    line, end_line, column, end_column = next(positions, (None, None, None, None))
+    tree = _tree(code.co_filename)
+    if tree is None or line is None or end_line is None or column is None or end_column is None:
+        return []
+    first, last = (line, column), (end_line, end_column)
+    path: list[ast.AST] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        path.append(node)
+        node = next((c for c in ast.iter_child_nodes(node) if _covers(c, first, last)), None)
+    return path
+
+
+def _covers(node: ast.AST, first: tuple[int, int], last: tuple[int, int]) -> bool:
+    line, end_line = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    if line is None or end_line is None:
+        return False
+    begin, end = (line, node.col_offset), (end_line, node.end_col_offset)  # type: ignore[attr-defined]
+    return begin <= first and last <= end
+
+
+@lru_cache(maxsize=256)
+def _tree(filename: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return None

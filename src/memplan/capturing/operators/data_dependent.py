@@ -1,0 +1,396 @@
+"""Operators whose result depends on values: answered from known values, else from an assumption."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capturing.known_values.store import MAX_INTEGER_ELEMENTS, small_enough, worth_keeping
+from memplan.capturing.operators.fake import run_fake
+from memplan.capturing.state import CaptureState, Handler, Observer
+
+aten = torch.ops.aten
+
+MAX_READ_BACK = 1 << 20
+_MAX_MADE_UP = 1 << 16
+"""Elements of a tensor of unknown values that becomes a real one on the host: metrics do, weights
+stay fake, or the host would compute with them."""
+_MAX_ROUTING_OPTIONS = 4096
+
+
+def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`.item()`, `float()`, `int()`, `bool()`: the known value, or an answer by origin."""
+    tensor = args[0]
+    _read_by_host(state, func, tensor)
+    value = state.values.of(tensor)
+    if value is None:
+        return state.answers.scalar(tensor.dtype, state.values.origin(tensor))
+    known = value.item()
+    if isinstance(known, bool) and state.values.as_if_alike(tensor):
+        return state.answers.checked(known)
+    return known
+
+
+def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> None:
+    """An operator that asks for no memory, but what comes next may hang on what it says."""
+    read = state.numbers(tensors)
+    if read:
+        builder = state.recorder.builder
+        builder.begin_op(str(func), reads=read, stream=state.recorder.stream)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        builder.op_work(flops=0, moved_bytes=moved)
+
+
+def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
+    """`torch.equal`."""
+    _read_by_host(state, func, *args)
+    left, right = (state.values.of(t) if isinstance(t, FakeTensor) else t for t in args)
+    if left is not None and right is not None:
+        return torch.equal(left, right)
+    return bool(state.answers.scalar(torch.bool, "equal"))
+
+
+def allclose(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
+    """`torch.allclose`: like a condition that holds, once its operands were compared."""
+    compared = run_fake(state, aten.isclose.default, args, kwargs)
+    known = state.values.of(compared)
+    if known is not None:
+        return bool(known.all())
+    return bool(state.answers.scalar(torch.bool, "isclose"))
+
+
+def pack_padded(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`pack_padded_sequence`: the lengths are the host's, the batch sizes too."""
+    padded, lengths, batch_first = args
+    if isinstance(lengths, FakeTensor):
+        lengths = read_back(state, lengths)
+    steps = torch.arange(int(lengths.max()))
+    batch_sizes = (lengths.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
+    if batch_first:
+        padded = padded.transpose(0, 1)
+    shape = [int(lengths.sum()), *padded.shape[2:]]
+    return run_fake(state, aten.new_empty.default, (padded, shape), {}), batch_sizes
+
+
+def copy_to_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """A small tensor read back to the host becomes a real one; a large one stays fake."""
+    source = args[0]
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type != "cpu" or not isinstance(source, FakeTensor):
+        return NotImplemented
+    if source.fake_device.type != state.device_type or state.device_type == "cpu":
+        return NotImplemented
+    known = worth_keeping(source) and state.values.of(source) is not None
+    if source.numel() > (MAX_READ_BACK if known else _MAX_MADE_UP):
+        return NotImplemented
+    _read_by_host(state, func, source)
+    result = read_back(state, source).to(kwargs.get("dtype") or source.dtype)
+    if kwargs.get("non_blocking"):
+        state.host.pin(result)
+    return result
+
+
+def read_back(state: CaptureState, source: FakeTensor) -> torch.Tensor:
+    """A real CPU tensor with the values of a fake one, assumed where unknown."""
+    value = state.values.of(source)
+    if value is not None:
+        return value.clone()
+    fill = 1 if source.dtype.is_floating_point else 0
+    if source.numel() > 1 and source.dtype is torch.bool:
+        state.assumptions.add(
+            "value",
+            f"a mask read back to the host holds for {_share(state)} element",
+            op=state.values.origin(source),
+            source=state.source(),
+        )
+        return _assumed_mask(source.shape, state.routing)
+    if source.numel() > 1:
+        state.assumptions.add(
+            "value",
+            f"device values read back to the host are all {fill}",
+            op=state.values.origin(source),
+            source=state.source(),
+        )
+    elif source.numel() == 1:
+        fill = state.answers.scalar(source.dtype, state.values.origin(source))  # type: ignore[assignment]
+    return torch.full(source.shape, fill, dtype=source.dtype, device="cpu")
+
+
+def copy_into_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`real.copy_(fake)`: the real tensor gets what is known or assumed."""
+    target, source = args[0], args[1]
+    if isinstance(target, FakeTensor):
+        return NotImplemented
+    if isinstance(source, FakeTensor) and source.numel() <= MAX_READ_BACK:
+        target.copy_(read_back(state, source))
+    else:
+        state.host.written(target)
+    return target
+
+
+def from_values(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """Operators whose result has a data-dependent shape: computed from values, known or assumed."""
+    replaced = [_with_values(state, func, item) for item in args]
+    named = {name: _with_values(state, func, item) for name, item in kwargs.items()}
+    result = func(*replaced, **named)
+    device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
+    builder = state.recorder.builder
+    builder.begin_op(
+        str(func),
+        reads=[state.number_of(t) for t in args if isinstance(t, FakeTensor)],
+        stream=state.recorder.stream,
+    )
+    made = (
+        [state.empty(item, device) for item in result]
+        if isinstance(result, (tuple, list))
+        else state.empty(result, device)
+    )
+    observer = state.observers.get(func)
+    if observer is not None:
+        observer(state, func, args, kwargs, made)
+    return (
+        type(result)(made)
+        if isinstance(result, list)
+        else tuple(made)
+        if isinstance(result, tuple)
+        else made
+    )
+
+
+def boxes_kept(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """torchvision's non-maximum suppression, with what its kernel takes for itself: boxes in the
+    order of their scores, a bit for each pair of them (`csrc/ops/cuda/nms_kernel.cu`)."""
+    boxes, scores = args[:2]
+    if not isinstance(boxes, FakeTensor) or boxes.fake_device.type != state.device_type:
+        return NotImplemented
+    count = boxes.shape[0]
+    by_score = {"stable": True, "dim": 0, "descending": True}
+    order = run_fake(state, aten.sort.stable, (scores,), by_score)[1]
+    scratch = [
+        run_fake(state, aten.index_select.default, (boxes, 0, order), {}),
+        run_fake(
+            state, aten.new_empty.default, (boxes, [count, -(-count // 64)]), {"dtype": torch.int64}
+        ),
+        run_fake(state, aten.new_empty.default, (boxes, [count]), {"dtype": torch.bool}),
+    ]
+    return from_values(state, aten.masked_select.default, (order, scratch[-1]), {})
+
+
+def _with_values(state: CaptureState, func: Any, item: Any) -> Any:
+    return values_of(state, func, item) if isinstance(item, FakeTensor) else item
+
+
+def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tensor:
+    """The values of a tensor that decides a shape; assumed, and remembered, when unknown."""
+    value = state.values.of(tensor)
+    if value is not None:
+        return value
+    if tensor.numel() > 16 * MAX_INTEGER_ELEMENTS:
+        raise state.cannot(func, "a shape depends on the values of a very large tensor")
+    if tensor.dtype == torch.bool:
+        value = _assumed_mask(tensor.shape, state.routing)
+        text = f"a mask that depends on data selects {_share(state)} element"
+    elif tensor.dtype.is_floating_point:
+        value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + 1
+        text = "floating-point values that decide a shape are all different and not zero"
+    else:
+        value = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
+        text = "integers that decide a shape are all different"
+    state.assumptions.add("shape", text, op=str(func), source=state.source())
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a view the rest stays unknown
+        state.values.learn(tensor, value)
+    return value
+
+
+def _share(state: CaptureState) -> str:
+    return "every" if state.routing == "worst" else "every second"
+
+
+def masked_index(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing with boolean masks: they become index tensors, as the real kernel makes them; or a
+    mask and a number of the host are a fill, as there."""
+    indices = args[1]
+    if not any(_is_mask(index) for index in indices):
+        return NotImplemented
+    if func is not aten.index.Tensor and _is_fill(args, kwargs):
+        return _fill(state, func, args)
+    replaced: list[Any] = []
+    for index in indices:
+        if not _is_mask(index):
+            replaced.append(index)
+        elif isinstance(index, FakeTensor):
+            replaced.extend(from_values(state, aten.nonzero.default, (index,), {}).unbind(1))
+        else:
+            replaced.extend(index.nonzero().unbind(1))
+    return run_fake(state, func, (args[0], replaced, *args[2:]), kwargs)
+
+
+def _is_fill(args: Any, kwargs: Any) -> bool:
+    """`canDispatchToMaskedFill` in PyTorch's `native/TensorAdvancedIndexingUtils.h`."""
+    target, indices, value = args[:3]
+    given = [index for index in indices if index is not None]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    return (
+        not accumulate
+        and value.numel() == 1
+        and value.device.type == "cpu"
+        and len(given) == 1
+        and _is_mask(given[0])
+        and given[0].device == target.device
+    )
+
+
+def _fill(state: CaptureState, func: Any, args: Any) -> Any:
+    target, indices, value = args[:3]
+    before = next(place for place, index in enumerate(indices) if index is not None)
+    mask = indices[before]
+    if func is aten.index_put.default:
+        target = run_fake(state, aten.clone.default, (target,), {})
+    for _ in range(target.dim() - before - mask.dim()):
+        mask = run_fake(state, aten.unsqueeze.default, (mask, -1), {})
+    known = state.values.of(value) if isinstance(value, FakeTensor) else value
+    number = 0 if known is None else known.item()
+    return run_fake(state, aten.masked_fill_.Scalar, (target, mask, number), {})
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def masked_select(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`masked_select` is an index with the broadcast mask."""
+    tensor, mask = torch.broadcast_tensors(*args[:2])
+    return masked_index(state, aten.index.Tensor, (tensor, [mask]), kwargs)
+
+
+def repeat_interleave(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """The total of unknown repeats is taken as one each."""
+    repeats = args[0]
+    if kwargs.get("output_size") is not None or not isinstance(repeats, FakeTensor):
+        return NotImplemented
+    if state.values.of(repeats) is None:
+        state.assumptions.add("shape", "unknown repeats are 1", op=str(func), source=state.source())
+        state.values.learn(repeats, torch.ones(repeats.shape, dtype=repeats.dtype))
+    return from_values(state, func, args, kwargs)
+
+
+def unscale(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """GradScaler's check: the gradients are finite, so `found_inf` keeps the value it has."""
+    found_inf = args[1]
+    value = state.values.of(found_inf)
+    result = run_fake(state, func, args, kwargs)
+    if value is not None:
+        state.values.learn(found_inf, value)
+    return result
+
+
+# Observers: values assumed as soon as a router decides
+
+
+def assume_topk(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Unknown `topk` over few options is taken for a router's choice."""
+    indices = result[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    _assume_choice(state, func, indices, args[0], dim)
+
+
+def _assume_choice(
+    state: CaptureState, func: Any, indices: FakeTensor, scores: torch.Tensor, dim: int
+) -> None:
+    options = scores.shape[dim] if scores.dim() else 1
+    if state.values.of(indices) is not None or not small_enough(indices) or indices.dim() == 0:
+        return
+    if options > _MAX_ROUTING_OPTIONS:
+        return
+    state.values.learn(indices, _assumed_topk(indices.shape, options, dim, state.routing))
+    _say_assumed(state, str(func), options)
+
+
+def assume_routing_map(state: CaptureState, op: str, chosen: FakeTensor, top_k: int) -> None:
+    """A boolean map, rows x options, with `top_k` true elements a row that a router chooses."""
+    rows, options = chosen.shape[:-1], chosen.shape[-1]
+    indices = _assumed_topk(torch.Size((*rows, top_k)), options, -1, state.routing)
+    values = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(-1, indices, True)
+    state.values.learn(chosen, values)
+    _say_assumed(state, op, options)
+
+
+def _say_assumed(state: CaptureState, op: str, options: int) -> None:
+    state.assumptions.add(
+        "routing",
+        f"choices among {options} options are "
+        + ("spread evenly" if state.routing == "balanced" else "all the same"),
+        op=op,
+        source=state.source(),
+    )
+
+
+def assume_uniform(value: int) -> Observer:
+    """The result is taken to hold one value: no number is NaN or infinite, all are finite."""
+
+    def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if state.values.of(result) is None and result.numel() <= MAX_INTEGER_ELEMENTS:
+            state.values.learn(result, torch.full(result.shape, value, dtype=result.dtype))
+
+    return observe
+
+
+def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
+    """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
+    return False
+
+
+def _assumed_topk(shape: torch.Size, options: int, dim: int, routing: str) -> torch.Tensor:
+    """Indices of shape `shape` into `options` choices along `dim`; distinct along `dim`."""
+    dim %= len(shape)
+    chosen = shape[dim]
+    rank = torch.arange(chosen).view([-1 if axis == dim else 1 for axis in range(len(shape))])
+    if routing == "worst":
+        return rank.expand(shape).contiguous()
+    rows = [1 if axis == dim else size for axis, size in enumerate(shape)]
+    count = 1
+    for size in rows:
+        count *= size
+    row = torch.arange(count).view(rows)
+    return ((row * chosen + rank) % max(options, 1)).expand(shape).contiguous()
+
+
+def _assumed_mask(shape: torch.Size, routing: str) -> torch.Tensor:
+    """A boolean mask of `shape`."""
+    mask = torch.ones(shape, dtype=torch.bool)
+    if routing == "balanced":
+        mask.view(-1)[1::2] = False
+    return mask
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._nested_tensor_from_mask_left_aligned.default: not_left_aligned,
+    aten._local_scalar_dense.default: local_scalar,
+    aten.item.default: local_scalar,
+    aten.equal.default: equal,
+    aten.allclose.default: allclose,
+    aten._pack_padded_sequence.default: pack_padded,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten._to_copy.default: copy_to_host,
+    aten.copy_.default: copy_into_host,
+    aten.nonzero.default: from_values,
+    aten.masked_select.default: masked_select,
+    aten.index.Tensor: masked_index,
+    aten.index_put.default: masked_index,
+    aten.index_put_.default: masked_index,
+    aten._unique2.default: from_values,
+    aten._unique.default: from_values,
+    aten.unique_dim.default: from_values,
+    aten.unique_consecutive.default: from_values,
+    aten.bincount.default: from_values,
+    aten.repeat_interleave.Tensor: repeat_interleave,
+}
+
+OBSERVERS: dict[Any, Observer] = {
+    aten.topk.default: assume_topk,
+    aten.isnan.default: assume_uniform(0),
+    aten.isinf.default: assume_uniform(0),
+    aten.isfinite.default: assume_uniform(1),
+}

@@ -1,0 +1,377 @@
+"""Records the memory that CUDA kernels allocate for themselves, which no operator shows.
+
+The sizes come from the rules in `kernels`; this module only translates operators into the rules'
+terms and the rules' answers into events with provenance RULE.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capturing.kernels import attention_scratch
+from memplan.capturing.kernels.calls import OpCall
+from memplan.capturing.kernels.convolution import (
+    Convolution,
+    ConvSettings,
+    Direction,
+    conv_backend,
+    conv_workspace,
+)
+from memplan.capturing.kernels.cudnn_norm import BatchNorm, batch_norm_backend, batch_norm_scratch
+from memplan.capturing.kernels.model import Scratch, version_tuple
+from memplan.capturing.kernels.reduction import reduction_scratch
+from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
+from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
+from memplan.capturing.state import CaptureState, Observer
+from memplan.types.device import DeviceProfile
+
+aten = torch.ops.aten
+
+_BATCH_NORMS = ("aten.native_batch_norm", "aten.native_batch_norm_backward")
+
+
+class KernelMemory:
+    """Observers that record kernels' own memory for one capture."""
+
+    def __init__(self, state: CaptureState, profile: DeviceProfile) -> None:
+        self.state = state
+        self.profile = profile
+        self.version = version_tuple(torch.__version__)
+        self._workspaces: set[tuple[int, int, int, str]] = set()
+        self._device = 0
+        """Number in the trace of the device that the operator runs on."""
+
+    def observers(self) -> dict[Any, Observer]:
+        """By operator."""
+        found: dict[Any, Observer] = {
+            aten.convolution.default: self.convolution,
+            aten._scaled_dot_product_flash_attention.default: self.flash,
+            aten._scaled_dot_product_flash_attention_backward.default: self.flash_backward,
+            aten._scaled_dot_product_efficient_attention.default: self.efficient,
+            aten._scaled_dot_product_efficient_attention_backward.default: self.efficient_backward,
+            aten._scaled_dot_product_cudnn_attention.default: self.cudnn,
+            aten._scaled_dot_product_cudnn_attention_backward.default: self.cudnn_backward,
+        }
+        for overload in _overloads(SCRATCH):
+            found.setdefault(overload, self.scratch)
+        for overload in _overloads(BLAS_OPS):
+            found[overload] = self.blas
+        for overload in _overloads(_BATCH_NORMS):
+            found[overload] = self.batch_norm
+        found[aten.cudnn_batch_norm.default] = self.batch_norm
+        found[aten.cudnn_batch_norm_backward.default] = self.batch_norm
+        return {func: self._on_device(observer) for func, observer in found.items()}
+
+    def _on_device(self, observer: Observer) -> Observer:
+        """Fake tensors on the host go through kernels of the host."""
+
+        def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+            first = next(_tensors_of(args), None)
+            if first is not None and first.device.type == state.device_type:
+                self._device = state.device_number(first.device)
+                observer(state, func, args, kwargs, result)
+
+        return observe
+
+    # Recording
+
+    def add(self, scratches: Iterable[Scratch]) -> None:
+        """Record scratch memory of the operator that just ran, stage by stage."""
+        device = self._device
+        rows = [row for row in scratches if row.high > 0]
+        if not rows:
+            return
+        recorder = self.state.recorder
+        stages = sorted({row.begin for row in rows} | {row.end for row in rows if row.end})
+        live: list[tuple[Scratch, int]] = []
+        for stage in stages:
+            for row, number in [item for item in live if item[0].end == stage]:
+                recorder.release(number, row.low, row.bytes, row.high, device)
+                live.remove((row, number))
+            for row in rows:
+                # Scratch that lives with the outputs (a few bytes of random state) is not tracked.
+                if row.begin == stage and row.end is not None:
+                    number = recorder.scratch(row.low, row.bytes, row.high, device, name=row.name)
+                    live.append((row, number))
+        for row, number in live:
+            recorder.release(number, row.low, row.bytes, row.high, device)
+
+    def scratch(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What the rules of `kernels.scratch` say of an operator."""
+        tensors: list[torch.Tensor] = []
+        other: dict[str, Any] = {}
+        for position, argument in enumerate(func._schema.arguments):
+            item = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+            elif isinstance(item, (list, tuple)) and item and isinstance(item[0], torch.Tensor):
+                tensors.extend(item)
+            elif item is not None:
+                other[argument.name] = item
+            elif argument.has_default_value():
+                other[argument.name] = argument.default_value
+        outputs = result if isinstance(result, (list, tuple)) else [result]
+        call = OpCall(
+            f"aten.{func._schema.name.split('::')[1]}",
+            [tuple(tensor.shape) for tensor in tensors],
+            [_dtype(tensor) for tensor in tensors],
+            strides=[tensor.stride() for tensor in tensors],
+            out_shapes=[tuple(t.shape) for t in outputs if isinstance(t, torch.Tensor)],
+            args=other,
+            capability=self.profile.capability,
+            sm_count=self.profile.sm_count,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        self.add(scratch_for(call))
+
+    def batch_norm(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        """Batch normalisation; a backward's first tensor is the gradient, cuDNN's the input."""
+        backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
+        x = args[1] if backward and not cudnn else args[0]
+        weight = args[2] if backward else args[1]
+        training = True if backward and cudnn else bool(args[7] if backward else args[5])
+        call = BatchNorm(
+            shape=tuple(x.shape),
+            dtype=_dtype(x),
+            weight_dtype=None if weight is None else _dtype(weight),
+            training=training,
+            channels_last=_channels_last(x),
+            cudnn_enabled=bool(torch.backends.cudnn.enabled),
+        )
+        if not backward:
+            backend = batch_norm_backend(call)
+            self.state.kernels["batch_norm", backend, call.dtype] += 1
+        self.add(batch_norm_scratch(call, backward=backward))
+
+    # Matrix products
+
+    def blas(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """cuBLAS workspaces, once per thread and stream."""
+        name = f"aten.{func._schema.name.split('::')[1]}"
+        tensors = [item for item in args if isinstance(item, torch.Tensor)]
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return
+        lt = False
+        if name in ("aten.addmm", "aten._addmm_activation") and len(tensors) >= 3:
+            bias, mat1, mat2 = tensors[:3]
+            lt = uses_cublaslt(
+                name,
+                mat1=mat1.shape,
+                mat2=mat2.shape,
+                bias=bias.shape,
+                bias_contiguous=bias.is_contiguous(),
+                beta=float(kwargs.get("beta", 1.0)),
+                dtype=_dtype(mat1),
+                env=os.environ,
+            )
+        requests = workspace_requests(
+            name,
+            lt=lt,
+            capability=self.profile.capability,
+            env=os.environ,
+            torch_version=self.version,
+        )
+        for request in requests:
+            if not request.kept:
+                self.add([Scratch(request.pool, request.bytes, request.bytes, request.bytes)])
+                continue
+            key = (threading.get_ident(), self._device, state.recorder.stream, request.pool)
+            if key not in self._workspaces:
+                self._workspaces.add(key)
+                size = request.bytes
+                name = f"{request.pool} workspace"
+                state.recorder.scratch(size, size, size, self._device, name=name)
+
+    # Convolutions
+
+    def convolution(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: FakeTensor
+    ) -> None:
+        """Workspace of a forward convolution."""
+        x, w, _bias, stride, padding, dilation, transposed, output_padding, groups = args
+        conv = _convolution(
+            x, w, result, stride, padding, dilation, transposed, output_padding, groups
+        )
+        self._convolve(conv, Direction.FORWARD)
+
+    def convolution_backward(
+        self, state: CaptureState, func: Any, args: Any, outputs: list[FakeTensor | None]
+    ) -> list[int]:
+        """Record the outputs in the order in which the real backward makes them: the gradient of
+        the input and its workspace, of the weight and its workspace, of the bias."""
+        grad, x, w, _bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
+            args[:10]
+        )
+        if grad.device.type != state.device_type:
+            return [state.record(output) for output in outputs if output is not None]
+        self._device = state.device_number(grad.device)
+        conv = _convolution(
+            x, w, grad, stride, padding, dilation, transposed, output_padding, groups
+        )
+        numbers = []
+        directions = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, None)
+        for output, direction in zip(outputs, directions, strict=True):
+            if output is None:
+                continue
+            numbers.append(state.record(output))
+            if direction is not None:
+                self._convolve(conv, direction)
+            else:
+                self.add(self._bias_gradient(grad))
+        return numbers
+
+    def _bias_gradient(self, grad: torch.Tensor) -> list[Scratch]:
+        return reduction_scratch(
+            tuple(grad.shape),
+            [0, *range(2, grad.dim())],
+            strides=grad.stride(),
+            sm_count=self.profile.sm_count,
+            capability=self.profile.capability,
+            half=grad.element_size() == 2,
+        )
+
+    def _convolve(self, conv: Convolution, direction: Direction) -> None:
+        cudnn = torch.backends.cudnn
+        settings = ConvSettings(
+            capability=self.profile.capability,
+            allow_tf32=bool(cudnn.allow_tf32),
+            deterministic=bool(cudnn.deterministic),
+            benchmark=bool(cudnn.benchmark),
+            cudnn_enabled=bool(cudnn.enabled),
+        )
+        backend = conv_backend(conv, settings)
+        self.state.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
+        self.add([conv_workspace(conv, direction, settings)])
+
+    # Attention
+
+    def flash(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        dropout_p = args[3] if len(args) > 3 else 0.0
+        self.add(
+            attention_scratch.flash_forward_scratch(
+                args[0].shape, args[1].shape, dropout_p=dropout_p, sm_count=self.profile.sm_count
+            )
+        )
+
+    def flash_backward(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        grad, query, key = args[:3]
+        self.add(
+            attention_scratch.flash_backward_scratch(
+                query.shape,
+                key.shape,
+                _dtype(query),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                sm_count=self.profile.sm_count,
+                grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
+            )
+        )
+
+    def efficient(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        query, _key, value = args[:3]
+        self.add(
+            attention_scratch.efficient_forward_scratch(query.shape, value.shape, _dtype(query))
+        )
+
+    def efficient_backward(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        query, key, value = args[1:4]
+        self.add(
+            attention_scratch.efficient_backward_scratch(
+                query.shape,
+                key.shape,
+                value.shape,
+                _dtype(query),
+                self.profile.capability,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        )
+
+    def cudnn(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.add(attention_scratch.cudnn_forward_scratch(args[0].shape))
+
+    def cudnn_backward(
+        self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        query, key, value = args[1:4]
+        self.add(
+            attention_scratch.cudnn_backward_scratch(
+                query.shape, key.shape, value.shape, _dtype(query)
+            )
+        )
+
+
+def _overloads(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
+        packet = getattr(aten, name.removeprefix("aten."), None)
+        for overload in packet.overloads() if packet is not None else ():
+            yield getattr(packet, overload)
+
+
+def _tensors_of(args: Any) -> Iterator[torch.Tensor]:
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors_of(item)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _convolution(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Convolution:
+    dims = x.dim() - 2
+    shapes = [tuple(t.shape) for t in (x, w, y)]
+    lists = [
+        list(values) * (dims if len(values) == 1 else 1)
+        for values in (stride, padding, dilation, output_padding)
+    ]
+    if dims == 1:  # PyTorch runs it as a two-dimensional convolution of height 1
+        shapes = [(*shape[:2], 1, shape[2]) for shape in shapes]
+        lists = [[neutral, *values] for neutral, values in zip((1, 0, 1, 0), lists, strict=True)]
+    return Convolution(
+        x=shapes[0],
+        w=shapes[1],
+        y=shapes[2],
+        dtype=_dtype(x),
+        stride=lists[0],
+        padding=lists[1],
+        dilation=lists[2],
+        groups=groups,
+        transposed=transposed,
+        output_padding=lists[3],
+        channels_last=_channels_last(x) or _channels_last(w),
+    )
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats.get(tensor.dim())
+    return (
+        memory_format is not None
+        and tensor.is_contiguous(memory_format=memory_format)
+        and not tensor.is_contiguous()
+    )

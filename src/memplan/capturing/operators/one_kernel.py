@@ -1,0 +1,67 @@
+"""Operators that CUDA runs as one kernel.
+
+Some of them a PyTorch without CUDA takes apart: where the device's backend has no kernel of its
+own, PyTorch falls back on a composition of other operators, whose intermediate results no GPU ever
+makes (six for each SiLU in the backward pass). Once the backend has one, autograd takes the
+operator whole. Multi-tensor operators in place are one kernel too, and ask for no memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capturing.state import CaptureState, Handler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+
+_NAMES = ("_fused_rms_norm", "silu_backward", "mish_backward")
+"""All that `native_functions.yaml` gives both a composition and a kernel for CUDA."""
+
+
+def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """An in-place operator on lists asks for no memory; only known values need a kernel."""
+    lists = [item for item in args if isinstance(item, (list, tuple))]
+    tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
+    known = state.values.knows
+    if not all(isinstance(item, FakeTensor) and not known(item) for item in tensors):
+        return NotImplemented
+    factors = [item for item in args if isinstance(item, torch.Tensor)]  # such as a clipping one
+    written = [state.number_of(tensor) for tensor in args[0]]
+    builder = state.recorder.builder
+    builder.begin_op(
+        str(func),
+        reads=[n for n in map(state.number_of, [*tensors, *factors]) if n >= 0],
+        stream=state.recorder.stream,
+    )
+    builder.op_writes(number for number in written if number >= 0)
+    return None
+
+
+def _in_place_overloads() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::_foreach_"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            if packet.endswith("_"):
+                yield getattr(getattr(aten, packet), overload or "default")
+
+
+def install() -> torch.library.Library:
+    """Register them for fake CUDA; the library must stay alive."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in _NAMES:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, _never, "CUDA")
+    return library
+
+
+def _never(*_arguments: Any) -> Any:
+    raise AssertionError("a fake tensor's kernel was run")
+
+
+HANDLERS: dict[Any, Handler] = dict.fromkeys(_in_place_overloads(), in_place)

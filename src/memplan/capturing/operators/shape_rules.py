@@ -1,0 +1,145 @@
+"""Operators whose shape rule in PyTorch is stricter than their CUDA kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.capturing.operators.data_dependent import boxes_kept
+from memplan.capturing.operators.fake import run_fake
+from memplan.capturing.recording.work import moved_bytes
+from memplan.capturing.state import CaptureState, Handler
+
+if TYPE_CHECKING:
+    from memplan.capturing.patches.attributes import Patches
+
+aten = torch.ops.aten
+
+
+def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """The CUDA kernel of `_grouped_mm` takes float32 and float16 too; the shape rule only bf16."""
+    dtype = args[0].dtype
+    if dtype == torch.bfloat16:
+        return NotImplemented
+
+    stand_ins = [_empty(state, tensor, torch.bfloat16) for tensor in args[:2]]
+    named = {name: value for name, value in kwargs.items() if name != "out_dtype"}
+    shaped = state.fake_mode.dispatch(func, (), (*stand_ins, *args[2:]), named)
+    builder = state.recorder.builder
+    reads = [state.number_of(tensor) for tensor in args[:2]]
+    builder.begin_op(str(func), reads=reads, stream=state.recorder.stream)
+    result = _empty(state, shaped, kwargs.get("out_dtype") or dtype)
+    builder.op_writes([state.record(result)])
+    builder.op_work(
+        flops=state.work.flops(func, args, kwargs, result),
+        moved_bytes=moved_bytes(func, args, args[:2], [result], []),
+    )
+    return result
+
+
+def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
+    hx = args[2]
+    hidden = run_fake(state, aten.empty_like.default, (hx,), {})
+    workspace = run_fake(state, aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
+    return hidden, workspace
+
+
+def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """Gradients of both gates, of the state, and of the biases as sums of the gates' gradients."""
+    grad, workspace, has_bias = args
+    rows, units = workspace.shape[0], workspace.shape[1] // 5
+    shape = [rows, 3 * units]
+    gates = [run_fake(state, aten.new_empty.default, (workspace, shape), {}) for _ in range(2)]
+    hidden = run_fake(state, aten.empty_like.default, (grad,), {})
+    biases: list[Any] = [None, None]
+    if has_bias:
+        biases = [run_fake(state, aten.sum.dim_IntList, (gate, [0]), {}) for gate in gates]
+    return (*gates, hidden, *biases)
+
+
+def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
+    """cuDNN's loss wants 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`); what
+    it takes is not public, so PyTorch's own kernel stands for it."""
+    return False
+
+
+def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/cuda/LossCTC.cu`: the losses, and alpha for every frame and extended label."""
+    log_probs, lengths = args[0], args[3]
+    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    longest = max(_integers(state, lengths), default=0)
+    losses = run_fake(state, aten.new_empty.default, (log_probs, [batch]), {})
+    shape = [batch, log_probs.shape[0], 2 * longest + 1]
+    return losses, run_fake(state, aten.new_empty.default, (log_probs, shape), {})
+
+
+def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """FSDP2 gathers shards that lie on the host too (loaded by `assign=True`): its kernel copies
+    from there, without memory of its own."""
+    shards, output = args[0], args[1]
+    there = [tensor for tensor in shards if tensor.device == output.device]
+    if len(there) == len(shards):
+        return NotImplemented
+    return run_fake(state, func, (there, *args[1:]), kwargs)
+
+
+def install(patches: Patches, state: CaptureState) -> None:
+    """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
+    tensor; for a tensor subclass it would divide by them on the host."""
+    state.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
+    state.rules["torchvision::nms"] = boxes_kept
+    real: Any = torch.ctc_loss
+
+    def loss(
+        log_probs: Any, targets: Any, inputs: Any, lengths: Any, *rest: Any, **named: Any
+    ) -> Any:
+        lists = [_integers(state, item) for item in (inputs, lengths)]
+        return real(log_probs, targets, *lists, *rest, **named)
+
+    patches.set(torch, "ctc_loss", loss)
+
+
+def ctc_loss_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient; the kernel's beta is scratch."""
+    gradient = run_fake(state, aten.empty_like.default, (args[1],), {})
+    observer = state.observers.get(func)
+    if observer is not None:
+        observer(state, func, args, kwargs, gradient)
+    return gradient
+
+
+def _integers(state: CaptureState, lengths: Any) -> list[int]:
+    if not isinstance(lengths, torch.Tensor):
+        return list(lengths)
+    known = state.values.of(lengths) if isinstance(lengths, FakeTensor) else lengths
+    if known is None:
+        raise state.cannot(
+            "ctc_loss",
+            "the lengths of its targets are not known",
+            "lengths that come from the batch's data are known, whether on the CPU or the GPU",
+        )
+    numbers: list[int] = known.view(-1).tolist()
+    return numbers
+
+
+def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
+    return state.fake_mode.dispatch(
+        aten.empty_strided.default,
+        (),
+        (tuple(like.size()), tuple(like.stride())),
+        {"dtype": dtype, "device": like.device},
+    )
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._grouped_mm.default: grouped_mm,
+    aten._ctc_loss.default: ctc_loss,
+    aten._ctc_loss_backward.default: ctc_loss_backward,
+    aten._use_cudnn_ctc_loss.default: no_cudnn_ctc,
+    aten._use_miopen_ctc_loss.default: no_cudnn_ctc,
+    aten._thnn_fused_gru_cell.default: gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+}

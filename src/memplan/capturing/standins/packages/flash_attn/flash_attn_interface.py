@@ -1,0 +1,260 @@
+"""The functions of flash-attention 2, over the rules for its kernels.
+
+Saved for the backward pass: q, k, v (padded to a head size of a multiple of 8), the output, the
+log-sum-exp in fp32 and 16 bytes of random state; gradients of packed tensors come packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from memplan.capturing.standins.kernels import flash_attention as kernels
+from memplan.capturing.standins.operators import operator_of
+
+_forward, _varlen_forward, _backward, _varlen_backward = (
+    operator_of(rule, schema) for rule, schema in kernels.SCHEMAS.items()
+)
+_HEAD_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Sequences of variable length; absent where all are alike."""
+
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+
+@dataclass(frozen=True)
+class _Settings:
+    dropout_p: float
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi: torch.Tensor | None
+    deterministic: bool
+
+    def for_kernel(self) -> tuple[Any, ...]:
+        return (self.dropout_p, self.scale, self.causal, *self.window, self.softcap, self.alibi)
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    missing = -tensor.shape[-1] % _HEAD_MULTIPLE
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+class _Attention(torch.autograd.Function):
+    """All variants: what is passed in is unpacked, its gradients come packed alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: _Settings,
+        lengths: _Lengths | None,
+        packing: int,
+        return_softmax: bool,
+        *packed: torch.Tensor,
+    ) -> Any:
+        q, k, v = map(_padded, _unpack(packing, lengths is None, packed))
+        softmax = return_softmax and settings.dropout_p > 0
+        if lengths is None:
+            made = _forward(q, k, v, *settings.for_kernel(), softmax)
+        else:
+            made = _varlen_forward(
+                q,
+                k,
+                v,
+                lengths.cu_q,
+                lengths.cu_k,
+                lengths.longest_q,
+                lengths.longest_k,
+                *settings.for_kernel(),
+                softmax,
+            )
+        out, lse, probabilities, rng_state = made
+        if any(tensor.requires_grad for tensor in packed):
+            extra = () if lengths is None else (lengths.cu_q, lengths.cu_k)
+            ctx.save_for_backward(q, k, v, out, lse, rng_state, *extra)
+        ctx.settings, ctx.packing, ctx.count = settings, packing, len(packed)
+        ctx.longest = None if lengths is None else (lengths.longest_q, lengths.longest_k)
+        out = out[..., : packed[0].shape[-1]]
+        return (out, lse, probabilities) if return_softmax else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, *_unused: Any) -> Any:
+        q, k, v, out, lse, rng_state, *cu = ctx.saved_tensors
+        packed = _empty_packed(ctx.packing, q, k, v)
+        dq, dk, dv = _unpack(ctx.packing, ctx.longest is None, packed)
+        settings: _Settings = ctx.settings
+        tail = (*settings.for_kernel(), settings.deterministic, rng_state)
+        first = (_padded(dout), q, k, v, out, lse, dq, dk, dv)
+        if ctx.longest is None:
+            _backward(*first, *tail)
+        else:
+            _varlen_backward(*first, *cu, *ctx.longest, *tail)
+        head = dout.shape[-1]
+        return (None, None, None, None, *(tensor[..., :head] for tensor in packed))
+
+
+def _unpack(packing: int, equal: bool, packed: Any) -> tuple[torch.Tensor, ...]:
+    """`packing`: tensors in the last argument; 1, 2 (keys, values) or 3 of them."""
+    axis = 2 if equal else 1
+    if packing == 1:
+        return tuple(packed)
+    return (*packed[:-1], *(packed[-1].select(axis, i).detach() for i in range(packing)))
+
+
+def _empty_packed(
+    packing: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    if packing == 1:
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    shape = (*k.shape[:-2], packing, *k.shape[-2:])
+    together = k.new_empty(shape)
+    return (together,) if packing == 3 else (torch.empty_like(q), together)
+
+
+def _call(packing: int, packed: tuple[torch.Tensor, ...], lengths: Any, options: Any) -> Any:
+    (dropout_p, scale, causal, window, softcap, alibi, deterministic, return_attn) = options
+    settings = _Settings(
+        dropout_p,
+        packed[0].shape[-1] ** -0.5 if scale is None else scale,
+        causal,
+        tuple(window),
+        softcap,
+        alibi,
+        deterministic,
+    )
+    return _Attention.apply(  # type: ignore[no-untyped-call]
+        settings, lengths, packing, return_attn, *packed
+    )
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q, k, v of (batch, sequence, heads, head size)."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(1, (q, k, v), None, (*options, deterministic, return_attn_probs))
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """kv of (batch, sequence, 2, heads, head size)."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(2, (q, kv), None, (*options, deterministic, return_attn_probs))
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """qkv of (batch, sequence, 3, heads, head size)."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(3, (qkv,), None, (*options, deterministic, return_attn_probs))
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """q, k, v of (tokens, heads, head size)."""
+    del block_table
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(1, (q, k, v), lengths, (*options, deterministic, return_attn_probs))
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """kv of (tokens, 2, heads, head size)."""
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(2, (q, kv), lengths, (*options, deterministic, return_attn_probs))
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """qkv of (tokens, 3, heads, head size)."""
+    lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return _call(3, (qkv,), lengths, (*options, deterministic, return_attn_probs))
+
+
+_flash_attn_forward = kernels.forward
+_flash_attn_backward = kernels.backward
+_flash_attn_varlen_forward = kernels.varlen_forward
+_flash_attn_varlen_backward = kernels.varlen_backward

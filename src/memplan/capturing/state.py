@@ -1,0 +1,282 @@
+"""What a capture knows of its job: the device, the tensors on it and what is known of them.
+
+Rules and handlers of operators get it; `mode` routes operators to them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.capturing.fake.fast_fake import DeviceFakeMode
+from memplan.capturing.host.memory import HostMemory
+from memplan.capturing.known_values.answers import Answers, Assumptions
+from memplan.capturing.known_values.store import Values, worth_keeping
+from memplan.capturing.recording.context import Context, shown_path
+from memplan.capturing.recording.recorder import Recorder
+from memplan.capturing.recording.work import Work
+from memplan.types.errors import CaptureError
+from memplan.types.op_names import op_name
+from memplan.types.trace import Role
+
+aten = torch.ops.aten
+
+Handler = Callable[["CaptureState", Any, tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[["CaptureState", Any, tuple[Any, ...], dict[str, Any], Any], None]
+OnOp = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], None]
+Recording = Callable[["CaptureState", Any, tuple[Any, ...], Any], list[int]]
+
+
+@dataclass(eq=False)
+class CaptureState:
+    """One capture's device, recorder, host memory, values, assumptions and rules of operators."""
+
+    device_type: str = "cuda"
+    routing: str = "balanced"
+    """How data-dependent choices are assumed: `balanced` or `worst`."""
+    handlers: dict[Any, Handler | None] = field(default_factory=dict)
+    """Answer an operator in place of the fake kernel, or return NotImplemented. None: looked for
+    among the rules, and there is none."""
+    observers: dict[Any, Observer] = field(default_factory=dict)
+    """See an operator's result and may add what its kernel takes for itself."""
+    recordings: dict[Any, Recording] = field(default_factory=dict)
+    """Record an operator's outputs, where their order against the kernel's own memory matters."""
+    rules: dict[str, Handler] = field(default_factory=dict)
+    """Users' and packages' rules, by `namespace::operator`."""
+    collectives: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = field(
+        default_factory=dict
+    )
+    """Answer operators between processes, on real tensors too."""
+
+    # The device
+    devices: int = 1
+    alone: bool = False
+    """Nobody said how many GPUs the job has."""
+    own_device: int = 0
+    """The process's own among them: number 0 of the trace."""
+    current_device: Callable[[], int] = lambda: 0
+    """The device that `cuda` without an index means."""
+    everything: bool = False
+    """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
+
+    # Who is running
+    acting: str = ""
+    """The rule that is running; what it does is recorded under its name."""
+    acting_for: FrameType | None = None
+    """The frame that called it."""
+    caller: FrameType | None = None
+    """The frame that called the collective being answered."""
+    on_op: OnOp | None = None
+    """Told of each operator that is recorded, by its row."""
+    on_real_op: Callable[[], None] | None = None
+    """Told of each operator that is about to run for real."""
+    on_foreign_op: Callable[[], None] | None = None
+    """Told of operators whose effect is not in the trace alone: those between processes, those
+    that write to real tensors and those whose result hangs on a real tensor's values."""
+    on_error: Callable[[Exception], None] | None = None
+    """Told of an error that an operator raises."""
+
+    # What is known
+    fake_mode: DeviceFakeMode = field(default_factory=DeviceFakeMode)
+    recorder: Recorder = field(default_factory=Recorder)
+    values: Values = field(default_factory=Values)
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    work: Work = field(default_factory=Work)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    mode: TorchDispatchMode = field(init=False)
+    """Entered where operators are to be followed that would not be else."""
+
+    def __post_init__(self) -> None:
+        self.host = HostMemory(self.recorder, enabled=self.device_type != "cpu")
+        self.context = Context(self.recorder.builder)
+        self.answers = Answers(self.assumptions, self.source, self.context.in_model)
+        self._op_names: dict[Any, str] = {}
+
+    def observe(self, func: Any, observer: Observer) -> None:
+        """Add an observer; those that an operator already has come first."""
+        before = self.observers.get(func)
+
+        def both(*call: Any) -> None:
+            assert before is not None
+            before(*call)
+            observer(*call)
+
+        self.observers[func] = observer if before is None else both
+
+    def in_engine(self) -> bool:
+        """Whether the collective being answered is one of C++'s own in the backward pass."""
+        return self.caller is None and torch._C._current_graph_task_id() != -1
+
+    def begin_host_op(self, name: str, frame: FrameType | None) -> None:
+        """Something that is no operator of PyTorch's begins to move memory."""
+        self.recorder.flush()
+        self.context.locate(frame, self.recorder.stream)
+        self.recorder.builder.begin_op(name, stream=self.recorder.stream)
+
+    # Tensors
+
+    def record(self, tensor: FakeTensor) -> int:
+        """Track a fake tensor on the device; -1 for one that lives on the host."""
+        device = tensor.fake_device
+        if device.type != self.device_type:
+            if device.type == "cpu":
+                self.host.track(tensor)
+            return -1
+        if (device.index or 0) >= self.devices:
+            has = "one device" if self.devices == 1 else f"{self.devices} devices"
+            raise self.cannot(
+                f"device {device}",
+                f"the job is estimated with {has}",
+                "let the script use cuda:0 when estimating",
+            )
+        self.refuse_sparse(tensor)
+        return self.recorder.track(tensor, self.device_number(device))
+
+    def device_number(self, device: torch.device) -> int:
+        """A device's number in the trace, where the process's own is 0."""
+        index = device.index or 0
+        if index == self.own_device:
+            return 0
+        return index or self.own_device
+
+    def refuse_sparse(self, tensor: torch.Tensor) -> None:
+        """Raises CaptureError for a tensor that has no storage of its own."""
+        if tensor.layout is not torch.strided:
+            raise self.cannot(
+                f"a tensor of layout {tensor.layout}",
+                "only dense tensors can be followed",
+                "use dense ones when estimating (sparse=False for embeddings)",
+            )
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        return self.recorder.number_of(tensor.untyped_storage())
+
+    def op_name(self, func: Any) -> str:
+        """An operator's name as the trace has it."""
+        name = self._op_names.get(func)
+        if name is None:
+            name = self._op_names[func] = op_name(func)
+        return name
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of the tracked storages among those of some tensors."""
+        return self.numbers_of([tensor for tensor in tensors if isinstance(tensor, FakeTensor)])
+
+    def numbers_of(self, tensors: list[FakeTensor]) -> list[int]:
+        live = self.recorder.live
+        found = (live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return [storage.number for storage in found if storage is not None]
+
+    def fakify(self, tensor: torch.Tensor, *, keep_values: bool = True) -> FakeTensor:
+        """A fake tensor with a real one's geometry, and the host's values when they are few. On the
+        host, but for a real tensor on the job's own kind of device."""
+        device = torch.device("cpu")
+        if tensor.device.type == self.device_type != "cpu":
+            device = torch.device(self.device_type, 0)
+        fake: FakeTensor = self.fake_mode.dispatch(
+            aten.empty_strided.default,
+            (),
+            (tuple(tensor.size()), tuple(tensor.stride())),
+            {"dtype": tensor.dtype, "device": device},
+        )
+        self.host.stand_in(fake)
+        if keep_values and tensor.device.type == "cpu" and worth_keeping(tensor):
+            self.values.learn(fake, tensor.detach(), borrowed=True)
+        return fake
+
+    def empty(self, like: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A recorded fake tensor on `device` with the geometry and values of a real one."""
+        fake: FakeTensor = self.fake_mode.dispatch(
+            aten.empty_strided.default,
+            (),
+            (tuple(like.size()), tuple(like.stride())),
+            {"dtype": like.dtype, "device": device},
+        )
+        self.record(fake)
+        self.values.learn(fake, like)
+        return fake
+
+    def without_real(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[FakeTensor]]:
+        made: list[FakeTensor] = []
+
+        def convert(item: Any) -> Any:
+            if isinstance(item, FakeTensor) or not isinstance(item, torch.Tensor):
+                if isinstance(item, (list, tuple)):
+                    return type(item)([convert(inner) for inner in item])
+                return item
+            fake = self.fakify(item)
+            made.append(fake)
+            return fake
+
+        new_args = tuple(convert(item) for item in args)
+        return new_args, {name: convert(item) for name, item in kwargs.items()}, made
+
+    def role_of(self, tensor: torch.Tensor, role: Role, name: str = "") -> None:
+        """Say what a live tensor's storage is for, or the storages of what a wrapper holds (this
+        rank's part of a distributed tensor, a quantised one's data and scales)."""
+        if isinstance(tensor, FakeTensor):
+            number = self.number_of(tensor)
+            if number >= 0:
+                self.recorder.builder.set_role(number, role, name)
+            else:
+                self.host.role_of(tensor, role)
+        elif hasattr(tensor, "__tensor_flatten__"):
+            for attribute in tensor.__tensor_flatten__()[0]:
+                self.role_of(getattr(tensor, attribute), role, name)
+
+    def devices_counted(self, frame: FrameType) -> None:
+        """Somebody asks for the number of GPUs, in `frame`; where the script itself does, and only
+        one is assumed, the answer says so."""
+        file = frame.f_code.co_filename
+        if self.alone and shown_path(file) and "site-packages" not in file:
+            self.assumptions.add(
+                "devices",
+                "the script asked for the number of GPUs and was told one: what it divides among "
+                "them, or starts on each, is taken whole; --world-size N, or its launcher, for a "
+                "job of N",
+                source=f"{shown_path(file)}:{frame.f_lineno}",
+            )
+
+    def belongs_to_module(self, tensor: Any) -> None:
+        """A module has it, as a parameter or a buffer: of the model that trains, of one that is
+        frozen or of an average of weights; unless it is known for something else."""
+        if isinstance(tensor, FakeTensor):
+            number = self.number_of(tensor)
+            if number >= 0 and self.recorder.builder.role_of(number) == Role.UNKNOWN:
+                self.role_of(tensor, Role.PARAMETER)
+        elif isinstance(tensor, torch.Tensor) and hasattr(tensor, "__tensor_flatten__"):
+            for attribute in tensor.__tensor_flatten__()[0]:
+                self.belongs_to_module(getattr(tensor, attribute))
+
+    def came_from_host(self, tensor: FakeTensor) -> None:
+        """Data of the host were copied to it: an input, unless it is known for something else."""
+        number = self.number_of(tensor)
+        if number < 0 or self.recorder.builder.role_of(number) == Role.UNKNOWN:
+            self.role_of(tensor, Role.INPUT)
+
+    # Errors
+
+    def cannot(self, what: Any, why: str, hint: str = "") -> CaptureError:
+        """The error for an operator that cannot be answered."""
+        return CaptureError(
+            f"{self.source() or 'the script'}: {what} cannot be captured: {why}",
+            hint
+            or "say what the operator makes (memplan.register_rule or torch.library.register_fake, "
+            "docs/packages.md); without it the estimate lacks what it takes",
+        )
+
+    def source(self) -> str:
+        """`file:line` of the user's code that is running."""
+        return self.context.source_text(sys._getframe(1)) or self.context.current_source()

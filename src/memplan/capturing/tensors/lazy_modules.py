@@ -1,0 +1,73 @@
+"""Lazy modules: the parameters that they make of their first input are fake from birth too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import parameter as parameter_module
+from torch.nn.modules import lazy
+
+if TYPE_CHECKING:
+    from memplan.capturing.patches.attributes import Patches
+    from memplan.capturing.state import CaptureState
+
+_DEVICE = "_memplan_device"
+
+
+def install(patches: Patches, state: CaptureState) -> None:
+    """Patch lazy modules until `patches.undo()`."""
+    mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
+    infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize
+    module_apply: Any = torch.nn.Module._apply
+    inferring: list[torch.nn.Module] = []
+
+    def infer_parameters(self: Any, module: torch.nn.Module, args: Any, kwargs: Any = None) -> Any:
+        inferring.append(module)
+        try:
+            return infer(self, module, args, kwargs)
+        finally:
+            inferring.pop()
+
+    def make(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        """In place of the uninitialised tensor its module gets a fake one."""
+        device = device or getattr(tensor, _DEVICE, None) or tensor.data.device
+        found = _slot(inferring[-1], tensor) if inferring else None
+        if found is None:
+            materialize(tensor, shape, device, dtype)
+            return
+        slots, name = found
+        made = torch.empty(shape, device=device, dtype=dtype or tensor.data.dtype)
+        if slots is inferring[-1]._parameters:
+            made = torch.nn.Parameter(made, tensor.requires_grad)
+        slots[name] = made
+
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        """Uninitialised tensors have nothing to move: they remember where to."""
+        waiting = [
+            (slots, name, tensor)
+            for slots in (module._parameters, module._buffers)
+            for name, tensor in slots.items()
+            if isinstance(tensor, mixin)
+        ]
+        for slots, name, tensor in waiting:
+            setattr(tensor, _DEVICE, fn(torch.empty(0)).device)
+            slots[name] = None
+        try:
+            return module_apply(module, fn, recurse)
+        finally:
+            for slots, name, tensor in waiting:
+                slots[name] = tensor
+
+    patches.set(lazy.LazyModuleMixin, "_infer_parameters", infer_parameters)
+    patches.set(mixin, "materialize", make)
+    patches.set(torch.nn.Module, "_apply", apply)
+
+
+def _slot(module: torch.nn.Module, tensor: Any) -> tuple[dict[str, Any], str] | None:
+    slots: dict[str, Any]
+    for slots in (module._parameters, module._buffers):
+        for name, item in slots.items():
+            if item is tensor:
+                return slots, name
+    return None

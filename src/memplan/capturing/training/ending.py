@@ -1,0 +1,243 @@
+"""How a capture ends: not in the middle of an epoch, if what comes after it can still be reached.
+
+Once a step repeats, more training steps show nothing new, but the evaluation and the checkpoint at
+the end of the epoch may. So the data loaders that are being read run dry, the script goes on to
+whatever follows, with a few batches from each loader it opens, and is stopped when it trains again
+or after a time limit. A training that then holds more than the one before (another model, larger
+batches, layers unfrozen) is another one: it is followed as the first was. A loader whose batches
+leave memory behind, as where predictions are collected, is read to its end.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from memplan.capturing.enough import EnoughSeen
+from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.job_observer import JobObserver
+from memplan.capturing.state import CaptureState
+from memplan.types.deadline import Deadline
+
+_BATCHES_AFTER = 3
+_SECONDS_AFTER = 20.0
+_STEPS_AHEAD = 1
+"""Optimizer steps on batches that were fetched before the loader ran dry: Accelerate's loaders look
+one batch ahead, to know the last one when they give it out."""
+_FORWARDS_AHEAD = 8
+"""The same, where a step is not completed."""
+_MORE = 1 << 20
+"""Bytes that are worth another look."""
+_MOST_TRAININGS = 8
+
+
+class Ending:
+    """Decides when the script has shown enough, and stops it."""
+
+    def __init__(self, state: CaptureState) -> None:
+        self.state = state
+        self.draining = False
+        self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._deadline: Deadline | None = None
+        self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Bytes, when a loader was last asked for a batch."""
+        self._kept = ""
+        """What a loader's batches leave behind, in words, as long as it is being read."""
+        self._most = (0, 0)
+        """Bytes when a backward pass began, before the loaders ran dry: all, and those that the
+        forward passes since the last one had added."""
+        self._forward_from: int | None = None
+        """Bytes when they began."""
+        self._trainings = 1
+        self._unread: dict[int, int] = {}
+        """Batches of the data loaders that the script made and has not read yet, by identity: they
+        may be gone when the script is."""
+        self._largest = 0
+        """Of the batches of those that it has read."""
+        self.another_training: Callable[[], None] = lambda: None
+        """Called when one begins."""
+        self.optimizer_grows: Callable[[], int] = lambda: 0
+        """Bytes of parameters that one which has not stepped has more than those before."""
+        self._nothing_seen()
+
+    def _nothing_seen(self) -> None:
+        self._evaluated = False
+        self._opened_another = False
+        """A loader has given batches that was not being read when all ran dry."""
+        self._steps_left = _STEPS_AHEAD
+        self._forwards_left = _FORWARDS_AHEAD
+
+    def install(self, patches: Patches, observer: JobObserver) -> None:
+        """Let data loaders run dry on demand, until `patches.undo()`."""
+        iterator = dataloader._BaseDataLoaderIter
+        real_next = iterator.__next__
+
+        def next_batch(loader: Any) -> Any:
+            if self.draining:
+                self._allow(loader)
+            batch = real_next(loader)
+            self._reading.add(loader)
+            return batch
+
+        real_init: Any = dataloader.DataLoader.__init__
+        real_iter: Any = dataloader.DataLoader.__iter__
+
+        @functools.wraps(real_init)
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            real_init(loader, *args, **kwargs)
+            self._unread[id(loader)] = loader.batch_size or 0
+
+        @functools.wraps(real_iter)
+        def read(loader: Any) -> Any:
+            self._unread.pop(id(loader), None)
+            self._largest = max(self._largest, loader.batch_size or 0)
+            return real_iter(loader)
+
+        real_reset = iterator._reset
+
+        def reset(reading: Any, *args: Any, **kwargs: Any) -> None:
+            # Another epoch of an iterator whose workers persist: as if it were another iterator.
+            self._forget(reading)
+            real_reset(reading, *args, **kwargs)
+
+        patches.set(dataloader.DataLoader, "__init__", init)
+        patches.set(dataloader.DataLoader, "__iter__", read)
+        patches.set(iterator, "__next__", next_batch)
+        patches.set(iterator, "_reset", reset)
+        observer.on_backward(self._before_backward)
+
+    def begin(self, *, at_once: bool) -> None:
+        """Enough training steps were seen: drain the loaders being read, or stop right here."""
+        if at_once or not self._reading:
+            self.stop()
+        self.draining = self.state.answers.finishing = True
+        self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
+        self.state.on_real_op = self._watch_time
+
+    def model_runs(self, *, training: bool) -> None:
+        """One that no other module called, which asks for memory of the device or has some."""
+        if training and self._forward_from is None:
+            self.state.recorder.flush()
+            self._forward_from = self.state.recorder.live_bytes
+        if not self.draining:
+            return
+        if not training:
+            self._evaluated = True
+        elif not self._evaluated:
+            self._forwards_left -= 1
+            if self._forwards_left < 0:
+                self.stop()
+        self._watch_time()
+
+    def _before_backward(self, *_call: Any, **_keywords: Any) -> AbstractContextManager[object]:
+        """On another loader's batch that is training; what only runs forward may be an evaluation
+        that keeps its gradients."""
+        self.state.recorder.flush()
+        alive = self.state.recorder.live_bytes
+        begun = alive if self._forward_from is None else self._forward_from
+        self._forward_from = None
+        held = alive, alive - begun
+        if not self.draining:
+            self._most = max(self._most[0], held[0]), max(self._most[1], held[1])
+        elif self._opened_another and self._is_more(held):
+            self._train_on()
+        elif self._opened_another and not self._evaluated:
+            self.stop()
+        return nullcontext()
+
+    def _is_more(self, held: tuple[int, int]) -> bool:
+        """Whether this training needs more than those before, or will once it has its state."""
+        more = any(now > most + _MORE for now, most in zip(held, self._most, strict=True))
+        return more or self.optimizer_grows() > _MORE
+
+    def _train_on(self) -> None:
+        """This training holds more than what was seen: no end before that is seen too."""
+        if self._trainings == _MOST_TRAININGS:
+            self.state.assumptions.add(
+                "trainings",
+                f"the job trained {self._trainings} times over, each time with more memory; what "
+                "it trains after that may need more: --steps N",
+            )
+            self.stop()
+        self._trainings += 1
+        self.draining = self.state.answers.finishing = False
+        self._deadline, self.state.on_real_op = None, None
+        self._batches.clear()
+        self._nothing_seen()
+        self.another_training()
+
+    def after_step(self) -> None:
+        """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
+        self._steps_left -= 1
+        if self._evaluated or self._opened_another or self._steps_left < 0:
+            self.stop()
+
+    def _watch_time(self) -> None:
+        """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
+        if self._deadline is not None and self._deadline.passed:
+            self.stop()
+
+    def stop(self) -> None:
+        """Raises EnoughSeen, here and at every operator that the script may still try."""
+        if self._kept:
+            self.state.assumptions.add("growth", self._kept)
+            self._kept = ""
+        self.state.recorder.flush()
+        self.state.recorder.finished = True
+        raise EnoughSeen
+
+    def _allow(self, loader: Any) -> None:
+        """Raises StopIteration for a loader that has given enough."""
+        if loader in self._reading and loader not in self._batches:
+            self._reading.discard(loader)
+            self._dry.add(loader)
+        if loader in self._dry:
+            raise StopIteration
+        self._opened_another = True
+        self._batches[loader] = self._batches.get(loader, 0) + 1
+        kept = self._left_behind(loader)
+        if self._batches[loader] <= _BATCHES_AFTER:
+            return
+        if kept < _MORE:
+            raise StopIteration
+        self._kept = (
+            f"each batch of a data loader leaves {kept:,} bytes behind (predictions kept in a "
+            f"list?), and only {self._batches[loader] - 1} were seen; more of them need more"
+        )
+
+    def _left_behind(self, loader: Any) -> int:
+        """Bytes that the batch before this one keeps alive."""
+        self._kept = ""
+        recorder = self.state.recorder
+        recorder.flush()
+        before = self._alive.get(loader, recorder.live_bytes)
+        self._alive[loader] = recorder.live_bytes
+        return recorder.live_bytes - before
+
+    def _forget(self, loader: Any) -> None:
+        self._reading.discard(loader)
+        self._dry.discard(loader)
+        self._batches.pop(loader, None)
+
+    def notes(self) -> list[str]:
+        """Of a loader that was not read, and whose batches are larger than all that were seen."""
+        unread = max(self._unread.values(), default=0)
+        if unread <= self._largest:
+            return []
+        return [
+            f"a data loader with batches of {unread:,} was made and not read (those that were read "
+            f"have batches of {self._largest:,}): what runs on it may need more: --steps N"
+        ]
+
+    @property
+    def saw_evaluation(self) -> bool:
+        """Whether anything ran without gradients, on batches of another loader, since the loaders
+        began to run dry."""
+        return self._evaluated and self._opened_another

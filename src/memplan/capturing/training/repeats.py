@@ -1,0 +1,321 @@
+"""Forwards without gradients that repeat: an evaluation's batches, the steps of a sampler.
+
+The loop around them is the script's and runs. But once one module's calls in a row asked for the
+same memory, from the same number of bytes alive on, the next ones are answered with outputs like
+the last one's, and nothing of them is recorded but these. At distances that double a call is run
+all the same, and must be like the others; else all are run again.
+
+That is sound as long as a call does nothing but make its outputs, which is looked for rather than
+hoped for. No attribute of the module or of one below it has changed and there are no hooks; no
+tensor from before was written; nobody looked at a value, so that no shape and no branch hangs on
+one; what the call asked for and did not return was gone before the next; no other process, stream
+or real tensor had a part in it. Anything else is run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.utils import _pytree as pytree
+
+from memplan.capturing.fake.plain_class import is_fake
+
+if TYPE_CHECKING:
+    from memplan.capturing.state import CaptureState
+
+aten = torch.ops.aten
+
+_ALIKE = 4
+"""Calls in a row that must be alike before one is not run."""
+_ALIKE_IN_STEPS = 32
+"""The same between steps that train: no teacher, nor what a step itself samples, is called so often
+in a row, and a step is compared, planned and timed by what it ran."""
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set, deque)
+_OP = "memplan.repeated_forward"
+
+
+class _Plain(NamedTuple):
+    """What is no tensor among what a call returned."""
+
+    value: object
+
+
+class _Output(NamedTuple):
+    """A tensor among it."""
+
+    storage: int
+    """Which of the storages made for the outputs."""
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    origin: str
+
+
+class _Before(NamedTuple):
+    """What a call finds."""
+
+    state: object
+    """Of the module."""
+    preconditions: object
+    stream: int
+
+
+class _Seen(NamedTuple):
+    """All that is compared of a call."""
+
+    before: _Before
+    live_bytes: int
+    """When it began."""
+    requests: bytes
+    outputs: tuple[_Output | _Plain, ...]
+    spec: pytree.TreeSpec
+    work: tuple[int, int]
+    """Operations, and bytes moved."""
+
+
+@dataclass
+class _Row:
+    """Calls in a row that were alike."""
+
+    seen: _Seen
+    alike: int = 1
+    distance: int = 1
+    """How many are answered before the next one is run."""
+    answered: int = 0
+
+    def foresees(self, before: _Before, live_bytes: int, enough: int) -> bool:
+        """Whether a call that finds this need not be run. From fewer bytes on it reaches no
+        higher."""
+        known = self.alike >= enough and self.answered < self.distance
+        return known and before == self.seen.before and live_bytes <= self.seen.live_bytes
+
+
+class Repeats:
+    """Runs a job's forwards without gradients, or answers them."""
+
+    def __init__(self, state: CaptureState) -> None:
+        self.state = state
+        self._rows: dict[object, _Row] = {}
+        self._disturbed = False
+        self._thread = 0
+        self._answered: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+
+    def over(self) -> None:
+        """Something else ran: a forward with gradients, an optimizer. What is to come is seen
+        anew."""
+        self._rows.clear()
+
+    def call(
+        self,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        run: Callable[[], Any],
+        *,
+        in_steps: bool,
+    ) -> Any:
+        """What `run()` returns, which calls `module` with these arguments; or its like. `in_steps`:
+        between steps that train."""
+        recorder = self.state.recorder
+        state, key = _state_of(module), _key_of(module, args, kwargs)
+        if state is None or key is None or recorder.finished:
+            return run()
+        name = type(module).__name__
+        self._calls[name] += 1
+        before = _Before(state, self._preconditions(), recorder.stream)
+        recorder.flush()
+        row = self._rows.get(key)
+        if row is not None and row.foresees(
+            before, recorder.live_bytes, _ALIKE_IN_STEPS if in_steps else _ALIKE
+        ):
+            row.answered += 1
+            self._answered[name] += 1
+            return self._answer(row.seen)
+        result, found = self._observe(module, before, run)
+        if found is None:
+            self._rows.pop(key, None)
+        elif row is None or row.seen != found:
+            self._rows[key] = _Row(found)
+        else:
+            row.alike += 1
+            if row.answered:
+                row.distance, row.answered = 2 * row.distance, 0
+        return result
+
+    def notes(self) -> list[str]:
+        """What a reader should know."""
+        return [
+            f"{count} of {self._calls[name]} forwards of {name} without gradients were not run: "
+            "they would have repeated the one before"
+            for name, count in self._answered.items()
+        ]
+
+    def _preconditions(self) -> object:
+        device = self.state.device_type
+        return (
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+        )
+
+    def _observe(
+        self, module: torch.nn.Module, before: _Before, run: Callable[[], Any]
+    ) -> tuple[Any, _Seen | None]:
+        """The result of a call that is run; and what it did, if it only made that."""
+        state = self.state
+        recorder, builder = state.recorder, state.recorder.builder
+        start, newest, live = len(builder), builder.newest_storage, recorder.live_bytes
+        op, looked = builder.ops, state.values.looked_at
+        self._disturbed, self._thread = False, threading.get_ident()
+        state.on_foreign_op = self._disturb
+        try:
+            result = run()
+        finally:
+            state.on_foreign_op = None
+        recorder.flush()
+        quiet = not self._disturbed and state.values.looked_at == looked
+        if not quiet or recorder.stream != before.stream or _state_of(module) != before.state:
+            return result, None
+        if not builder.only_made_new(start, op, newest):
+            return result, None
+        leaves, spec = pytree.tree_flatten(result)
+        outputs = self._outputs(leaves, newest)
+        if outputs is None:
+            return result, None
+        requests = builder.requests(start, len(builder))
+        return result, _Seen(before, live, requests, outputs, spec, builder.work_since(op))
+
+    def _disturb(self) -> None:
+        if threading.get_ident() == self._thread:  # and not one that pins batches
+            self._disturbed = True
+
+    def _outputs(self, leaves: list[Any], newest: int) -> tuple[_Output | _Plain, ...] | None:
+        """What is needed to make their likes; None where that is not known."""
+        made: dict[int, torch.dtype] = {}
+        outputs: list[_Output | _Plain] = []
+        for leaf in leaves:
+            if isinstance(leaf, _PLAIN):
+                outputs.append(_Plain(leaf))
+                continue
+            if not is_fake(leaf) or type(leaf) is not torch.Tensor or leaf.requires_grad:
+                return None
+            number = self.state.number_of(leaf)
+            if number <= newest or self.state.values.of(leaf) is not None:
+                return None
+            nbytes = leaf.untyped_storage().nbytes()
+            if made.setdefault(number, leaf.dtype) != leaf.dtype or nbytes % leaf.itemsize:
+                return None
+            outputs.append(
+                _Output(
+                    list(made).index(number),
+                    nbytes,
+                    leaf.dtype,
+                    leaf.fake_device,  # type: ignore[attr-defined]
+                    tuple(leaf.size()),
+                    tuple(leaf.stride()),
+                    int(leaf.storage_offset()),
+                    self.state.values.origin(leaf),
+                )
+            )
+        return tuple(outputs)
+
+    def _answer(self, seen: _Seen) -> Any:
+        state = self.state
+        state.begin_host_op(_OP, sys._getframe(2))
+        flops, moved_bytes = seen.work
+        state.recorder.builder.op_work(flops=flops, moved_bytes=moved_bytes)
+        made: dict[int, FakeTensor] = {}
+        leaves = [
+            self._like(output, made) if isinstance(output, _Output) else output.value
+            for output in seen.outputs
+        ]
+        return pytree.tree_unflatten(leaves, seen.spec)
+
+    def _like(self, output: _Output, made: dict[int, FakeTensor]) -> FakeTensor:
+        shape = output.size, output.stride
+        whole = made.get(output.storage)
+        if whole is None:
+            whole = self._empty(shape, output)
+            if output.offset or whole.untyped_storage().nbytes() != output.nbytes:
+                whole = self._empty(((output.nbytes // output.dtype.itemsize,), (1,)), output)
+            made[output.storage] = whole
+            self.state.recorder.builder.op_writes([self.state.record(whole)])
+            self.state.values.note_origin(whole, output.origin)
+            if (tuple(whole.size()), tuple(whole.stride())) == shape:
+                return whole
+        part: FakeTensor = self.state.fake_mode.dispatch(
+            aten.as_strided.default, (), (whole, *shape, output.offset), {}
+        )
+        return part
+
+    def _empty(self, shape: tuple[tuple[int, ...], ...], output: _Output) -> FakeTensor:
+        options = {"dtype": output.dtype, "device": output.device}
+        made: FakeTensor = self.state.fake_mode.dispatch(
+            aten.empty_strided.default, (), shape, options
+        )
+        return made
+
+
+def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:
+    """Equal for calls with arguments of the same kind; None for those that cannot be compared."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    kinds: list[object] = [id(module), repr(spec)]
+    for leaf in leaves:
+        if isinstance(leaf, _PLAIN):
+            kinds.append((type(leaf), leaf))
+        elif type(leaf) is torch.Tensor:
+            shape = tuple(leaf.size()), tuple(leaf.stride())
+            # Kernels look at how an operand is aligned, not at where a number is read from.
+            offset = leaf.storage_offset() if leaf.numel() > 1 else 0
+            kinds.append(
+                (is_fake(leaf), leaf.dtype, leaf.device, leaf.requires_grad, *shape, offset)
+            )
+        else:
+            return None
+    return tuple(kinds)
+
+
+def _state_of(root: torch.nn.Module) -> object:
+    """What a module and those below it hold, as far as Python shows it; None for one with hooks, or
+    that is compiled, for these may do anything."""
+    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+        return None
+    state: list[object] = []
+    for module in root.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return None
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            return None
+        state.append(id(module))
+        state += [(name, _token(value)) for name, value in vars(module).items()]
+        for tensors in (module._parameters, module._buffers):
+            state += [(id(tensor), *_geometry(tensor)) for tensor in tensors.values()]
+    return state
+
+
+def _token(value: object) -> object:
+    """Differs where an attribute was replaced, counted up or appended to."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    return id(value), len(value) if isinstance(value, _CONTAINERS) else 0
+
+
+def _geometry(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    return () if tensor is None else (tensor.dtype, tensor.device, tensor.size())

@@ -1,0 +1,353 @@
+"""Optimizer steps: where they begin and end, what they hold, and when enough has been seen."""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from memplan.types.deadline import Deadline
+from memplan.types.trace import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memplan.capturing.patches.attributes import Patches
+    from memplan.capturing.patches.job_observer import JobObserver, Step
+    from memplan.capturing.state import CaptureState
+    from memplan.capturing.training.ending import Ending
+
+DEFAULT_MAX_STEPS = 16
+_LONG_STEP = 20_000
+"""Events of a step that need not be run a third time, if the second is like the first."""
+_PATIENCE_SECONDS = 60.0
+"""After this long, fewer steps than that must do."""
+_STATE_STEPS = 2
+"""Steps before one can be steady: the first makes the optimizer state, the second is compared."""
+_WORTH_SAYING = 1 << 20
+"""Bytes of parameters."""
+_LONGEST_ROUND = 5
+"""Steps of the first optimizer for one of another: five of a critic for one of a generator."""
+
+
+class StepWatcher:
+    """Follows calls of `Optimizer.step`.
+
+    A step is everything between the ends of two calls of the first optimizer that stepped. It is
+    steady when it asked for the same bytes on the same streams in the same order as the one before,
+    or the last few did as the few before them: another optimizer may step every other time. The
+    first makes the optimizer's state and is like no other, so that takes three; of a long one (many
+    micro-batches) the second will do, where its passes asked for what those of the first did and it
+    left as much alive.
+    """
+
+    def __init__(self, state: CaptureState, max_steps: int | None, ending: Ending | None) -> None:
+        self.state = state
+        self.max_steps = max_steps
+        self.ending = ending
+        self.enough = False
+        self.completed = 0
+        self.steady = False
+        self.stop_reason = ""
+        self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
+        self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """How often each has stepped, also inside another that wraps it."""
+        self._updated: set[int] = set()
+        """Parameters that had a gradient when an optimizer stepped."""
+        self._first: int | None = None
+        self._start = 0
+        self._passes: tuple[int, int] | None = None
+        """Of the step that runs: the events of its forward and backward passes, as far as known."""
+        self._earlier_passes: tuple[int, int] | None = None
+        self._last_round: tuple[int, int] | None = None
+        self._history: deque[tuple[bytes, int]] = deque(maxlen=2 * _LONGEST_ROUND + 1)
+        """Of the last steps: a digest of the requests, and the bytes alive at the end."""
+        self._round = 0
+        """The last so many steps repeat what came before them; 0 while they do not."""
+        self._kept = 0
+        self._grew_in = 0
+        self._most_trained = 0
+        """Bytes of the parameters of an optimizer that has stepped."""
+        self._before_this = 0
+        """Steps of the trainings before this one."""
+        if ending is not None:
+            ending.another_training = self._another_training
+            ending.optimizer_grows = self._optimizer_grows
+
+    def _another_training(self) -> None:
+        self.enough = self.steady = False
+        self.stop_reason, self._first = "", None
+        self._before_this = self.completed
+        self._history.clear()
+        self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
+
+    def _optimizer_grows(self) -> int:
+        late = [self._trained_bytes(one) for one in self._made if one not in self._stepped]
+        return max(late, default=0) - self._most_trained
+
+    def _trained_bytes(self, optimizer: torch.optim.Optimizer) -> int:
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in _parameters(optimizer)
+            if parameter.requires_grad and parameter.device.type == self.state.device_type
+        )
+
+    def install(self, patches: Patches, observer: JobObserver) -> None:
+        """Follow optimizers until the patches are undone and the observer is closed."""
+        real_init: Any = torch.optim.Optimizer.__init__
+
+        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            real_init(optimizer, *args, **kwargs)
+            self._made.add(optimizer)
+
+        patches.set(torch.optim.Optimizer, "__init__", init)
+        observer.on_steps(self._before, self._after)
+
+    def _before(self, step: Step) -> None:
+        self._updated |= step.updated
+        self.state.context.in_optimizer = step.within  # of one that failed no end was told
+        counts = not step.within and self._first in (None, id(step.optimizer))
+        if counts and self._passes is not None:
+            self.state.recorder.flush()
+            self._passes = self._passes[0], len(self.state.recorder.builder)
+        self.state.context.in_optimizer += 1
+        for parameter in _parameters(step.optimizer):
+            if parameter.grad is not None:
+                self._updated.add(id(parameter))
+                self.state.role_of(parameter.grad, Role.GRADIENT)
+            self.state.role_of(parameter, Role.PARAMETER)
+
+    def _after(self, step: Step) -> None:
+        optimizer = step.optimizer
+        self.state.context.in_optimizer = step.within
+        if optimizer not in self._stepped:
+            self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
+        self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
+        kept = 0
+        for state in optimizer.state.values():
+            for tensor in _tensors(state):
+                kept += 1
+                self.state.role_of(tensor, Role.OPTIMIZER_STATE)
+        if kept > self._kept:
+            self._kept, self._grew_in = kept, self.completed + 1
+        if step.within:
+            return
+        if self._stepped[optimizer] == 1 and not self.state.context.backward_seen:
+            return
+        if self._first is None:
+            self._first = id(optimizer)
+        if id(optimizer) == self._first:
+            self._complete()
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether the job has made an optimizer of PyTorch's: then only its steps count."""
+        return self._first is not None or len(self._made) > 0
+
+    def updated_by_hand(self) -> None:
+        """The script has updated weights itself: a step ends."""
+        self._complete()
+
+    def forward(self, begun: int) -> None:
+        """A model runs with gradients since event `begun`."""
+        if self._passes is None and not self.state.context.in_optimizer:
+            self._passes = begun, begun
+
+    def replayed(self) -> None:
+        """A CUDA graph that holds an optimizer step ran again."""
+        self._complete()
+
+    def _complete(self) -> None:
+        recorder = self.state.recorder
+        recorder.flush()
+        self.completed += 1
+        recorder.builder.step = self.completed
+        self.state.answers.new_step()
+        end = len(recorder.builder)
+        requests = recorder.builder.requests(self._start, end)
+        self._history.append((blake2b(requests).digest(), recorder.live_bytes))
+        self._round = self._steps_that_repeat()
+        self.steady = self._round > 0 and (
+            self.completed > _STATE_STEPS
+            or end - self._start >= _LONG_STEP
+            or self._deadline.passed
+        )
+        if self._round and not self.enough:
+            self._last_round = self.completed - self._round, self.completed
+        self._start = end
+        self._earlier_passes, self._passes = self._passes, None
+        if self.ending is None:
+            self.state.answers.finishing = self.steady or self._out_of_patience()
+            return
+        if self.enough:
+            self.ending.after_step()
+        elif self._seen_enough():
+            self.enough = True
+            self.ending.begin(at_once=self.max_steps is not None)
+
+    def _steps_that_repeat(self) -> int:
+        """More than one where a loop has a second optimizer that steps less often."""
+        if self.completed == _STATE_STEPS:
+            return int(self._second_is_like_the_first())
+        seen = [digest for digest, _ in self._history]
+        for count in range(1, _LONGEST_ROUND + 1):
+            first = self.completed - 2 * count  # the very first step is like no other
+            if first > 0 and seen[-count:] == seen[-2 * count : -count]:
+                return count
+        return 0
+
+    def _second_is_like_the_first(self) -> bool:
+        """Whether the passes of the second step allocated what those of the first did, but for what
+        was made there to last (gradients that are zeroed in place, a gradient scaler's tensors,
+        library workspaces), and whether as much was alive in the end."""
+        (_, before), (_, after) = self._history
+        first, second = self._earlier_passes, self._passes
+        if first is None or second is None or before != after:
+            return False
+        builder = self.state.recorder.builder
+        return builder.allocations(*second) == builder.allocations(*first, gone_by=len(builder))
+
+    def _waiting(self) -> int:
+        """Parameters on the device of optimizers that have not stepped twice: the first step makes
+        the state, beside which the second is taken. Those that another one updates do not count."""
+        late = [one for one in self._made if self._stepped.get(one, 0) < _STATE_STEPS]
+        if not late:
+            return 0
+        updated = {
+            id(parameter)
+            for one, times in self._stepped.items()
+            if times >= _STATE_STEPS
+            for parameter in _parameters(one)
+        }
+        return sum(
+            parameter.requires_grad
+            and parameter.device.type == self.state.device_type
+            and id(parameter) not in updated
+            for one in late
+            for parameter in _parameters(one)
+        )
+
+    def _without_gradient(self) -> tuple[int, int]:
+        """Parameters on the device that an optimizer has stepped without a gradient of theirs each
+        time, and their bytes: there may be gradients and state of them later."""
+        found = {
+            id(parameter): parameter.numel() * parameter.element_size()
+            for one in self._stepped
+            for parameter in _parameters(one)
+            if parameter.requires_grad
+            and parameter.device.type == self.state.device_type
+            and id(parameter) not in self._updated
+            and not one.state.get(parameter)
+        }
+        return len(found), sum(found.values())
+
+    def _growth(self) -> int:
+        """Bytes that the last round of steps kept, of each step."""
+        alive = [nbytes for _, nbytes in self._history]
+        return (alive[-1] - alive[-1 - self._round]) // self._round
+
+    def _seen_enough(self) -> bool:
+        """Whether more steps would show nothing new; says why in `stop_reason`."""
+        if self.max_steps is not None:
+            if self.completed < self.max_steps:
+                return False
+            self.stop_reason = f"stopped after {self.completed} optimizer steps, as asked"
+        elif self._out_of_patience() or (
+            self.steady and self._on_default_stream() and not self._waiting()
+        ):
+            self._say_why()
+        else:
+            return False
+        return True
+
+    def _say_why(self) -> None:
+        waiting = self._waiting()
+        if waiting:
+            self.state.assumptions.add(
+                "optimizer",
+                f"an optimizer of {waiting} parameters did not step twice in the first "
+                f"{self.completed} steps; a step that it takes later may need more: --steps N",
+            )
+        count, nbytes = self._without_gradient()
+        if nbytes >= _WORTH_SAYING:
+            self.state.assumptions.add(
+                "optimizer",
+                f"{count} parameters of the optimizer ({nbytes:,} bytes) had no gradient in the "
+                f"first {self.completed} steps; once they have, it and their state need more: "
+                "--steps N",
+            )
+        if self.steady:
+            count, growth = self._round, self._growth()
+            alike = (
+                "last asked for the same memory as the step before"
+                if count == 1
+                else f"last {count} asked for the same memory as the {count} before"
+            )
+            self.stop_reason = (
+                f"stopped after {self.completed} optimizer steps (0 to {self.completed - 1}): the "
+                f"{alike}"
+            )
+            if growth > 0:
+                self.state.assumptions.add(
+                    "growth",
+                    f"every step keeps {growth:,} bytes more than it frees (tensors kept "
+                    f"in a list?); the peak is that of {self.completed} steps, and a longer run "
+                    "needs more: --steps N",
+                )
+        else:
+            self.stop_reason = (
+                f"stopped after {self.completed} optimizer steps, the last unlike those before"
+            )
+            self.state.assumptions.add(
+                "steady-step",
+                f"the last of the first {self.completed} steps was not like those before it "
+                "(batches of different shapes?); a later step may need more: raise --steps to see "
+                "more",
+            )
+
+    @property
+    def repeats(self) -> tuple[int, int] | None:
+        """First and one past the last of the steps that a longer run is taken to repeat; None where
+        none are known, or the job ended by itself."""
+        return self._last_round if self.enough or self.ending is None else None
+
+    def _on_default_stream(self) -> bool:
+        """Whether this is the job proper: the steps before a CUDA graph is captured, three and
+        more, run on another stream and look steady."""
+        return self.state.context.outer_stream == 0
+
+    def notes(self) -> list[str]:
+        """What a reader should know about the steps that were seen."""
+        if self.enough and self.max_steps is None:
+            seen = self.ending is not None and self.ending.saw_evaluation
+            later = "layers unfrozen" if seen else "an evaluation in mid-epoch, layers unfrozen"
+            return [
+                "the rest of the run is taken to be like these steps; what happens later "
+                f"({later}) was not seen: --steps N shows more",
+                *(self.ending.notes() if self.ending is not None else ()),
+            ]
+        if not self.enough and 0 < self.completed <= _STATE_STEPS:
+            return [f"the job ended by itself after {self.completed} optimizer step(s)"]
+        return []
+
+    def _out_of_patience(self) -> bool:
+        # The state grows step by step where it is a history (L-BFGS).
+        enough = max(self._before_this + DEFAULT_MAX_STEPS, self._grew_in + _STATE_STEPS)
+        steps = self.completed - self._before_this
+        return self.completed >= enough or (self._deadline.passed and steps > _STATE_STEPS)
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer keeps for a parameter, those in lists (L-BFGS) included."""
+    for value in state.values() if isinstance(state, dict) else ():
+        for item in value if isinstance(value, list) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,98 @@
+"""cuBLAS workspaces: sizes by device and environment, and which products use cuBLASLt."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.capturing.kernels import workspaces as ws
+
+A100, H100, B200, RTX5090 = (8, 0), (9, 0), (10, 0), (12, 0)
+LARGE = 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "size"),
+    [
+        ((7, 5), (2, 13, 0), 8_519_680),
+        (A100, (2, 13, 0), 8_519_680),
+        (H100, (2, 13, 0), LARGE),
+        (H100, (2, 6, 0), LARGE),
+        (B200, (2, 13, 0), LARGE),
+        (RTX5090, (2, 13, 0), LARGE),
+        (B200, (2, 9, 0), 8_519_680),
+    ],
+)
+def test_default_size(
+    capability: tuple[int, int], version: tuple[int, int, int], size: int
+) -> None:
+    assert ws.cublas_workspace_bytes(capability, {}, version) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (":4096:8", 32 << 20),
+        (":16:8", 128 << 10),
+        (":4096:2:16:8", 8_519_680),
+        (":0:0", 0),
+        ("", 8_519_680),
+        ("4096", 8_519_680),
+        ("nonsense", 8_519_680),
+    ],
+)
+def test_environment_overrides(text: str, size: int) -> None:
+    assert ws.cublas_workspace_bytes(A100, {"CUBLAS_WORKSPACE_CONFIG": text}) == size
+
+
+def test_cublaslt_shares_the_workspace_and_is_capped_by_it() -> None:
+    assert ws.cublaslt_workspace_bytes(H100, {}) == LARGE
+    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "2048"}) == 2 << 20
+    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "999999"}) == 8_519_680
+    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "x"}) == 8_519_680
+    assert ws.cublaslt_workspace_bytes(A100, {}, (2, 6, 0)) == 1 << 20
+
+
+def linear(**changes: object) -> bool:
+    given: dict[str, object] = {"mat1": (32, 64), "mat2": (64, 128), "bias": (128,)}
+    return ws.uses_cublaslt("aten.addmm", **(given | changes))  # type: ignore[arg-type]
+
+
+def test_which_products_use_cublaslt() -> None:
+    assert linear()
+    assert linear(bias=(1, 128))
+    assert not linear(bias=(32, 128))
+    assert not linear(bias=(1,))
+    assert not linear(beta=0.5)
+    assert not linear(dtype="complex64")
+    assert not linear(bias_contiguous=False)
+    assert not linear(in_place=True)
+    assert not linear(mat1=(1, 64))
+    assert not linear(mat2=(64, 1), bias=(1,))
+    assert not linear(env={"DISABLE_ADDMM_CUDA_LT": "1"})
+    assert ws.uses_cublaslt("aten._scaled_mm")
+    assert not ws.uses_cublaslt("aten.mm", mat1=(32, 64), mat2=(64, 128))
+
+
+def requests(op: str, version: tuple[int, int, int], lt: bool = True) -> list[tuple[str, bool]]:
+    found = ws.workspace_requests(op, lt=lt, capability=A100, env={}, torch_version=version)
+    return [(request.pool, request.kept) for request in found]
+
+
+def test_requests_by_release() -> None:
+    assert requests("aten.addmm", (2, 13, 0)) == [("cublas", True)]
+    assert requests("aten.addmm", (2, 9, 0)) == [("cublas", True), ("cublaslt", True)]
+    assert requests("aten.addmm", (2, 6, 0)) == [("cublas", True), ("cublaslt", False)]
+    assert requests("aten.mm", (2, 6, 0), lt=False) == [("cublas", True)]
+    assert requests("aten.add", (2, 13, 0), lt=False) == []
+
+
+def test_no_workspace_is_requested_where_the_environment_forbids_one() -> None:
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    assert ws.workspace_requests("aten.addmm", lt=True, capability=A100, env=env) == []
+
+
+def test_every_operator_named_exists() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ws.BLAS_OPS:
+        base = name.removeprefix("aten.")
+        assert hasattr(torch.ops.aten, base), name

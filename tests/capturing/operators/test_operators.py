@@ -1,0 +1,263 @@
+"""Operators of many kinds, forward and backward, and how kernels of convolutions are listed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from memplan.types.trace import EventKind, Phase, Role
+from tests.capturing.jobs import allocations, operators, record, sizes
+
+
+def real(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", requires_grad=True)
+
+
+# Convolutions and norms
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one dimension": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 16)),
+    "two": (lambda: nn.Conv2d(4, 8, 3, padding=1), (2, 4, 16, 16)),
+    "three": (lambda: nn.Conv3d(4, 8, 3), (2, 4, 8, 8, 8)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 2, 2), (2, 4, 8, 8)),
+    "transposed, one dimension": (lambda: nn.ConvTranspose1d(4, 8, 2, 2), (2, 4, 8)),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 7, padding=3, groups=8), (2, 8, 16, 16)),
+    "dilated": (lambda: nn.Conv2d(4, 8, 3, dilation=2), (2, 4, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_convolutions(name: str, channels_last: bool) -> None:
+    make, shape = CONVOLUTIONS[name]
+    if channels_last and len(shape) != 4:
+        pytest.skip("a format of four dimensions")
+    outputs: list[torch.Size] = []
+
+    def job() -> None:
+        model, x = make().cuda(), real(*shape)
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            x = x.contiguous(memory_format=torch.channels_last)
+        y = model(x)
+        outputs.append(y.shape)
+        y.sum().backward()
+
+    trace = record(job)
+    choices = [choice for choice in trace.meta.kernels if choice.op == "convolution"]
+    assert sum(choice.count for choice in choices) == 3  # output, input and weight gradient
+    assert sizes(trace, Phase.FORWARD, op="aten.convolution") == [4 * outputs[0].numel()]
+
+
+def test_batch_norm_in_training_and_evaluation() -> None:
+    def job() -> None:
+        model, x = nn.BatchNorm2d(8).cuda(), real(4, 8, 16, 16)
+        model(x).sum().backward()
+        model.eval()(x).sum().backward()
+
+    trace = record(job)
+    forward = [op for op in operators(trace, Phase.FORWARD) if "batch_norm" in op]
+    assert forward
+    kept = sizes(trace, Phase.FORWARD, op="batch_norm")
+    assert kept[0] == 4 * 4 * 8 * 16 * 16
+    assert kept[1:3] == [4 * 8, 4 * 8]  # mean and inverse deviation, saved by the training pass
+
+
+# Everything else
+
+
+def fourier() -> torch.Tensor:
+    spectrum = torch.fft.rfft(real(8, 16))
+    return torch.fft.irfft(spectrum * 2).sum()
+
+
+def complex_product() -> torch.Tensor:
+    c = torch.randn(4, 4, device="cuda", dtype=torch.complex64, requires_grad=True)
+    return (c @ c).abs().sum()
+
+
+def solvers() -> torch.Tensor:
+    x = real(2, 4, 4)
+    torch.linalg.svd(x)
+    torch.linalg.qr(x)
+    torch.linalg.eigh(x)
+    torch.linalg.cholesky(x)
+    return torch.linalg.solve(x, x).sum() + torch.linalg.det(x).sum()
+
+
+def least_squares() -> torch.Tensor:
+    with torch.no_grad():
+        assert torch.linalg.lstsq(real(2, 6, 3), real(2, 6, 1)).solution.shape == (2, 3, 1)
+    return real(1).sum()
+
+
+def embeddings() -> torch.Tensor:
+    ids = torch.randint(0, 50, (4, 5), device="cuda")
+    return nn.Embedding(50, 8).cuda()(ids).sum() + nn.EmbeddingBag(50, 8).cuda()(ids).sum()
+
+
+def connectionist() -> torch.Tensor:
+    scores = real(10, 2, 5).log_softmax(2)
+    targets = torch.randint(1, 5, (2, 3), device="cuda")
+    return F.ctc_loss(scores, targets, torch.full((2,), 10), torch.full((2,), 3))
+
+
+def images() -> torch.Tensor:
+    x = F.interpolate(real(1, 3, 8, 8), scale_factor=2, mode="bilinear")
+    grid = torch.rand(1, 4, 4, 2, device="cuda")
+    return F.grid_sample(x, grid, align_corners=False).sum() + F.unfold(x, 3).sum()
+
+
+def transformer() -> torch.Tensor:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).cuda()(torch.randn(2, 10, 32, device="cuda")).sum()
+
+
+def functional_gradients() -> torch.Tensor:
+    weight = real(5, 3)
+    single = torch.func.grad(lambda w, x: (w @ x).sum())
+    batched = torch.vmap(single, (None, 0))(weight.detach(), torch.randn(7, 3, device="cuda"))
+    assert batched.shape == (7, 5, 3)
+    model = nn.Linear(3, 2).cuda()
+    values: dict[str, torch.Tensor] = dict(model.named_parameters())
+    return torch.func.functional_call(model, values, (torch.randn(4, 3, device="cuda"),)).sum()
+
+
+def gradient_penalty() -> torch.Tensor:
+    model, x = nn.Linear(8, 1).cuda(), real(4, 8)
+    (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    return ((gradient.norm(2, 1) - 1) ** 2).mean()
+
+
+def parametrised() -> torch.Tensor:
+    x = torch.randn(2, 4, device="cuda")
+    layers = [
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+    ]
+    return torch.stack([layer.cuda()(x).sum() for layer in layers]).sum()
+
+
+def written_views() -> torch.Tensor:
+    x = real(8, 8) * 1.0
+    x[0] = 1.0
+    x[:, 0] = torch.zeros(8, device="cuda")
+    x.view(-1)[::2].add_(1.0)
+    x[1:3] *= 2.0
+    return x.sum()
+
+
+JOBS = [
+    fourier,
+    complex_product,
+    solvers,
+    least_squares,
+    embeddings,
+    connectionist,
+    images,
+    transformer,
+    functional_gradients,
+    gradient_penalty,
+    parametrised,
+    written_views,
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_forward_and_backward(job: Callable[[], torch.Tensor]) -> None:
+    """Every byte asked for is let go again, but for workspaces that the process keeps."""
+
+    def run() -> None:
+        job().backward()
+        gc.collect()  # some modules refer to themselves
+
+    trace = record(run)
+    alive: dict[int, int] = {}
+    for event in trace:
+        if event.kind == EventKind.ALLOC:
+            alive[event.storage] = event.bytes
+        elif event.kind == EventKind.FREE:
+            del alive[event.storage]
+    assert len(allocations(trace, Phase.BACKWARD)) > 0
+    kept = {Role(int(trace.storages.role[storage])) for storage in alive}
+    assert kept <= {Role.WORKSPACE}
+
+
+def test_views_and_in_place_operators_ask_for_nothing() -> None:
+    def job() -> None:
+        x = torch.zeros(8, 8, device="cuda")
+        x.view(-1)[::2].add_(1.0)
+        x.t().mul_(2.0)
+        x[0] = 1.0
+        x.masked_fill_(torch.ones(8, 8, dtype=torch.bool, device="cuda"), 0.0)
+
+    assert sizes(record(job)) == [256, 64]
+
+
+def test_resizing_a_storage_ends_its_generation() -> None:
+    def job() -> None:
+        x = torch.zeros(1000, device="cuda")
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(8000)
+        x.add_(1.0)
+
+    assert sizes(record(job)) == [4000, 8000]
+
+
+@pytest.mark.parametrize("function", [F.silu, F.mish], ids=["silu", "mish"])
+def test_activations_are_differentiated_by_one_kernel(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def job() -> None:
+        x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        function(x).sum().backward()
+
+    trace = record(job)
+    assert sizes(trace, Phase.BACKWARD) == [2 * 64 * 64]
+    assert operators(trace, Phase.BACKWARD)[f"{function.__name__}_backward"] == 1
+
+
+def test_rms_norm_is_one_kernel_each_way() -> None:
+    rows, columns = 32, 64
+
+    def job() -> None:
+        norm = torch.nn.RMSNorm(columns, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        norm(x).backward(torch.ones_like(x))
+
+    trace = record(job)
+    assert sizes(trace, op="_fused_rms_norm.") == [2 * rows * columns, 4 * rows]
+    assert sizes(trace, op="_fused_rms_norm_backward") == [2 * rows * columns, 2 * columns]
+
+
+def test_gradients_of_gradients_take_the_composition() -> None:
+    def job() -> None:
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        (gradient,) = torch.autograd.grad(F.silu(x).sum(), x, create_graph=True)
+        gradient.sum().backward()
+
+    assert operators(record(job))["silu_backward"] == 0
+
+
+def test_inference_asks_for_what_a_run_without_gradients_does() -> None:
+    """Operators that PyTorch could take apart for tracing stay the one kernel that they are."""
+
+    def job(mode: Any) -> None:
+        image = torch.ones(2, 3, 64, 64, device="cuda")
+        with mode():
+            F.interpolate(image, scale_factor=2)
+            F.rms_norm(image, (64,))
+            F.silu(image)
+
+    without, inference = (record(partial(job, m)) for m in (torch.no_grad, torch.inference_mode))
+    assert sizes(inference) == sizes(without)
+    assert operators(inference) == operators(without)

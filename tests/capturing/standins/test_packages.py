@@ -1,0 +1,681 @@
+"""Small jobs on packages that are not installed: sizes counted by hand from the sources."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.capturing.standins import registry
+from memplan.capturing.standins.kernels import bitsandbytes as bnb_kernels
+from memplan.types.errors import CaptureError, UsageError
+from memplan.types.trace import EventKind, Phase, Provenance, Role, Trace
+from tests.capturing.jobs import allocations, assumed, bytes_of, operators, record
+
+MIB = 1 << 20
+
+
+def absent(package: str) -> pytest.MarkDecorator:
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(found, reason=f"{package} is installed")
+
+
+def made(trace: Trace, op: str, phase: Phase | None = None) -> list[int]:
+    return [
+        event.bytes
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and event.op == op
+        and (phase is None or event.phase == phase)
+    ]
+
+
+# Triton
+
+
+@absent("triton")
+def test_a_triton_kernel_allocates_nothing_and_writes_what_it_is_given() -> None:
+    def job() -> None:
+        import triton  # type: ignore[import-not-found]
+        import triton.language as tl  # type: ignore[import-not-found]
+
+        @triton.autotune([triton.Config({"BLOCK": 128}, num_warps=4)], key=["n"])  # type: ignore[untyped-decorator]
+        @triton.jit  # type: ignore[untyped-decorator]
+        def add(x, y, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(out + offsets, tl.load(x + offsets) + tl.load(y + offsets))
+
+        x = torch.arange(256, device="cuda")
+        out = torch.empty_like(x)
+        add[lambda meta: (triton.cdiv(256, meta["BLOCK"]),)](x, x, out, 256)
+        assert triton.next_power_of_2(100) == 128
+
+    trace = record(job)
+    assert operators(trace)["add"] == 1
+    assert [event.bytes for event in allocations(trace)] == [2048, 2048]
+    assert any("Triton kernels are not run" in text for text in assumed(trace))
+    assert ("add", "triton") in {(c.op, c.kernel) for c in trace.meta.kernels}
+
+
+@absent("triton")
+def test_an_autotuned_kernel_is_timed_once_for_each_key() -> None:
+    def job() -> None:
+        import triton
+        import triton.language as tl
+
+        configs = [triton.Config({"BLOCK": size}) for size in (128, 256)]
+
+        @triton.autotune(configs, key=["n"], restore_value=["x"])  # type: ignore[untyped-decorator]
+        @triton.heuristics({"EVEN": lambda given: given["n"] % 2 == 0})  # type: ignore[untyped-decorator]
+        @triton.jit  # type: ignore[untyped-decorator]
+        def double(x, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+            tl.store(x, 2 * tl.load(x))
+
+        for size in (256, 256, 512):
+            x = torch.empty(size, device="cuda")
+            double[lambda meta: (triton.cdiv(256, meta["BLOCK"]),)](x, size)
+
+    trace = record(job)
+    # what is restored, and the buffer that clears the L2 cache
+    assert made(trace, "triton.autotune") == [1024, 256 * MIB, 2048, 256 * MIB]
+    buffer = next(e.index for e in trace if e.bytes == 256 * MIB and e.kind == EventKind.ALLOC)
+    bounds = trace.events.bytes_low[buffer], trace.events.bytes_high[buffer]
+    assert tuple(bounds) == (0, 256 * MIB)
+    assert bytes_alive_at_the_end(trace) == 0
+    assert any("256 MiB" in text for text in assumed(trace))
+
+
+def bytes_alive_at_the_end(trace: Trace) -> int:
+    signs = {EventKind.ALLOC: 1, EventKind.FREE: -1}
+    return sum(signs.get(event.kind, 0) * event.bytes for event in trace)
+
+
+@absent("triton")
+def test_the_benchmarks_of_triton_run_their_function() -> None:
+    def job() -> None:
+        import triton
+        import triton.testing  # type: ignore[import-not-found]
+
+        def step() -> None:
+            torch.empty(256, device="cuda")
+
+        low, middle, high = triton.testing.do_bench(step, quantiles=[0.2, 0.5, 0.8])
+        assert low == middle == high == triton.testing.do_bench(step)
+
+        @triton.testing.perf_report(  # type: ignore[untyped-decorator]
+            triton.testing.Benchmark(["n"], [1, 2], "by", ["a", "b"], args={"width": 3})
+        )
+        def report(n: int, by: str, width: int) -> None:
+            torch.empty(n * width, device="cuda")
+
+        report.run(print_data=True)
+
+    trace = record(job)
+    assert made(trace, "triton.do_bench") == [256 * MIB] * 2
+    assert [event.bytes for event in allocations(trace)] == [1024] * 4 + [12, 12, 24, 24]
+
+
+@absent("triton")
+def test_a_triton_kernel_of_the_script_takes_what_its_rule_says() -> None:
+    def job() -> None:
+        import triton
+
+        @triton.jit
+        def scratchy(x):  # type: ignore[no-untyped-def]
+            pass
+
+        scratchy[(1,)](torch.empty(8, device="cuda"))
+
+    name = f"{__name__}.scratchy"
+    try:
+        memplan.register_rule(name, lambda call, x: call.workspace(100))
+        assert made(record(job), name) == [100]
+    finally:
+        registry._rules.pop(name, None)
+
+
+@absent("triton")
+def test_pytorch_itself_goes_on_without_triton() -> None:
+    def job() -> None:
+        import triton  # noqa: F401
+        from torch.utils._triton import has_triton_package
+
+        assert not has_triton_package()
+
+    record(job)
+
+
+@absent("triton")
+@pytest.mark.parametrize("packages", [(), ("triton",)])
+def test_names_of_the_kernel_language_are_all_there(packages: tuple[str, ...]) -> None:
+    def job() -> None:
+        try:  # a package that a script can do without
+            import triton
+            import triton.language as tl
+            from triton.experimental import gluon  # type: ignore[import-not-found]
+            from triton.language.core import (  # type: ignore[import-not-found]
+                constexpr,
+                never_heard_of,
+            )
+            from triton.language.extra.libdevice import rsqrt  # type: ignore[import-not-found]
+            from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
+        except ImportError:
+            assert not packages  # seen without a stand-in
+            import triton
+
+            return
+
+        assert constexpr is tl.constexpr
+        assert (tl.constexpr(3) * 2).value == 6
+        assert tl.constexpr(2) in (1, 2)
+        assert tl.float16 != tl.bfloat16
+        assert tl.float8e4nv.primitive_bitwidth == 8
+        assert hasattr(tl, "make_tensor_descriptor")
+        assert not triton.knobs.runtime.interpret
+        assert not isinstance(3, tl.block_type)
+
+        @tl.core.extern  # type: ignore[untyped-decorator]
+        @triton.constexpr_function  # type: ignore[untyped-decorator]
+        def on_host(n: int) -> int:
+            return n + 1
+
+        assert on_host(1) == 2
+
+        class Derived(tl.core.base_value):  # type: ignore[misc]
+            pointer = tl.pointer_type(tl.int64)
+
+        @gluon.jit  # type: ignore[untyped-decorator]
+        def kernel(a: tl.pointer_type, n: tl.constexpr) -> None:
+            tl.store(a, rsqrt(n))
+
+        assert isinstance(kernel, JITFunction)
+        assert Derived()
+        kernel[(1,)](torch.empty(4, device="cuda"), 1)
+        try:
+            raise ValueError
+        except (triton.compiler.CompilationError, ValueError):
+            pass
+        with pytest.raises(CaptureError, match="never_heard_of"):
+            range(never_heard_of)
+        with pytest.raises(CaptureError, match=r"triton.ops.matmul"):
+            triton.ops.matmul(torch.empty(4, device="cuda"))
+
+    record(job, *packages)
+
+
+@absent("triton")
+def test_a_package_may_derive_its_own_tuner() -> None:
+    def job() -> None:
+        import triton
+        from triton.runtime.autotuner import Autotuner  # type: ignore[import-not-found]
+
+        class Tuner(Autotuner):  # type: ignore[misc]
+            def run(self, *args: Any, **kwargs: Any) -> Any:
+                assert self.keys == ["n"]
+                return super().run(*args, **kwargs)
+
+        @triton.jit  # type: ignore[untyped-decorator]
+        def kernel(x: Any, n: Any) -> None:
+            pass
+
+        configs = [triton.Config({"BLOCK": size}) for size in (128, 256)]
+        tuned = Tuner(kernel, kernel.arg_names, configs, ["n"], None, ["x"])
+        tuned[(1,)](torch.empty(256, device="cuda"), n=256)
+        tuned[(1,)](None, n=512)
+
+    assert made(record(job), "triton.autotune") == [1024, 256 * MIB, 256 * MIB]
+
+
+@absent("triton")
+def test_compilers_do_without_the_stand_in() -> None:
+    def job() -> None:
+        import triton  # noqa: F401
+
+        double = torch.compile(lambda x: 2 * x + 1)
+        double(torch.empty(256, device="cuda"))
+
+    assert not [text for text in assumed(record(job, "triton")) if "could not be compiled" in text]
+
+
+# flash-attention
+
+
+def attention(heads_kv: int, head: int = 64, dtype: torch.dtype = torch.bfloat16) -> Trace:
+    def job() -> None:
+        from flash_attn import flash_attn_func  # type: ignore[import-not-found]
+
+        q = torch.empty(2, 300, 8, head, device="cuda", dtype=dtype, requires_grad=True)
+        k, v = (
+            torch.empty(2, 300, heads_kv, head, device="cuda", dtype=dtype, requires_grad=True)
+            for _ in range(2)
+        )
+        flash_attn_func(q, k, v, causal=True).sum().backward()
+
+    return record(job)
+
+
+@absent("flash_attn")
+def test_flash_attention_keeps_the_log_sum_exp_and_no_scores() -> None:
+    trace = attention(8)
+    query = 2 * 300 * 8 * 64 * 2
+    forward, backward = (f"flash_attn::_flash_attn_{way}" for way in ("forward", "backward"))
+    # out, log-sum-exp in fp32, random state; the grid is too small, so that keys are split
+    lse = 2 * 8 * 300 * 4
+    assert made(trace, forward)[:2] == [query, lse]
+    assert made(trace, forward)[-1] == 16
+    # a copy of the sum's expanded gradient, row sums and dQ in fp32, of sequences rounded up to 128
+    assert made(trace, backward) == [query, 2 * 8 * 384 * 4, 2 * 384 * 8 * 64 * 4]
+    assert (
+        max(event.bytes for event in trace if event.kind == EventKind.ALLOC) < 2 * 8 * 300 * 300 * 2
+    )
+
+
+@absent("flash_attn")
+def test_flash_attention_expands_grouped_heads_in_the_backward() -> None:
+    expanded = 2 * 300 * 8 * 64 * 2
+    trace = attention(2)
+    assert made(trace, "flash_attn::_flash_attn_backward")[3:] == [expanded, expanded]
+
+
+@absent("flash_attn")
+def test_flash_attention_of_variable_length_and_packed() -> None:
+    def job() -> None:
+        from flash_attn import flash_attn_varlen_qkvpacked_func
+        from flash_attn.bert_padding import pad_input, unpad_input  # type: ignore[import-not-found]
+
+        mask = torch.ones(2, 10, dtype=torch.int64)
+        mask[1, 4:] = 0
+        hidden = torch.empty(2, 10, 3 * 4 * 32, device="cuda", dtype=torch.bfloat16)
+        hidden.requires_grad_()
+        tokens, indices, cu, longest, _ = unpad_input(hidden, mask.cuda())
+        assert tokens.shape == (14, 384)
+        assert longest == 10
+        out = flash_attn_varlen_qkvpacked_func(tokens.view(14, 3, 4, 32), cu, longest)
+        assert pad_input(out.reshape(14, 128), indices, 2, 10).shape == (2, 10, 128)
+        out.sum().backward()
+
+    trace = record(job)
+    assert made(trace, "flash_attn::_flash_attn_varlen_forward") == [14 * 128 * 2, 4 * 14 * 4, 16]
+    padded = 14 + 2 * 128
+    assert made(trace, "flash_attn::_flash_attn_varlen_backward") == [
+        14 * 128 * 2,
+        4 * padded * 4,
+        padded * 4 * 32 * 4,
+    ]
+
+
+# bitsandbytes
+
+
+def step_of(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Trace:
+    def job() -> None:
+        parameters = [
+            nn.Parameter(torch.empty(1024, 1024, device="cuda")),
+            nn.Parameter(torch.empty(1024, device="cuda")),
+        ]
+        made = optimizer(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        made.step()
+
+    return record(job, steps=1)
+
+
+STATES = [("AdamW8bit", 2), ("Adam8bit", 2), ("Lion8bit", 1), ("SGD8bit", 1)]
+
+
+@absent("bitsandbytes")
+@pytest.mark.parametrize(("name", "states"), STATES)
+def test_states_of_eight_bits(name: str, states: int) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import bitsandbytes as bnb  # type: ignore[import-not-found]
+
+        made: torch.optim.Optimizer = getattr(bnb.optim, name)(parameters, lr=1e-3)
+        return made
+
+    trace = step_of(optimizer)
+    sizes = [event.bytes for event in allocations(trace)]
+    assert sizes.count(MIB) == states  # a byte a value
+    assert sizes.count(MIB // 256 * 4) == states  # a maximum for each 256
+    # fewer than 4,096 values: fp32, as large as the parameter and its gradient
+    assert sizes.count(4096) == 2 + states
+    assert sizes.count(1024) == states  # the codes
+
+
+@absent("bitsandbytes")
+def test_paged_states_are_not_in_the_devices_pool() -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        import bitsandbytes as bnb
+
+        made: torch.optim.Optimizer = bnb.optim.PagedAdamW8bit(parameters)
+        return made
+
+    trace = step_of(optimizer)
+    assert MIB not in [event.bytes for event in allocations(trace)]
+    assert any("unified memory" in text for text in assumed(trace))
+
+
+@absent("bitsandbytes")
+def test_a_weight_of_four_bits_with_statistics_of_eight() -> None:
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear4bit(
+            1024, 2048, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+        )
+        layer = layer.to(torch.bfloat16).cuda()
+        assert layer.weight.dtype == torch.uint8
+        assert isinstance(layer.weight, bnb.nn.Params4bit)
+        x = torch.empty(2000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+
+    trace = record(job)
+    count = 2048 * 1024
+    sizes = [event.bytes for event in allocations(trace, Phase.SETUP)]
+    live = [
+        event.bytes
+        for event in allocations(trace, Phase.SETUP)
+        if not any(
+            e.kind == EventKind.FREE and e.storage == event.storage and e.phase == Phase.SETUP
+            for e in trace
+        )
+    ]
+    assert count * 2 in sizes  # the whole weight, while it is quantised
+    # packed, 16 codes, a maximum of 8 bits for each 64, theirs for each 256, codes, the mean
+    live.remove(2000 * 1024 * 2)  # the input
+    assert sorted(live)[-2:] == [count // 64, count // 2]
+    kept = count // 2 + 64 + count // 64 + count // 64 // 256 * 4 + 1024 + 4
+    assert sum(live) == kept
+    # 2,000 rows are too many for the fused kernel: the weight, and its maxima twice
+    workspace = count * 2 + 2 * (count // 64) * 4
+    assert workspace in made(trace, bnb_kernels.gemm_4bit.name, Phase.FORWARD)
+    assert count * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+@absent("bitsandbytes")
+def test_an_earlier_version_keeps_the_input_of_a_layer_of_four_bits() -> None:
+    alive: list[int] = []
+    versions: list[str] = []
+
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        versions.append(bnb.__version__)
+        layer = bnb.nn.Linear4bit(1024, 1024, compute_dtype=torch.bfloat16).to(torch.bfloat16)
+        layer = layer.cuda()
+        x = torch.empty(2000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = layer(2 * x)
+        alive.append(torch.cuda.memory_allocated())
+        out.sum().backward()
+
+    traces = [record(job, f"bitsandbytes{version}") for version in ("", "==0.42", "")]
+    assert versions == ["0.50.2", "0.42.0", "0.50.2"]
+    assert alive[1] - alive[0] == 2000 * 1024 * 2
+    assert alive[2] == alive[0]
+    assert "stand-in for bitsandbytes 0.42.0" in str(traces[1].meta.notes)
+    for other in ("bitsandbytes==0.44", "apex==0.0", "deepspeed==0.1"):
+        with pytest.raises(UsageError, match="no stand-in for"):
+            record(job, other)
+
+
+@absent("bitsandbytes")
+def test_a_weight_of_eight_bits() -> None:
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear8bitLt(512, 1024, bias=False, has_fp16_weights=False).cuda()
+        assert layer.weight.dtype == torch.int8
+        x = torch.empty(64, 512, device="cuda", dtype=torch.float16, requires_grad=True)
+        layer(x).sum().backward()
+
+    trace = record(job)
+    setup = [event.bytes for event in allocations(trace, Phase.SETUP)]
+    assert {512 * 1024, 1024 * 4} <= set(setup)
+    assert 512 * 1024 * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+# Liger-Kernel
+
+
+@absent("liger_kernel")
+def test_the_fused_loss_has_no_logits() -> None:
+    tokens, hidden, words = 1024, 128, 16_384
+
+    def job() -> None:
+        from liger_kernel.transformers import (  # type: ignore[import-not-found]
+            LigerFusedLinearCrossEntropyLoss,
+        )
+
+        head = nn.Linear(hidden, words, bias=False).to("cuda", torch.bfloat16)
+        x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+        LigerFusedLinearCrossEntropyLoss()(head.weight, x, target).backward()
+        assert head.weight.grad is not None
+
+    trace = record(job)
+    sizes = made(trace, "liger_kernel.fused_linear_cross_entropy")
+    # 16,384 / 128 words for each value: parts of 1,024 / 128 = 8 tokens
+    assert sizes[:2] == [tokens * hidden * 2, words * hidden * 2]
+    assert 8 * words * 2 in sizes
+    assert max(sizes) < tokens * words * 2 // 4
+
+
+@absent("liger_kernel")
+def test_normalisation_and_gated_product_of_liger() -> None:
+    def job() -> None:
+        from liger_kernel.transformers import LigerRMSNorm
+
+        norm = LigerRMSNorm(256).cuda()
+        x = torch.empty(32, 256, device="cuda", requires_grad=True)
+        norm(x).sum().backward()
+
+    trace = record(job)
+    assert made(trace, "liger_kernel.rms_norm", Phase.FORWARD) == [32 * 256 * 4, 32 * 4]
+    # partial sums of the A100's 108 processors, and their sum; the input's gradient is in place
+    backward = made(trace, "liger_kernel.rms_norm", Phase.BACKWARD)
+    assert 108 * 256 * 4 in backward
+    assert backward[-1] == 256 * 4
+
+
+def test_rules_carry_their_provenance() -> None:
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed")
+    trace = attention(8)
+    rows = [e for e in trace if e.kind == EventKind.ALLOC and e.op.startswith("flash_attn::")]
+    assert {row.provenance for row in rows} == {Provenance.RULE}
+    assert bytes_of(trace, Role.COMMUNICATION) == 0
+
+
+# xFormers, Apex
+
+
+@absent("xformers")
+def test_attention_of_xformers() -> None:
+    def job() -> None:
+        from xformers.ops import (  # type: ignore[import-not-found]
+            LowerTriangularMask,
+            SwiGLU,
+            memory_efficient_attention,
+        )
+
+        q = torch.empty(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = memory_efficient_attention(q, q, q, attn_bias=LowerTriangularMask())
+        assert out.shape == q.shape
+        mlp = SwiGLU(64, 128).to("cuda", torch.bfloat16)
+        mlp(out).sum().backward()
+
+    trace = record(job)
+    assert operators(trace)["_scaled_dot_product_flash_attention"] == 1
+    scores = 2 * 4 * 512 * 512 * 2
+    assert max(event.bytes for event in allocations(trace, Phase.FORWARD)) < scores
+
+
+@absent("apex")
+def test_fused_optimizer_and_normalisation_of_apex() -> None:
+    def job() -> None:
+        from apex.normalization import FusedLayerNorm  # type: ignore[import-not-found]
+        from apex.optimizers import FusedAdam  # type: ignore[import-not-found]
+
+        norm = FusedLayerNorm(512).to("cuda", torch.bfloat16)
+        optimizer = FusedAdam(norm.parameters(), lr=1e-3)
+        norm(torch.empty(64, 512, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    trace = record(job, steps=1)
+    # mean and inverse deviation of 64 rows in fp32, then states of two parameters in fp32
+    assert made(trace, "apex.normalization", Phase.FORWARD).count(64 * 4) == 2
+    states = [event.bytes for event in allocations(trace, Phase.OPTIMIZER)]
+    assert states == [512 * 4] * 4
+
+
+@absent("apex")
+def test_extensions_of_apex_that_are_imported_alone() -> None:
+    def job() -> None:
+        import amp_C  # type: ignore[import-not-found]
+        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]
+        import scaled_upper_triang_masked_softmax_cuda as softmax  # type: ignore[import-not-found]
+        from apex.contrib.layer_norm.layer_norm import (  # type: ignore[import-not-found]
+            FastLayerNormFN,
+        )
+        from apex.normalization.fused_layer_norm import (  # type: ignore[import-not-found]
+            FusedLayerNormAffineFunction,
+        )
+
+        flag = torch.zeros(1, device="cuda", dtype=torch.int32)
+        amp_C.multi_tensor_l2norm(1024, flag, [[torch.empty(2048, device="cuda")] * 3], True)
+        scores = torch.empty(2, 64, 64, device="cuda", dtype=torch.float16)
+        results = softmax.forward(scores, 1.0)
+        assert softmax.backward(scores, results, 1.0) is scores
+        x = torch.empty(32, 128, device="cuda", requires_grad=True)
+        weight, bias = (torch.ones(128, device="cuda", requires_grad=True) for _ in range(2))
+        for function in (FusedLayerNormAffineFunction, FastLayerNormFN):
+            assert "memory_efficient" in inspect.getfullargspec(function.forward).args
+        for norm in (
+            FusedLayerNormAffineFunction.apply(x, weight, bias, (128,), 1e-5),
+            FastLayerNormFN.apply(x, weight, bias, 1e-5, False),
+        ):
+            norm.sum().backward()
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, x, weight)
+
+    trace = record(job)
+    # partial sums, one a chunk of each tensor, norms, the norm
+    assert made(trace, "amp_C.multi_tensor_l2norm") == [4 * 320, 4 * 3 * 2, 4 * 3, 4]
+    assert made(trace, "scaled_upper_triang_masked_softmax_cuda.forward") == [2 * 2 * 64 * 64]
+    assert made(trace, "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32") == []
+    # outputs, gradients of the sums made contiguous, gradients of the input; of each the statistics
+    norms = made(trace, "apex.normalization")
+    assert norms.count(32 * 128 * 4) == 6
+    assert norms.count(32 * 4) == 4
+
+
+@absent("flash_attn")
+def test_the_low_level_functions_of_flash_attention() -> None:
+    def job() -> None:
+        from flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
+            _flash_attn_varlen_backward,
+            _flash_attn_varlen_forward,
+        )
+        from flash_attn_2_cuda import varlen_bwd  # type: ignore[import-not-found]
+
+        q = torch.empty(256, 4, 64, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor([0, 128, 256], device="cuda", dtype=torch.int32)
+        where = (lengths, lengths, 128, 128)
+        settings = (0.0, 0.125, True, -1, -1, 0.0)
+        out, lse, _, state = _flash_attn_varlen_forward(q, q, q, *where, *settings, None)
+        given = (out, q, q, q, out, lse)
+        grads = [torch.empty_like(q) for _ in range(3)]
+        _flash_attn_varlen_backward(*given, *grads, *where, *settings, None, False, state)
+        varlen_bwd(
+            *given, None, None, None, lengths, lengths, None, 128, 128, 0.0, 0.125, False, True,
+            -1, -1, 0.0, False, None, state,
+        )  # fmt: skip
+
+    trace = record(job)
+    size, rows = 2 * 256 * 4 * 64, 4 * 4 * (256 + 2 * 128)
+    assert made(trace, "flash_attn::_flash_attn_varlen_forward")[0] == size
+    assert made(trace, "flash_attn::_flash_attn_varlen_backward") == [rows, rows * 64]
+    assert made(trace, "flash_attn_2_cuda.varlen_bwd") == [size] * 3 + [rows, rows * 64]
+
+
+@absent("mamba_ssm")
+def test_the_scan_of_mamba() -> None:
+    """Two blocks of 2,048 steps; states of 16 numbers are kept in pairs at the end of each."""
+
+    def job() -> None:
+        import selective_scan_cuda as scan  # type: ignore[import-not-found]
+
+        u = torch.empty(2, 64, 4096, device="cuda", dtype=torch.bfloat16)
+        a = torch.empty(64, 16, device="cuda")
+        b = torch.empty(2, 1, 16, 4096, device="cuda", dtype=torch.bfloat16)
+        given = (u, u, a, b, b, a[:, 0].contiguous(), u, a[:, 0].contiguous())
+        out, states, gated = scan.fwd(*given, True)
+        assert states.shape == (2, 64, 2, 32)
+        assert len(scan.bwd(*given, gated, states, out, None, True, False)) == 8
+
+    trace = record(job)
+    size, sums, weight = 2 * 2 * 64 * 4096, 4 * 2 * 16 * 4096, 4 * 64 * 16
+    assert made(trace, "selective_scan_cuda.fwd") == [size, size, 4 * 2 * 64 * 2 * 32]
+    gradients = [size, size, size, weight, sums, sums, 4 * 64, 4 * 64]
+    assert made(trace, "selective_scan_cuda.bwd") == [*gradients, sums // 2, sums // 2]
+
+
+@absent("causal_conv1d")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_convolution_of_mamba(deterministic: bool) -> None:
+    """Writes to what it is given; parts of 128 steps have sums of their own where asked for."""
+
+    def job() -> None:
+        import causal_conv1d_cuda as conv  # type: ignore[import-not-found]
+
+        x = torch.empty(2, 300, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        weight, bias = torch.empty(64, 4, device="cuda"), torch.empty(64, device="cuda")
+        out, x_grad = torch.empty_like(x), torch.empty_like(x)
+        conv.causal_conv1d_fwd(x, weight, bias, None, None, out, None, True)
+        given = (x, weight, bias, out, None, None, None, x_grad, weight, bias, None, True)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            conv.causal_conv1d_bwd(*given)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    trace = record(job)
+    assert made(trace, "causal_conv1d_cuda.causal_conv1d_fwd") == []
+    sums = [4 * 2 * 3 * 64 * 4, 4 * 2 * 3 * 64] if deterministic else []
+    totals = [4 * 64 * 4, 4 * 64] if deterministic else []
+    found = made(trace, "causal_conv1d_cuda.causal_conv1d_bwd")
+    assert sorted(found) == sorted(sums + totals)
+
+
+# Extensions that are compiled where they are used
+
+
+def test_a_cuda_extension_fails_to_build_where_the_script_goes_on_without() -> None:
+    seen: list[str] = []
+
+    def build() -> Any:
+        from torch.utils.cpp_extension import load
+
+        return load(name="my_kernels", sources=["my_kernels.cu"])
+
+    def job() -> None:
+        from torch.utils.cpp_extension import load
+
+        try:
+            load(name="my_kernels", sources=["my_kernels.cu"])
+        except Exception as error:  # PEFT's BOFT does so
+            seen.append(str(error))
+
+    assert any("CUDA extension is not built here" in text for text in assumed(record(job)))
+    assert seen[0].startswith("CUDA_HOME")
+    record(build)  # nobody would catch it: a stand-in, of which rules may be known
+    try:
+        memplan.register_rule("my_kernels.scan", lambda call, x: torch.empty_like(x))
+        assert not list(assumed(record(job)))
+    finally:
+        registry._rules.pop("my_kernels.scan", None)
