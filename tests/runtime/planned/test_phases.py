@@ -47,6 +47,18 @@ def test_a_plain_loop() -> None:
     assert heard.text == "F B O | F B O | F"
 
 
+def test_a_step_that_calls_its_base_classs_counts_once() -> None:
+    class Wrapped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = _model()
+    _sgd(model)  # from here on the base class's step has hooks as well
+    with listening() as (heard, _):
+        _train(model, Wrapped(model.parameters(), lr=0.1))
+    assert heard.text == "F B O | F"
+
+
 def test_accumulated_micro_batches() -> None:
     model = _model()
     with listening() as (heard, _):
