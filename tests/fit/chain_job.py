@@ -151,6 +151,8 @@ class ChainProgram:
     def __call__(
         self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
     ) -> Captured:
+        if plan is not None and plan.state is not None:
+            raise not_captured("this optimizer's state stays where it is")
         self.asked.append((program, plan))
         batch = BATCH
         if "--batch-size" in program.argv:

@@ -6,7 +6,6 @@ import pytest
 
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import Knob, find_knobs
-from memplan.fit.options import set_option
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,5 +132,5 @@ def test_a_module_is_found_without_importing_it(
 )
 def test_another_value(before: str, after: str) -> None:
     program = ScriptTarget("script", "train.py", tuple(before.split()))
-    changed = set_option(program, "--batch-size", 2)
+    changed = program.with_option("--batch-size", 2)
     assert changed == ScriptTarget("script", "train.py", tuple(after.split()))

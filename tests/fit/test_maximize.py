@@ -15,8 +15,8 @@ from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
 from memplan.fit.maximize import MOST_CAPTURES, Maximized, maximize
 from memplan.fit.maximum_text import maximum_lines
-from memplan.fit.option_choice import NumericOption, find_option
-from memplan.fit.options import set_option
+from memplan.fit.option_choice import find_option
+from memplan.fit.options import NumericOption
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -263,7 +263,7 @@ def test_no_option(tmp_path: Path, words: str, name: str, message: str) -> None:
 def test_of_an_option_given_twice_the_last_is_set() -> None:
     """As argparse takes it."""
     program = ScriptTarget("script", "train.py", ("--bs=4", "--x", "1", "--bs", "8"))
-    assert set_option(program, "--bs", 9).argv == ("--bs=4", "--x", "1", "--bs", "9")
+    assert program.with_option("--bs", 9).argv == ("--bs=4", "--x", "1", "--bs", "9")
 
 
 # For real

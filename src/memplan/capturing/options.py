@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memplan.types.device import DeviceProfile
+from memplan.types.plan import Plan
 
 OUR_OPTIONS = frozenset(
     {
@@ -26,6 +27,33 @@ class ScriptTarget:
     """Path of the script, or dotted name of the module."""
     argv: tuple[str, ...] = ()
     """The program's own arguments, verbatim; `sys.argv[1:]` of the program."""
+
+    @property
+    def command(self) -> list[str]:
+        return [self.name, *self.argv]
+
+    def with_option(self, option: str, value: int) -> ScriptTarget:
+        """With another value of the option; it is appended where it was not given."""
+        argv = list(self.argv)
+        for index in range(len(argv) - 1, -1, -1):
+            name, equals, _ = argv[index].partition("=")
+            if name != option:
+                continue
+            if equals:
+                argv[index] = f"{name}={value}"
+            elif index + 1 < len(argv):
+                argv[index + 1] = str(value)
+            return replace(self, argv=tuple(argv))
+        return replace(self, argv=(*argv, option, str(value)))
+
+    def with_arguments(self, plan: Plan) -> ScriptTarget:
+        """With the values that a plan's part `arguments` gives its options; as it is where the plan
+        was made from other arguments."""
+        program = self
+        if plan.arguments is not None and plan.made_from.command == self.command:
+            for change in plan.arguments.changes:
+                program = program.with_option(change.option, change.value)
+        return program
 
 
 @dataclass(frozen=True)

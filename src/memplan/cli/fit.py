@@ -44,6 +44,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, metavar="N", help="optimizer steps to run in each capture")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add("--allow", choices=("exact", "rounding", "numbers"), default="exact",
+        help="what levers may do to the job's numbers: nothing (the default), another order of "
+        "sums, or more")  # fmt: skip
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
@@ -80,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     check_settings(args.alloc_conf or "", os.environ | job.environment)
     capture = RankCapture(job.question(args, profile))
     with progress_line(stages=True) as progress:
-        fitted = fit(program, profile, capture, solve, progress)
+        fitted = fit(program, profile, capture, solve, progress, args.allow)
     answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
         from memplan.types.plan_file import save_plan

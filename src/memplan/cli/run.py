@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
         running.close()
         files.finish(running)
 
-    words = [program.name, *program.argv]
+    command, program = program.command, program.with_arguments(plan)
     with finished(finish, also_by_signal=files.any):
         try:
-            with plan_in_effect(plan, words, files.say) as files.in_effect:
+            with plan_in_effect(plan, command, files.say) as files.in_effect:
                 run_program(program.kind, program.name, program.argv)
         except SystemExit as stop:
             return _exit_code(stop)
@@ -115,8 +115,7 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     if not serve:
         return plan, files, PlannedRun()
     given = plan if plan.allocation is not None else None
-    words = [program.name, *program.argv]
-    running = start(given, command=words, record_all=bool(args.record), say=files.say)
+    running = start(given, command=program.command, record_all=bool(args.record), say=files.say)
     return plan, files, running
 
 

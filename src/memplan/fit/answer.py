@@ -9,12 +9,16 @@ import msgspec
 from memplan.types.estimate import Estimate, GpuInfo
 
 SCHEMA_VERSION = 1
+Numbers = Literal["exact", "rounding", "numbers"]
+NUMBERS: tuple[Numbers, ...] = ("exact", "rounding", "numbers")
+"""What levers do to losses, gradients and weights: nothing, another order of sums, more."""
 
 
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the plan does."""
 
-    kind: Literal["recompute", "order", "allocator"]
+    kind: Literal["recompute", "order", "allocator", "loss", "batches", "state"]
+    numbers: Numbers = "exact"
     name: str
     """Recompute: where the values are made, with modules whose paths differ in numbers only folded
     into one (`blocks.*.mlp`). Order: what comes earlier. Allocator: the settings, as in
@@ -29,6 +33,20 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Per step."""
     added_fraction: float = 0.0
     """Of the step's time without a plan."""
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """Another plan beside the one that was chosen."""
+
+    fits: bool
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    least_card_bytes: int | None
+    """Where it does not fit: the least card that it would."""
+    added_seconds: float
+    added_fraction: float
+    levers: list[Lever]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +114,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     added_seconds: float
     added_fraction: float
     levers: list[Lever]
+    exact: Alternative | None = None
+    """Where the levers change numbers: the cheapest that does not, or, where none fits, the one
+    that needs least."""
     changes: list[Change]
     """Only where `fits` is false: the nearest changes of the job that fit, nearest first."""
     tried: list[str]

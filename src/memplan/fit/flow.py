@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from memplan import __version__
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.answer import Change, Fit, Lever
-from memplan.fit.judge import Verdict, judge, least_card
-from memplan.fit.levers import recompute_levers
+from memplan.fit.answer import NUMBERS, Alternative, Attempt, Change, Fit, Lever, Numbers
+from memplan.fit.host_state import with_state_on_host
+from memplan.fit.judge import least_card
+from memplan.fit.loss import with_loss_in_chunks
+from memplan.fit.micro_batches import with_micro_batches
 from memplan.fit.nearest import nearest_changes
-from memplan.fit.optimizer_in_backward import InBackward, find_in_backward, promised
-from memplan.fit.plans import Planned, Planner, Solver, envelope
-from memplan.fit.regions import Regions, RegionSearch
-from memplan.fit.regions import promised as promised_inside
+from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
+from memplan.fit.plans import Planner, Solver
+from memplan.fit.regions import RegionSearch
+from memplan.fit.state import Job, Progress, State, first_state
+from memplan.phases import step_graph
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
-from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.captures import CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
-Progress = Callable[[str], None]
+_WORTH_SECONDS = 0.01
+"""Added time, as a fraction of the step, below which no other way is looked for."""
+
+_WORTH_LINK = 0.05
+"""The same for moving optimizers' state over the link to the host."""
+_WORTH_SMALLER_BATCHES = 0.1
+"""The same for smaller batches, which seldom add less: an update's weights are read more often."""
 
 
 @dataclass(frozen=True)
@@ -33,191 +44,233 @@ class Fitted:
     plan: Plan | None
 
 
+@dataclass(frozen=True)
+class _Route:
+    """What one set of levers came to."""
+
+    base: State
+    """Without recomputation of what autograd saves."""
+    end: State
+    """The cheapest that fits; where none does, the one that fits the smallest card."""
+    needed: int | None = None
+    """Bytes of the least card that `end` fits, where that is known."""
+    attempts: Sequence[Attempt] = ()
+
+
 def fit(
     program: ScriptTarget,
     profile: DeviceProfile,
     capture: CaptureProgram,
     solver: Solver,
     progress: Progress = lambda text: None,
+    allow: Numbers = "exact",
 ) -> Fitted:
     """Capture the program, and if its estimate's high bound does not fit the card, look for the
     plan with the least added time that makes it fit.
 
     A plan counts only when the program, captured again with the plan in effect, has an estimate
-    that fits. `capture` has to estimate for `profile`. Raises CaptureFailedError when the program
-    cannot be captured, UsageError when `capture` gave no verdict.
+    that fits. `capture` has to estimate for `profile`. `allow`: what levers may do to the job's
+    numbers. Raises CaptureFailedError when the program cannot be captured, UsageError when
+    `capture` gave no verdict.
     """
     began = time.monotonic()
     progress(f"capturing {program.name}")
     plain = capture(program)
     if plain.estimate.fits is None:
         raise UsageError("there is no card to fit", "--gpu h100, or a size such as --gpu 24GiB")
-    verdict = judge(plain.trace, profile, plain.estimate)
-    if verdict.fits:
-        plan = envelope(program, plain, profile, alloc_conf=verdict.alloc_conf)
-        answer = _answer(plain, _Found(plain, verdict), seconds=time.monotonic() - began)
-        return Fitted(answer, plan)
+    first = first_state(Job(program, profile, capture, progress), plain)
+    if first.fits:
+        answer = _answer(first, _Route(first, first), seconds=time.monotonic() - began)
+        return Fitted(answer, first.promised())
     progress("looking for a plan")
-    in_backward, said = find_in_backward(program, plain, verdict, profile, capture)
-    search = _Search(program, plain, verdict, profile, capture, solver)
-    try:
-        found = search.run(in_backward)
-    except CaptureFailedError:
-        if in_backward is None:
-            raise
-        said = "Weights are not updated in the backward pass: recomputation fails with it."
-        found = search.run(None)
-    notes = [note for note in (found.note, said) if note]
-    if found.verdict.fits:
-        answer = _answer(plain, found, notes=notes, seconds=time.monotonic() - began)
-        return Fitted(answer, found.plan(program, plain, profile))
-    lowest, order = found.chosen, found.in_backward.part if found.in_backward else None
-    regions = found.regions.part if found.regions else None
-    reference = found.base
-    changes, tried = nearest_changes(
-        program, reference, lowest, profile, capture, progress, order, regions
-    )
+    plain_seconds = _step_seconds(first)
+    routes = _exact_routes(first, solver, plain_seconds)
+    exact = _best(routes)
+    if _allows(allow, "rounding") and not _good(exact, plain_seconds, _WORTH_SECONDS):
+        progress("looking for a plan with other rounding")
+        routes += _routes_with_rounding(exact, solver, plain_seconds)
+    chosen = _best(routes)
+    changes: list[Change] = []
+    tried: list[str] = []
+    if not chosen.end.fits:
+        changes, tried = nearest_changes(chosen.base, chosen.end)
     answer = _answer(
-        plain,
-        found,
-        least_card_bytes=(
-            lowest.outcome.needed if lowest else least_card(reference.trace, profile, found.verdict)
-        ),
+        first,
+        chosen,
+        exact=None if chosen is exact else exact,
         changes=changes,
         tried=tried,
-        notes=notes,
         seconds=time.monotonic() - began,
     )
-    return Fitted(answer, None)
+    answer = msgspec.structs.replace(answer, attempts=[a for r in routes for a in r.attempts])
+    return Fitted(answer, chosen.end.promised() if chosen.end.fits else None)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What was found of updates in backward and recomputation together."""
-
-    base: Captured
-    """The job without recomputation."""
-    verdict: Verdict
-    """With what is in effect."""
-    in_backward: InBackward | None = None
-    regions: Regions | None = None
-    chosen: Planned | None = None
-    """The plan that is kept; where none fits, the one of the least peak."""
-    planner: Planner | None = None
-    tried: Sequence[Regions] = ()
-    note: str = ""
-
-    @property
-    def added_seconds(self) -> float:
-        inside = self.regions.part.added_seconds if self.regions else 0.0
-        return inside + (self.chosen.evaluation.added_seconds if self.chosen else 0.0)
-
-    @property
-    def plain_seconds(self) -> float | None:
-        """Of forward and backward, without recomputation."""
-        if self.regions:
-            return self.regions.plain_seconds
-        return self.chosen.evaluation.plain_seconds if self.chosen else None
-
-    def plan(self, program: ScriptTarget, plain: Captured, profile: DeviceProfile) -> Plan:
-        forward_ops = self.planner.graph.forward_ops if self.planner and self.chosen else 0
-        return envelope(
-            program,
-            plain,
-            profile,
-            alloc_conf=self.verdict.alloc_conf,
-            part=self.chosen.part if self.chosen else None,
-            order=promised(self.in_backward.part, self.verdict) if self.in_backward else None,
-            regions=promised_inside(self.regions.part, self.verdict) if self.regions else None,
-            forward_ops=forward_ops,
-        )
+def _best(routes: Sequence[_Route]) -> _Route:
+    """The cheapest that fits; where none does, the one that fits the smallest card."""
+    fitting = [route for route in routes if route.end.fits]
+    if fitting:
+        return min(fitting, key=lambda route: route.end.added_seconds)
+    return min(routes, key=_needed)
 
 
-@dataclass(frozen=True)
-class _Search:
-    program: ScriptTarget
-    plain: Captured
-    verdict: Verdict
-    profile: DeviceProfile
-    capture: CaptureProgram
-    solver: Solver
-
-    def run(self, in_backward: InBackward | None) -> _Found:
-        """Updates in backward, if there are any, and recomputation where they are not enough."""
-        base = in_backward.captured if in_backward else self.plain
-        verdict = in_backward.verdict if in_backward else self.verdict
-        if verdict.fits:
-            return _Found(base, verdict, in_backward)
-        order = in_backward.part if in_backward else None
-        search = RegionSearch(self.program, base, verdict, self.profile, self.capture, order)
-        inside = search.run()
-        if inside is not None:
-            base, verdict = inside.captured, inside.verdict
-        found = _Found(base, verdict, in_backward, inside, tried=search.tried)
-        if verdict.fits:
-            return found
-        regions = inside.part if inside else None
+def _exact_routes(first: State, solver: Solver, plain_seconds: float | None) -> list[_Route]:
+    """Updates in backward and recomputation; then optimizers' state on the host as well."""
+    base = with_optimizer_in_backward(first)
+    routes = []
+    if not _is_hopeless(base):
         try:
-            planner = Planner(
-                self.program, base, verdict, self.profile, self.capture, self.solver, order, regions
-            )
-        except NoAnswerError as error:
-            note = f"Nothing can be recomputed: {error.message}."
-            return replace(found, note=note)
-        chosen = planner.search() if planner.graph.values.droppable.any() else None
-        chosen = chosen or planner.lowest()
-        verdict = chosen.verdict if chosen else verdict
-        return replace(found, verdict=verdict, chosen=chosen, planner=planner)
+            routes.append(_route(base, solver))
+        except CaptureFailedError:
+            if base.plan.order is None:
+                raise
+            said = "Weights are not updated in the backward pass: recomputation fails with it."
+            base = first.with_note(said)
+            routes.append(_route(base, solver))
+        if _good(routes[0], plain_seconds, _WORTH_LINK):
+            return routes
+    moved = with_state_on_host(base)
+    if moved.plan.state is not None or not routes:
+        routes.append(_route(moved, solver))
+    return routes
+
+
+def _is_hopeless(state: State) -> bool:
+    """Whether what lives from step to step is by itself more than the card."""
+    try:
+        graph = step_graph(state.captured.trace, state.job.profile)
+    except NoAnswerError:
+        return False
+    profile = state.job.profile
+    return graph.base_bytes + profile.context_high_bytes > profile.total_memory_bytes
+
+
+def _routes_with_rounding(
+    exact: _Route, solver: Solver, plain_seconds: float | None
+) -> list[_Route]:
+    """The loss in chunks with recomputation, and with smaller batches instead; both where these are
+    not enough."""
+    chunked = with_loss_in_chunks(exact.base)
+    routes = []
+    if chunked is not exact.base:
+        routes.append(_route(chunked, solver))
+        if _good(routes[0], plain_seconds, _WORTH_SMALLER_BATCHES):
+            return routes
+    smaller = with_micro_batches(chunked)
+    if smaller.plan.arguments is None:
+        notes = smaller.notes[len(chunked.notes) :]
+        return [replace(one, end=one.end.with_note(*notes)) for one in routes]
+    return [*routes, _route(smaller, solver)]
+
+
+def _route(base: State, solver: Solver) -> _Route:
+    """Recomputation, inside compiled graphs first, where `base` does not fit."""
+    if base.fits:
+        return _Route(base, base)
+    regions = RegionSearch(base)
+    base = regions.run()
+    attempts = [one.attempt() for one in regions.tried]
+    if base.fits:
+        return _Route(base, base, attempts=attempts)
+    try:
+        planner = Planner(base, solver)
+    except NoAnswerError as error:
+        base = base.with_note(f"Nothing can be recomputed: {error.message}.")
+        return _Route(base, base, attempts=attempts)
+    chosen = planner.search() if planner.graph.values.droppable.any() else None
+    chosen = chosen or planner.lowest()
+    attempts += [one.attempt() for one in planner.planned]
+    if chosen is None:
+        return _Route(base, base, attempts=attempts)
+    return _Route(base, chosen.state, chosen.outcome.needed, attempts)
+
+
+def _needed(route: _Route) -> int:
+    if route.needed is not None:
+        return route.needed
+    return least_card(route.end.captured.trace, route.end.job.profile, route.end.verdict)
+
+
+def _allows(allow: Numbers, needs: Numbers) -> bool:
+    return NUMBERS.index(allow) >= NUMBERS.index(needs)
+
+
+def _good(route: _Route, plain_seconds: float | None, worth: float) -> bool:
+    """Whether it fits and adds so little time that another way could hardly be cheaper."""
+    return route.end.fits and route.end.added_seconds <= worth * (plain_seconds or 0.0)
+
+
+def _step_seconds(state: State) -> float | None:
+    try:
+        return state.step_seconds()
+    except NoAnswerError:
+        return None
 
 
 def _answer(
-    plain: Captured,
-    found: _Found,
+    first: State,
+    route: _Route,
     *,
-    least_card_bytes: int | None = None,
-    changes: list[Change] | None = None,
-    tried: list[str] | None = None,
-    notes: list[str] | None = None,
+    exact: _Route | None = None,
+    changes: Sequence[Change] = (),
+    tried: Sequence[str] = (),
     seconds: float,
 ) -> Fit:
-    estimate, verdict = plain.estimate, found.verdict
-    assert estimate.gpu is not None
-    plain_seconds, added = found.plain_seconds, found.added_seconds
-    planned = found.planner.planned if found.planner else []
-    attempts = [*(one.attempt() for one in found.tried), *(one.attempt() for one in planned)]
-    with_plan = found.chosen or found.in_backward or found.regions or verdict.alloc_conf
+    plain, end = first.captured.estimate, route.end
+    assert plain.gpu is not None
+    changed = bool(end.levers or end.verdict.alloc_conf)
+    plain_seconds = _step_seconds(first) if changed else None
+    added = end.added_seconds
     return Fit(
         memplan_version=__version__,
-        torch_version=estimate.torch_version,
-        gpu=estimate.gpu,
-        fits=verdict.fits,
-        before=estimate,
-        after=verdict.estimate if with_plan else None,
-        least_card_bytes=least_card_bytes,
+        torch_version=plain.torch_version,
+        gpu=plain.gpu,
+        fits=end.fits,
+        before=plain,
+        after=end.verdict.estimate if changed else None,
+        least_card_bytes=None if end.fits else _needed(route),
         step_seconds=plain_seconds,
         added_seconds=added,
-        added_fraction=added / plain_seconds if plain_seconds else 0.0,
-        levers=_levers(found),
-        changes=changes or [],
-        tried=tried or [],
-        attempts=attempts,
+        added_fraction=_fraction(added, plain_seconds),
+        levers=_levers(end, plain_seconds),
+        exact=_alternative(exact, plain_seconds) if exact else None,
+        changes=list(changes),
+        tried=list(tried),
+        attempts=list(route.attempts),
         plan=None,
         seconds=seconds,
-        notes=notes or [],
+        notes=list(end.notes),
     )
 
 
-def _levers(found: _Found) -> list[Lever]:
-    levers = []
-    verdict, chosen = found.verdict, found.chosen
-    if verdict.alloc_conf and (verdict.saved_bytes or chosen is None):
-        levers.append(
-            Lever(kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes)
+def _alternative(route: _Route, plain_seconds: float | None) -> Alternative:
+    end = route.end
+    found = end.verdict.estimate
+    return Alternative(
+        fits=end.fits,
+        peak_bytes=found.peak_bytes,
+        low_bytes=found.low_bytes,
+        high_bytes=found.high_bytes,
+        least_card_bytes=None if end.fits else _needed(route),
+        added_seconds=end.added_seconds,
+        added_fraction=_fraction(end.added_seconds, plain_seconds),
+        levers=_levers(end, plain_seconds),
+    )
+
+
+def _levers(end: State, plain_seconds: float | None) -> list[Lever]:
+    verdict = end.verdict
+    levers = [
+        msgspec.structs.replace(lever, added_fraction=_fraction(lever.added_seconds, plain_seconds))
+        for lever in end.levers
+    ]
+    if verdict.alloc_conf and (verdict.saved_bytes or end.plan.recompute is None):
+        allocator = Lever(
+            kind="allocator", name=verdict.alloc_conf, saved_bytes=verdict.saved_bytes
         )
-    if found.in_backward is not None:
-        levers.append(found.in_backward.lever())
-    if found.regions is not None:
-        levers.append(found.regions.lever())
-    if chosen is not None:
-        levers += recompute_levers(chosen.evaluator, chosen.selection, chosen.part)
+        return [allocator, *levers]
     return levers
+
+
+def _fraction(seconds: float, of: float | None) -> float:
+    return seconds / of if of else 0.0

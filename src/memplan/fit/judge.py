@@ -66,3 +66,13 @@ def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:
         else:
             low = middle
     return high
+
+
+def moving_share(reference: Estimate, profile: DeviceProfile) -> float:
+    """The fraction of the batch that should fit, were all but parameters, gradients, optimizer
+    state and context in proportion to it."""
+    parts = reference.breakdown
+    fixed = parts.parameters + parts.gradients + parts.optimizer_state
+    fixed += profile.context_high_bytes
+    moving = max(reference.high_bytes - fixed, 1)
+    return (profile.total_memory_bytes - fixed) / moving

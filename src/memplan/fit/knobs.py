@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.options import Declared, declared_options, given_options, plain_name
+from memplan.fit.options import (
+    Declared,
+    NumericOption,
+    declared_options,
+    given_options,
+    plain_name,
+)
 
 Kind = Literal["batch_size", "sequence_length", "image_size"]
 _NAMES: dict[Kind, str] = {
@@ -26,6 +32,14 @@ _NAMES: dict[Kind, str] = {
         " input_size"
     ),
 }
+_ACCUMULATION = frozenset(
+    {
+        *("gradient_accumulation_steps", "gradient_accumulation", "grad_accumulation_steps"),
+        *("grad_accum_steps", "grad_accum", "grad_acc_steps", "accumulation_steps"),
+        *("accumulate_steps", "accumulate", "accumulate_grad_batches", "accum_steps"),
+        *("accum_freq", "accum_iter", "gradient_accumulation_step"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,23 @@ def find_knobs(program: ScriptTarget) -> list[Knob]:
         if one.default > 0:
             found.setdefault(kind, Knob(kind, one.longest, one.default))
     return [found[kind] for kind in _NAMES if kind in found]
+
+
+def find_accumulation(program: ScriptTarget) -> NumericOption | None:
+    """The option that says how many batches make an update, and its value."""
+    declared = [one for one in declared_options(program) if _accumulates(one.names)]
+    known = {option for one in declared for option in one.names}
+    found = None
+    for option, text in given_options(program.argv):
+        if (option in known or _accumulates([option])) and text.isdecimal() and int(text) > 0:
+            found = NumericOption(option, int(text))
+    if found is None and declared and declared[0].default > 0:
+        found = NumericOption(declared[0].longest, declared[0].default)
+    return found
+
+
+def _accumulates(options: list[str]) -> bool:
+    return not _ACCUMULATION.isdisjoint(plain_name(option) for option in options)
 
 
 def kind_of(options: list[str]) -> Kind | None:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from memplan import __version__
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.maximum import LimitedBy, Maximum, Tried
-from memplan.fit.option_choice import NumericOption
-from memplan.fit.options import set_option
+from memplan.fit.options import NumericOption
 from memplan.report.text import format_bytes
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.estimate import Estimate
@@ -92,7 +91,7 @@ class _Search:
     def _try(self, value: int) -> None:
         self.progress(f"trying {self.option.option} {value}")
         first = not self.tried
-        changed = set_option(self.program, self.option.option, value)
+        changed = self.program.with_option(self.option.option, value)
         try:
             found = self.capture(changed, quiet=not first)
         except CaptureFailedError as error:
@@ -228,7 +227,7 @@ class _Search:
         above = min(larger, key=lambda one: one.value, default=None)
         limited_by, reason = self._limit(value, above, still=still is not None)
         shown = value if value is not None else min(self.captured)
-        changed = set_option(self.program, self.option.option, shown)
+        changed = self.program.with_option(self.option.option, shown)
         answer = Maximum(
             memplan_version=__version__,
             torch_version=kept.estimate.torch_version,

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from memplan import __version__
-from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Change
-from memplan.fit.judge import Verdict, judge
+from memplan.fit.judge import Verdict, judge, moving_share
 from memplan.fit.knobs import Kind, Knob, find_knobs
-from memplan.fit.options import set_option
-from memplan.fit.plans import Planned
+from memplan.fit.state import State
 from memplan.fit.what_if import shard_optimizer
 from memplan.report.text import peak_text
-from memplan.types.device import DeviceProfile
-from memplan.types.estimate import Estimate
-from memplan.types.plan import Fingerprint, OrderPart, Plan, RegionsPart
+from memplan.types.plan import Fingerprint, Plan
 from memplan.types.trace import Role
-from memplan.worker.captures import Captured, CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
 _WORDS: dict[Kind, str] = {
@@ -34,44 +26,31 @@ _REFINEMENTS = 2
 _GPUS = (2, 4, 8)
 
 
-def nearest_changes(
-    program: ScriptTarget,
-    plain: Captured,
-    lowest: Planned | None,
-    profile: DeviceProfile,
-    capture: CaptureProgram,
-    progress: Callable[[str], None],
-    order: OrderPart | None = None,
-    regions: RegionsPart | None = None,
-) -> tuple[list[Change], list[str]]:
+def nearest_changes(base: State, lowest: State) -> tuple[list[Change], list[str]]:
     """Changes that fit, nearest first, and sentences about what was tried in vain.
 
-    `lowest`: the plan with the least peak, which is kept in effect: operators are named by their
-    place in the step, so it serves other shapes as well. `order`, `regions`: in effect in `plain`
-    and in `lowest`, and kept as well.
+    `lowest`: the job with the plan of the least peak, which is kept in effect: operators are named
+    by their place in the step, so it serves other shapes as well. `base`: the same without
+    recomputation of what autograd saves.
     """
+    job = base.job
     changes: list[Change] = []
     tried: list[str] = []
     missing: list[str] = []
-    knobs = {knob.kind: knob for knob in find_knobs(program)}
-    reference = lowest.verdict.estimate if lowest else plain.estimate
+    knobs = {knob.kind: knob for knob in find_knobs(job.program)}
     for kind, words in _WORDS.items():
         if kind not in knobs:
             missing.append(words)
             continue
-        plan = None
-        if lowest or order or regions:
-            part = lowest.part if lowest else None
-            plan = Plan(memplan_version=__version__, recompute=part, order=order, regions=regions)
-        search = _KnobSearch(program, knobs[kind], plan, profile, capture, progress)
-        change, reason = search.run(_share(reference, profile))
+        search = _KnobSearch(lowest, knobs[kind])
+        change, reason = search.run(moving_share(lowest.verdict.estimate, job.profile))
         changes += [change] if change else []
         tried += [reason] if reason else []
     if missing:
         words = " or ".join(missing)
-        tried.append(f"no option for the {words} was found in {program.name} or after it")
+        tried.append(f"no option for the {words} was found in {job.program.name} or after it")
     changes.sort(key=lambda change: -change.after / change.before)
-    sharded, reason = _sharded(plain, lowest, profile)
+    sharded, reason = _sharded(base, lowest)
     changes += [sharded] if sharded else []
     tried += [reason] if reason else []
     return changes, tried
@@ -109,26 +88,13 @@ def largest_fitting(
     return best
 
 
-def _share(reference: Estimate, profile: DeviceProfile) -> float:
-    """The fraction of the batch that should fit, were all but parameters, gradients, optimizer
-    state and context in proportion to it."""
-    parts = reference.breakdown
-    fixed = parts.parameters + parts.gradients + parts.optimizer_state
-    fixed += profile.context_high_bytes
-    moving = max(reference.high_bytes - fixed, 1)
-    return (profile.total_memory_bytes - fixed) / moving
-
-
 @dataclass
 class _KnobSearch:
     """Captures the program with smaller values of one option."""
 
-    program: ScriptTarget
+    state: State
+    """Its plan is in effect."""
     knob: Knob
-    plan: Plan | None
-    profile: DeviceProfile
-    capture: CaptureProgram
-    progress: Callable[[str], None]
     seen: dict[int, Verdict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -150,20 +116,22 @@ class _KnobSearch:
         return None, f"{option} {self.knob.value} cannot be made smaller"
 
     def _fits(self, value: int) -> bool:
-        self.progress(f"trying {self.knob.option} {value}")
-        program = set_option(self.program, self.knob.option, value)
+        job = self.state.job
+        job.progress(f"trying {self.knob.option} {value}")
+        program = job.program.with_option(self.knob.option, value)
         made_for = Fingerprint(command=[program.name, *program.argv])
-        plan = msgspec.structs.replace(self.plan, made_from=made_for) if self.plan else None
+        changed = replace(self.state, job=replace(job, program=program))
         try:
-            captured = self.capture(program, plan, quiet=True)
+            found = changed.trying(made_from=made_for, arguments=None)
         except CaptureFailedError as error:
             self.failed[value] = error.outcome.reason
             return False
-        found = self.seen[value] = judge(captured.trace, self.profile, captured.estimate)
+        self.seen[value] = found.verdict
         return found.fits
 
     def _change(self, value: int) -> Change:
-        program = set_option(self.program, self.knob.option, value)
+        program = self.state.job.program.with_option(self.knob.option, value)
+        plan, effect = self.state.plan, _in_effect(self.state)
         found = self.seen[value].estimate
         how = "captured with this value"
         return Change(
@@ -175,34 +143,34 @@ class _KnobSearch:
             peak_bytes=found.peak_bytes,
             low_bytes=found.low_bytes,
             high_bytes=found.high_bytes,
-            recompute=self.plan is not None and _recomputes(self.plan),
+            recompute=_recomputes(plan),
             alloc_conf=self.seen[value].alloc_conf,
-            verified=f"{how} and {_in_effect(self.plan)}" if self.plan else how,
+            verified=f"{how} and {effect}" if effect else how,
             command=[program.name, *program.argv],
         )
 
 
-def _in_effect(plan: Plan) -> str:
-    return "the least-peak plan" if _recomputes(plan) else "updates in backward"
+def _in_effect(state: State) -> str:
+    if _recomputes(state.plan):
+        return "the least-peak plan"
+    return " and ".join(lever.name for lever in state.levers)
 
 
 def _recomputes(plan: Plan) -> bool:
     return plan.recompute is not None or plan.regions is not None
 
 
-def _sharded(
-    plain: Captured, lowest: Planned | None, profile: DeviceProfile
-) -> tuple[Change | None, str]:
+def _sharded(base: State, lowest: State) -> tuple[Change | None, str]:
     """The fewest GPUs over which the optimizer's state has to be spread, without recomputation
     where that is enough."""
-    if not (plain.trace.storages.role == Role.OPTIMIZER_STATE).any():
+    if not (base.captured.trace.storages.role == Role.OPTIMIZER_STATE).any():
         return None, "the optimizer keeps no state that could be sharded"
-    captured = [plain, lowest.captured] if lowest else [plain]
+    states = [base] if lowest is base else [base, lowest]
     for gpus in _GPUS:
-        for job in captured:
-            found = judge(shard_optimizer(job.trace, gpus), profile)
+        for state in states:
+            found = judge(shard_optimizer(state.captured.trace, gpus), state.job.profile)
             if found.fits:
-                return _shards(found, gpus, recompute=job is not plain), ""
+                return _shards(found, gpus, recompute=state is not base), ""
     needs = peak_text(found.estimate)
     return None, f"the optimizer's state over {_GPUS[-1]} GPUs is not enough: each needs {needs}"
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
-from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Lever
 from memplan.fit.judge import Verdict, judge
-from memplan.fit.plans import envelope
+from memplan.fit.state import State
 from memplan.phases.optimizer_in_backward import updates_in_backward, with_updates_in_backward
-from memplan.types.device import DeviceProfile
 from memplan.types.plan import OrderPart
-from memplan.worker.captures import Captured, CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
 _WORTH = 0.01
@@ -19,64 +16,40 @@ _WORTH = 0.01
 NAME = "updates in backward"
 
 
-@dataclass(frozen=True)
-class InBackward:
-    """A job as captured with its weights updated in the backward pass."""
-
-    part: OrderPart
-    """With the promise of `captured`."""
-    captured: Captured
-    verdict: Verdict
-    saved_bytes: int
-
-    def lever(self) -> Lever:
-        return Lever(
-            kind="order",
-            name=NAME,
-            values=self.part.parameters,
-            saved_bytes=self.saved_bytes,
-        )
-
-
-def find_in_backward(
-    program: ScriptTarget,
-    plain: Captured,
-    verdict: Verdict,
-    profile: DeviceProfile,
-    capture: CaptureProgram,
-) -> tuple[InBackward | None, str]:
-    """The job with that, or a sentence on why it goes without; empty where it would not
-    help, or the capture has said so.
+def with_optimizer_in_backward(state: State) -> State:
+    """The job with that; where it would change a number or gain little, the job as it is, with a
+    sentence unless the capture has said why.
 
     What the trace says it would do is simulated first. Only where that is worth it is the job
     captured again with it in effect, and then that capture counts.
     """
-    found = updates_in_backward(plain.trace)
+    found = updates_in_backward(state.captured.trace)
     if found.reason:
-        return None, f"Weights are not updated in the backward pass: {found.reason}."
-    expected = judge(with_updates_in_backward(plain.trace), profile)
-    if not _worth(verdict, expected):
-        return None, ""
-    part = OrderPart(parameters=found.parameters, gradient_bytes=found.gradient_bytes)
-    try:
-        captured = capture(program, envelope(program, plain, profile, order=part), quiet=True)
-    except CaptureFailedError:
-        return None, "Weights are not updated in the backward pass: the script fails with it."
-    after = judge(captured.trace, profile, captured.estimate)
-    if not _worth(verdict, after):
-        said = next((n for n in captured.estimate.notes if n.startswith("weights are")), "")
-        return None, said
-    saved = verdict.estimate.high_bytes - after.estimate.high_bytes
-    return InBackward(promised(part, after), captured, after, saved), ""
-
-
-def promised(part: OrderPart, verdict: Verdict) -> OrderPart:
-    """The part with the peak of an estimate with the whole plan in effect."""
-    return OrderPart(
-        parameters=part.parameters,
-        gradient_bytes=part.gradient_bytes,
-        peak_bytes=verdict.estimate.allocated_peak_bytes,
+        return state.with_note(f"Weights are not updated in the backward pass: {found.reason}.")
+    expected = judge(with_updates_in_backward(state.captured.trace), state.job.profile)
+    if not _worth(state.verdict, expected):
+        return state
+    part = OrderPart(
+        parameters=found.parameters, gradient_bytes=found.gradient_bytes, from_first=True
     )
+    try:
+        after = _trying(state, part)
+    except CaptureFailedError:
+        said = "Weights are not updated in the backward pass: the script fails with it."
+        return state.with_note(said)
+    if not _worth(state.verdict, after.verdict):
+        notes = after.captured.estimate.notes
+        return state.with_note(next((n for n in notes if n.startswith("weights are")), ""))
+    saved = state.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
+    lever = Lever(kind="order", name=NAME, values=part.parameters, saved_bytes=saved)
+    return after.with_lever(lever)
+
+
+def _trying(state: State, part: OrderPart) -> State:
+    try:
+        return state.trying(order=part)
+    except CaptureFailedError:  # something uses a gradient in the first step only
+        return state.trying(order=msgspec.structs.replace(part, from_first=False))
 
 
 def _worth(before: Verdict, after: Verdict) -> bool:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import find_knobs, kind_of
-from memplan.fit.options import Declared, declared_options, given_options, plain_name
+from memplan.fit.options import Declared, NumericOption, declared_options, given_options, plain_name
 from memplan.types.errors import UsageError
-
-
-@dataclass(frozen=True)
-class NumericOption:
-    """An option and the value in force."""
-
-    option: str
-    """As typed: `--batch-size`; `batch_size` where it is given as `batch_size=8`."""
-    value: int
 
 
 def find_option(program: ScriptTarget, name: str) -> NumericOption:

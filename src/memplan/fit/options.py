@@ -11,13 +11,13 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
 
 _MOST_BYTES = 4 << 20
-_HF_DEFAULTS = {"per_device_train_batch_size": 8}
+_HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 """Of `transformers.TrainingArguments`."""
 _HF_PARSERS = frozenset({"HfArgumentParser", "TrlParser"})
 
@@ -34,6 +34,15 @@ class Declared:
     @property
     def longest(self) -> str:
         return max(self.names, key=len)
+
+
+@dataclass(frozen=True)
+class NumericOption:
+    """An option and the value in force."""
+
+    option: str
+    """As typed: `--batch-size`; `batch_size` where it is given as `batch_size=8`."""
+    value: int
 
 
 def plain_name(option: str) -> str:
@@ -53,21 +62,6 @@ def given_options(argv: tuple[str, ...]) -> Iterator[tuple[str, str]]:
                 yield name, argv[index + 1]
         elif equals and name.replace(".", "_").lstrip("+").isidentifier():
             yield name, value
-
-
-def set_option(program: ScriptTarget, option: str, value: int) -> ScriptTarget:
-    """The program with another value of the option; it is appended where it was not given."""
-    argv = list(program.argv)
-    for index in range(len(argv) - 1, -1, -1):
-        name, equals, _ = argv[index].partition("=")
-        if name != option:
-            continue
-        if equals:
-            argv[index] = f"{name}={value}"
-        elif index + 1 < len(argv):
-            argv[index + 1] = str(value)
-        return replace(program, argv=tuple(argv))
-    return replace(program, argv=(*argv, option, str(value)))
 
 
 def declared_options(program: ScriptTarget) -> Iterator[Declared]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from memplan import __version__
-from memplan.capturing.options import ScriptTarget
+import msgspec
+
 from memplan.fit.answer import Attempt
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
-from memplan.fit.judge import Verdict, judge, least_card
+from memplan.fit.judge import least_card
+from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
-from memplan.phases import find_steps, plain_peak, request_signature, step_graph
+from memplan.fit.state import State
+from memplan.phases import plain_peak, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.deadline import Deadline
-from memplan.types.device import DeviceProfile
-from memplan.types.plan import Fingerprint, OrderPart, Plan, RecomputePart, RegionsPart
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
-from memplan.types.trace import Trace
-from memplan.worker.captures import Captured, CaptureProgram
 
 _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0
@@ -47,25 +45,22 @@ class Planned:
     """A plan and the job as captured with it."""
 
     selection: Selection
-    part: RecomputePart
-    """With the promise of `captured`."""
     evaluator: Evaluator
     """Of the graph that it was planned on."""
     evaluation: Evaluation
-    captured: Captured
-    verdict: Verdict
+    state: State
     outcome: Outcome
 
     def attempt(self) -> Attempt:
-        estimate = self.verdict.estimate
+        estimate = self.state.verdict.estimate
         return Attempt(
-            budget_bytes=self.part.budget_bytes,
+            budget_bytes=self.outcome.budget,
             planned_bytes=self.evaluation.peak_bytes,
             requested_bytes=estimate.requested_peak_bytes,
             peak_bytes=estimate.peak_bytes,
             high_bytes=estimate.high_bytes,
             least_card_bytes=self.outcome.needed,
-            alloc_conf=self.verdict.alloc_conf,
+            alloc_conf=self.state.verdict.alloc_conf,
             fits=self.outcome.fits,
             added_fraction=self.evaluation.added_fraction,
         )
@@ -79,29 +74,15 @@ class Planner:
     Raises NoAnswerError for a trace without a backward pass.
     """
 
-    def __init__(
-        self,
-        program: ScriptTarget,
-        plain: Captured,
-        verdict: Verdict,
-        profile: DeviceProfile,
-        capture: CaptureProgram,
-        solver: Solver,
-        order: OrderPart | None = None,
-        regions: RegionsPart | None = None,
-    ) -> None:
-        """`order`, `regions`: in effect in `plain`, and in every plan."""
-        self._program = program
-        self._plain = plain
-        self.order = order
-        self._regions = regions
+    def __init__(self, base: State, solver: Solver) -> None:
+        """`base`: the job with what stays in effect in every plan."""
+        profile = base.job.profile
+        self._base = base
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
-        self._capture = capture
         self._solver = solver
-        self._profile = profile
-        self.graph = step_graph(plain.trace, profile)
+        self.graph = step_graph(base.captured.trace, profile)
         """With the lifetimes that the captures with a plan have shown."""
-        needed = least_card(plain.trace, profile, verdict)
+        needed = least_card(base.captured.trace, profile, base.verdict)
         self._first_budget = first_budget(plain_peak(self.graph), needed, self._card)
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
@@ -149,42 +130,35 @@ class Planner:
         evaluator = Evaluator(graph)
         evaluation = evaluator.evaluate(selection)
 
-        def part(peak_bytes: int) -> RecomputePart:
-            return to_part(
-                graph,
-                selection,
-                budget_bytes=budget,
-                peak_bytes=peak_bytes,
-                added_seconds=evaluation.added_seconds,
-            )
-
-        first = envelope(
-            self._program,
-            self._plain,
-            self._profile,
-            part=part(evaluation.peak_bytes),
-            order=self.order,
-            regions=self._regions,
+        part = to_part(
+            graph,
+            selection,
+            budget_bytes=budget,
+            peak_bytes=evaluation.peak_bytes,
+            added_seconds=evaluation.added_seconds,
         )
-        captured = self._capture(self._program, first, quiet=True)
-        verdict = judge(captured.trace, self._profile, captured.estimate)
-        observed = step_graph(captured.trace, self._profile)
+        made_from = msgspec.structs.replace(
+            self._base.plan.made_from, forward_ops=graph.forward_ops
+        )
+        state = self._base.trying(recompute=part, made_from=made_from)
+        levers = recompute_levers(evaluator, selection, part)
+        state = replace(state, levers=(*state.levers, *levers))
+        trace, profile = state.captured.trace, state.job.profile
+        observed = step_graph(trace, profile)
         self.graph = with_observed_lifetimes(graph, observed, selection.dropped)
         learnt = self.graph is not graph
         self._least = None if learnt else self._least
         self.planned.append(
             Planned(
                 selection=selection,
-                part=part(verdict.estimate.allocated_peak_bytes),
                 evaluator=evaluator,
                 evaluation=evaluation,
-                captured=captured,
-                verdict=verdict,
+                state=state,
                 outcome=Outcome(
                     budget=budget,
                     planned=plain_peak(observed) if learnt else evaluation.peak_bytes,
-                    needed=least_card(captured.trace, self._profile, verdict),
-                    fits=verdict.fits,
+                    needed=least_card(trace, profile, state.verdict),
+                    fits=state.fits,
                     added_fraction=evaluation.added_fraction,
                     least=budget == 0 and not learnt,
                 ),
@@ -196,41 +170,3 @@ def _best_of(solution: Solution[Selection]) -> Selection | None:
     if isinstance(solution, Solved):
         return solution.solution
     return solution.best if isinstance(solution, TimedOut) else None
-
-
-def envelope(
-    program: ScriptTarget,
-    plain: Captured,
-    profile: DeviceProfile,
-    *,
-    alloc_conf: str = "",
-    part: RecomputePart | None = None,
-    order: OrderPart | None = None,
-    regions: RegionsPart | None = None,
-    forward_ops: int = 0,
-) -> Plan:
-    """The plan as a file holds it, with what it was made from."""
-    return Plan(
-        memplan_version=__version__,
-        made_from=Fingerprint(
-            script=program.name,
-            command=[program.name, *program.argv],
-            torch_version=plain.estimate.torch_version,
-            gpu=profile.name,
-            forward_ops=forward_ops,
-            requests=_requests(plain.trace),
-        ),
-        alloc_conf=alloc_conf,
-        recompute=part,
-        order=order,
-        regions=regions,
-    )
-
-
-def _requests(trace: Trace) -> str:
-    """Fingerprint of the steady step; of the last step where none is steady; else empty."""
-    steps = find_steps(trace)
-    if not len(steps):
-        return ""
-    start, stop = steps[len(steps) - 1 if steps.steady is None else steps.steady]
-    return request_signature(trace, start, stop).hex()

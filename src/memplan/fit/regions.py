@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
-from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Attempt, Lever
-from memplan.fit.judge import Verdict, judge, least_card
-from memplan.fit.plans import envelope
-from memplan.phases import step_graph
-from memplan.types.device import DeviceProfile
+from memplan.fit.judge import least_card
+from memplan.fit.state import State
 from memplan.types.errors import NoAnswerError
-from memplan.types.plan import OrderPart, RegionsPart
+from memplan.types.plan import CompiledRegion, RegionsPart
 from memplan.types.trace import Trace
-from memplan.worker.captures import Captured, CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
 _MOST_CAPTURES = 5
@@ -33,36 +27,15 @@ _WORTH_SHARE = 0.03
 class Regions:
     """A job as captured with recomputation in its compiled graphs."""
 
-    part: RegionsPart
-    """With the promise of `captured`."""
-    captured: Captured
-    verdict: Verdict
+    state: State
     needed: int
     """Bytes of the least card that it fits."""
     share: float
-    plain_seconds: float
-    saved_bytes: int
-
-    @property
-    def added_fraction(self) -> float:
-        return self.part.added_seconds / self.plain_seconds if self.plain_seconds else 0.0
-
-    def lever(self) -> Lever:
-        inside = [region for region in self.part.regions if region.recomputed]
-        names = list(dict.fromkeys(region.name for region in inside))
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        return Lever(
-            kind="recompute",
-            name=f"compiled at {names[0]}{more}" if names else "compiled",
-            groups=len(inside),
-            values=sum(len(region.recomputed) for region in inside),
-            saved_bytes=self.saved_bytes,
-            added_seconds=self.part.added_seconds,
-            added_fraction=self.added_fraction,
-        )
+    added_seconds: float
+    added_fraction: float
 
     def attempt(self) -> Attempt:
-        estimate = self.verdict.estimate
+        estimate = self.state.verdict.estimate
         return Attempt(
             budget_bytes=0,
             planned_bytes=estimate.requested_peak_bytes,
@@ -70,8 +43,8 @@ class Regions:
             peak_bytes=estimate.peak_bytes,
             high_bytes=estimate.high_bytes,
             least_card_bytes=self.needed,
-            alloc_conf=self.verdict.alloc_conf,
-            fits=self.verdict.fits,
+            alloc_conf=self.state.verdict.alloc_conf,
+            fits=self.state.fits,
             added_fraction=self.added_fraction,
         )
 
@@ -80,43 +53,34 @@ class RegionSearch:
     """Looks for the least recomputation in all compiled graphs with which a job fits: how far each
     goes from none to its least peak, judged by a capture each time."""
 
-    def __init__(
-        self,
-        program: ScriptTarget,
-        base: Captured,
-        verdict: Verdict,
-        profile: DeviceProfile,
-        capture: CaptureProgram,
-        order: OrderPart | None,
-    ) -> None:
-        """`order`: in effect in `base`, and in every capture."""
-        self._program = program
+    def __init__(self, base: State) -> None:
+        """`base`: the job with what stays in effect in every capture."""
         self._base = base
-        self._verdict = verdict
-        self._profile = profile
-        self._capture = capture
-        self._order = order
         self.tried: list[Regions] = []
         """Every capture, in order."""
 
-    def run(self) -> Regions | None:
+    def run(self) -> State:
         """The cheapest that fits; where none does, the one that needs least, if that is less than
-        without. None where nothing of the job is compiled by Inductor."""
-        if not _is_compiled(self._base.trace):
-            return None
+        without. The job as it is where nothing of it is compiled by Inductor."""
+        if not _is_compiled(self._base.captured.trace):
+            return self._base
         try:
-            plain = _seconds(self._base.trace, self._profile)
+            found = self._search(self._base.step_seconds())
         except NoAnswerError:
-            return None
-        without = least_card(self._base.trace, self._profile, self._verdict)
+            return self._base
+        return self._base if found is None else found.state.with_lever(self._lever(found))
+
+    def _search(self, plain: float) -> Regions | None:
+        base = self._base
+        without = least_card(base.captured.trace, base.job.profile, base.verdict)
         for share in _FIRST_SHARES:
             try:
                 least = self._try(share, plain)
             except CaptureFailedError:
                 return None
-            if not least.part.regions:
+            if not _regions(least):
                 return None
-            if least.verdict.fits:
+            if least.state.fits:
                 break
         else:
             least = min(self.tried, key=lambda one: one.needed)
@@ -127,53 +91,54 @@ class RegionSearch:
             if fits.share - share < _WORTH_SHARE:
                 break
             found = self._try(share, plain)
-            if found.verdict.fits:
+            if found.state.fits:
                 fits = found
             else:
                 low, low_needs = share, found.needed
-        fitting = [one for one in self.tried if one.verdict.fits]
-        return min(fitting, key=lambda one: one.part.added_seconds)
+        fitting = [one for one in self.tried if one.state.fits]
+        return min(fitting, key=lambda one: one.added_seconds)
 
     def _between(self, low: float, needs: int, fits: Regions) -> float:
         """A share above `low`, which does not fit: in proportion, but never near either end."""
-        over = max(needs - self._profile.total_memory_bytes, 0)
+        over = max(needs - self._base.job.profile.total_memory_bytes, 0)
         part = over / max(needs - fits.needed, 1) + _CAUTION
         return low + (fits.share - low) * min(max(part, 0.15), 0.85)
 
     def _try(self, share: float, plain_seconds: float) -> Regions:
-        asked = RegionsPart(share=share)
-        plan = envelope(self._program, self._base, self._profile, order=self._order, regions=asked)
-        captured = self._capture(self._program, plan, quiet=True)
-        verdict = judge(captured.trace, self._profile, captured.estimate)
-        before = self._verdict.estimate.requested_peak_bytes
-        part = RegionsPart(
-            regions=captured.trace.meta.regions,
-            peak_bytes=verdict.estimate.allocated_peak_bytes,
-            added_seconds=max(_seconds(captured.trace, self._profile) - plain_seconds, 0.0),
-        )
+        after = self._base.trying(regions=RegionsPart(share=share))
+        added = max(after.step_seconds() - plain_seconds, 0.0)
+        part = RegionsPart(regions=after.captured.trace.meta.regions, added_seconds=added)
+        after = after.with_parts(regions=part)
         found = Regions(
-            part,
-            captured,
-            verdict,
-            least_card(captured.trace, self._profile, verdict),
+            after,
+            least_card(after.captured.trace, after.job.profile, after.verdict),
             share,
-            plain_seconds,
-            max(before - verdict.estimate.requested_peak_bytes, 0),
+            added,
+            added / plain_seconds if plain_seconds else 0.0,
         )
         self.tried.append(found)
         return found
 
+    def _lever(self, found: Regions) -> Lever:
+        inside = [region for region in _regions(found) if region.recomputed]
+        names = list(dict.fromkeys(region.name for region in inside))
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        before, after = self._base.verdict.estimate, found.state.verdict.estimate
+        return Lever(
+            kind="recompute",
+            name=f"compiled at {names[0]}{more}" if names else "compiled",
+            groups=len(inside),
+            values=sum(len(region.recomputed) for region in inside),
+            saved_bytes=max(before.requested_peak_bytes - after.requested_peak_bytes, 0),
+            added_seconds=found.added_seconds,
+            added_fraction=found.added_fraction,
+        )
 
-def promised(part: RegionsPart, verdict: Verdict) -> RegionsPart:
-    """The part with the peak of an estimate with the whole plan in effect."""
-    return msgspec.structs.replace(part, peak_bytes=verdict.estimate.allocated_peak_bytes)
+
+def _regions(found: Regions) -> list[CompiledRegion]:
+    part = found.state.plan.regions
+    return part.regions if part else []
 
 
 def _is_compiled(trace: Trace) -> bool:
     return any(name.startswith("inductor.") for name in trace.strings)
-
-
-def _seconds(trace: Trace, profile: DeviceProfile) -> float:
-    """Of the passes of a step."""
-    graph = step_graph(trace, profile)
-    return float(graph.ops.seconds.sum()) * graph.passes

@@ -56,14 +56,29 @@ def _levers(answer: Fit) -> Iterator[Text]:
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
-    early = any(lever.kind == "order" for lever in answer.levers)
-    if answer.attempts or early:
-        captures = len(answer.attempts) + 1 + early
+    if any(lever.numbers != "exact" for lever in answer.levers):
+        yield Text("losses and gradients differ by rounding", style="yellow")
+        yield from _exact(answer)
+    whole = sum(lever.kind in ("order", "loss", "batches", "state") for lever in answer.levers)
+    if answer.attempts or whole:
+        captures = len(answer.attempts) + 1 + whole
         yield Text(
             f"time by the card's data sheet; peak of the script captured again with the plan "
             f"({captures} captures, {answer.seconds:.0f} s)",
             style="dim",
         )
+
+
+def _exact(answer: Fit) -> Iterator[Text]:
+    exact = answer.exact
+    if exact is None:
+        return
+    peak = interval_text(exact.low_bytes, exact.peak_bytes, exact.high_bytes)
+    if exact.fits:
+        text = f"the same bits: peak {peak}, {_percent(exact.added_fraction)} time"
+    else:
+        text = f"the same bits do not fit: peak {peak} at least"
+    yield Text(text, style="dim")
 
 
 def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:

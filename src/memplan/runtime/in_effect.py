@@ -39,6 +39,10 @@ def plan_in_effect(
         found.notes.append(text)
         on_note(text)
 
+    same = plan.made_from.command == command
+    if plan.arguments is not None and not same:
+        changes = " ".join(f"{change.option} {change.value}" for change in plan.arguments.changes)
+        note(f"{changes} is not set: the plan was made for {' '.join(plan.made_from.command)}")
     with ExitStack() as stack:
         if plan.recompute is not None and plan.recompute.groups:
             from memplan.runtime.apply import AppliedEverywhere
@@ -48,10 +52,17 @@ def plan_in_effect(
             from memplan.runtime.graph.planned import PlannedRegions
 
             stack.enter_context(PlannedRegions(plan.regions, note, on_region))
+        if plan.loss is not None:
+            from memplan.runtime.loss import ChunkedLoss
+
+            stack.enter_context(ChunkedLoss(plan.loss))
+        if plan.state is not None:
+            from memplan.runtime.host_state import HostState
+
+            stack.enter_context(HostState(plan.state, note))
         if plan.order is not None:
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
-            same = plan.made_from.command == command
             in_backward = OptimizerInBackward(plan.order, note, same_job=same)
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)

@@ -8,10 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+instead: list[Callable[[Optimizer, dict[str, Any], Tensor], bool]] = []
+"""Asked first by `update`: whether they have updated the parameter."""
+
 
 def update(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> None:
     """No hook of the optimizer is called. Raises what its step raises."""
-    plain_step(type(optimizer))(alone(optimizer, group, *parameters))
+    left = [one for one in parameters if not any(other(optimizer, group, one) for other in instead)]
+    if left:
+        plain_step(type(optimizer))(alone(optimizer, group, *left))
 
 
 def alone(optimizer: Optimizer, group: dict[str, Any], *parameters: Tensor) -> Any:

@@ -58,6 +58,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory_per_block_optin_bytes: int
     l2_bytes: int
     memory_bandwidth_bytes_per_second: int
+    host_link_bytes_per_second: int
+    """From and to page-locked memory of the host, each direction."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by `fp32`, `tf32`, `bf16`, `fp16`; absent where the card has no such path."""
     context_bytes: int
@@ -84,6 +86,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared_memory_per_block_optin_bytes: int
     l2_mib: int
     memory_bandwidth_gb_per_second: int
+    host_link_gb_per_second: float
     peak_tflops: dict[str, float]
     context_mib: tuple[int, int, int]
     cublas_workspace_bytes: int
@@ -133,6 +136,7 @@ def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
         **row.sources,
         "cublas_workspace": "cublas",
         "shared_memory": "programming-guide",
+        "host_link": "link",
     }
     return DeviceProfile(
         name=name,
@@ -143,6 +147,7 @@ def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
         shared_memory_per_block_optin_bytes=row.shared_memory_per_block_optin_bytes,
         l2_bytes=row.l2_mib * MIB,
         memory_bandwidth_bytes_per_second=row.memory_bandwidth_gb_per_second * 10**9,
+        host_link_bytes_per_second=int(row.host_link_gb_per_second * 10**9),
         peak_flops={dtype: rate * 1e12 for dtype, rate in row.peak_tflops.items()},
         context_bytes=expected * MIB,
         context_low_bytes=low * MIB,

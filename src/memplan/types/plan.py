@@ -83,6 +83,58 @@ class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of a step, those with a gradient."""
     gradient_bytes: int
     """Of their gradients, which are no longer alive together."""
+    from_first: bool = False
+    """From the first step on, which is else watched with all gradients alive: a capture with the
+    plan has shown that nothing comes between."""
+    peak_bytes: int = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+
+
+class StatePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Optimizers' state in the host's memory. The update's arithmetic stays on the card."""
+
+    version: int = 1
+    share: float
+    """Of the elements of an optimizer's parameters, in the order of its groups, (0, 1]."""
+    host_bytes: int = 0
+    """Promised, of state on the host."""
+    peak_bytes: int = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+    added_seconds: float = 0.0
+    """Expected per step."""
+
+
+class Argument(msgspec.Struct, frozen=True, array_like=True):
+    """An option of the script and the value that it gets."""
+
+    option: str
+    """As typed: `--batch-size`; `batch_size` where it is given as `batch_size=8`."""
+    value: int
+
+
+class ArgumentsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Other values of the script's own options. They are set only where the script is started with
+    the arguments that the plan was made from."""
+
+    version: int = 1
+    changes: list[Argument]
+
+
+class LossHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A linear layer that gives logits: its weight's shape."""
+
+    classes: int
+    features: int
+
+
+class LossPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Logits that are computed a chunk of rows at a time, where a loss reduces them. It changes
+    the order of sums, so losses differ by rounding."""
+
+    version: int = 1
+    heads: list[LossHead]
+    rows: int
+    """Of a chunk."""
     peak_bytes: int = 0
     """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
 
@@ -153,6 +205,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: RecomputePart | None = None
     order: OrderPart | None = None
     regions: RegionsPart | None = None
+    loss: LossPart | None = None
+    state: StatePart | None = None
+    arguments: ArgumentsPart | None = None
     allocation: AllocationPart | None = None
     """Made from a capture with the rest of the plan in effect: recomputation and order change
     requests."""

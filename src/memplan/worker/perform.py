@@ -37,8 +37,8 @@ def perform(request: CaptureRequest, only_writes: tuple[Path, ...] | None = None
         if plan is not None:
             from memplan.runtime.in_effect import plan_in_effect
 
-            words = [target.name, *target.argv]
-            in_effect = plan_in_effect(plan, words, said.append, regions.append)
+            in_effect = plan_in_effect(plan, target.command, said.append, regions.append)
+            target = target.with_arguments(plan)
         trace = capture_script(target, request.options, in_effect, only_writes=only_writes)
     inherited = conf_in(os.environ | environment)
     planned = plan.alloc_conf if plan else ""

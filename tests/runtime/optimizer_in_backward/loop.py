@@ -135,8 +135,15 @@ class Applied:
         self.notes: list[str] = []
         self.early = 0
 
-    def __call__(self, loop: type[Loop], parameters: int = 0, *, same_job: bool = True) -> Loop:
-        part = OrderPart(parameters=parameters, gradient_bytes=0)
+    def __call__(
+        self,
+        loop: type[Loop],
+        parameters: int = 0,
+        *,
+        same_job: bool = True,
+        from_first: bool = False,
+    ) -> Loop:
+        part = OrderPart(parameters=parameters, gradient_bytes=0, from_first=from_first)
         early = OptimizerInBackward(part, self.notes.append, same_job=same_job)
         self.account = early.account
         with early:

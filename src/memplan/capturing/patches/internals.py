@@ -144,6 +144,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "torch._C.DisableTorchFunction",
+        "torch._C.DisableTorchFunctionSubclass",
         "torch._C.DispatchKey.ADInplaceOrView",
         "torch._C.DispatchKey.AutocastCPU",
         "torch._C.DispatchKey.AutocastCUDA",
@@ -176,6 +177,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.autograd.function._SingleLevelFunction",
+        "torch.cuda._pin_memory_utils.pin_memory",
+        "torch.cuda._pin_memory_utils.unpin_memory",
         "torch.cuda.memory._dump_snapshot",
         "torch.cuda.memory._record_memory_history",
         "torch.ops.aten._unsafe_view.default",
@@ -185,6 +188,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch._disable_current_modes",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_map",
     ),
     "runtime/graph": (
         "torch._C.DispatchKey",

@@ -84,6 +84,9 @@ class OptimizerInBackward:
         self.account = Account(part.parameters)
         self._passes = 0
         self._same_job = same_job
+        self._from_first = part.from_first and same_job
+        self._made_state = False
+        """Whether the first update of a parameter was in this backward pass."""
         self._on_note = on_note
         self._off = False
         self._in_backward = False
@@ -232,6 +235,7 @@ class OptimizerInBackward:
             self._begin_watch()
         if self._off or not self._followed:
             return
+        self._made_state = False
         if kind := used_late(tensors, self._tensors()):
             self._give_up(f"{kind} may use a parameter after its gradient is complete")
         elif self._watch is None:
@@ -275,7 +279,10 @@ class OptimizerInBackward:
             self._begin_followed()
         if self._followed and not self._off:
             self._stepped.clear()
-            self._watch = Watch()
+            if self._from_first and not reads_gradients():
+                self._armed = True
+            else:
+                self._watch = Watch()
 
     def _end_watch(self) -> None:
         """The backward pass after the one that was watched begins."""
@@ -313,11 +320,13 @@ class OptimizerInBackward:
                 return
             if one.updated:
                 raise too_late("a second part comes for a gradient")
-            if one.is_new() or torch.is_autocast_enabled(tensor.device.type):
+            new = one.is_new() and not self._from_first
+            if new or torch.is_autocast_enabled(tensor.device.type):
                 return
             if one.may_be_updated():
                 assert self._guard is not None
                 self._pending.append(one)
+                self._made_state |= not one.state
                 one.update()
                 self._guard.add([tensor, *one.state])
 
@@ -357,6 +366,10 @@ class OptimizerInBackward:
         followed = self._followed.get(optimizer)
         if followed is None:
             raise too_late("another optimizer steps and may ask for a gradient")
+        if self._made_state and torch._C._len_torch_function_stack():
+            raise too_late(
+                "optimizer.step() makes its state under a default device or another mode"
+            )
         if followed.changed or followed.settings_changed() or in_autocast():
             raise too_late("groups, hyperparameters or autocast change before optimizer.step()")
         mine = [one for one in self._pending if one.optimizer() is optimizer]

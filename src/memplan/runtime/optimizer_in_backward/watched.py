@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from memplan.runtime.optimizer_in_backward.applied_gradient import too_late, where
 
+_DEVICE_QUERY = torch.ops.prim.device.default
 _ASKS = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
 
 
@@ -52,7 +53,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self._open and os.getpid() == self._process:
+        if self._open and func is not _DEVICE_QUERY and os.getpid() == self._process:
             for tensor in _tensors((args, kwargs)):
                 self.used(func, tensor)
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,107 @@
+"""The lever of smaller batches: as many samples for an update, in more passes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplan.capturing.options import ScriptTarget
+from memplan.fit.answer import Lever
+from memplan.fit.judge import moving_share
+from memplan.fit.knobs import Knob, find_accumulation, find_knobs
+from memplan.fit.options import NumericOption
+from memplan.fit.state import State, step_range
+from memplan.types.plan import Argument, ArgumentsPart
+from memplan.types.trace import EventKind, Role, Trace
+from memplan.worker.failure import CaptureFailedError
+
+_SAME_SAMPLES = 0.01
+"""By how much the bytes of an update's batches may differ: a loader's last batch may be short."""
+
+
+def with_micro_batches(state: State) -> State:
+    """The job with the largest batch that fits and as many more batches accumulated for an update;
+    where none fits, with the smallest. As it is, with a sentence, where the script has no pair of
+    options for it, or does not give an update the same samples with them.
+
+    Each is captured, and its batches' bytes for an update are compared with the plain job's.
+    """
+    pair = _pair(state.job.program)
+    if pair is None:
+        return state.with_note(
+            "Smaller batches with more accumulation were not tried: no options for both were found "
+            f"in {state.job.program.name} or after it."
+        )
+    batch, accumulation = pair
+    if _normalises_over_batch(state.captured.trace):
+        return state.with_note(
+            "Smaller batches were not tried: batch norm takes its statistics over a batch."
+        )
+    parts = [parts for parts in range(2, batch.value + 1) if batch.value % parts == 0]
+    share = moving_share(state.verdict.estimate, state.job.profile)
+    probe = next((i for i, one in enumerate(parts) if one * share >= 1), len(parts) - 1)
+    low, high = 0, len(parts)
+    best = state
+    while low < high:
+        found = _tried(state, batch, accumulation, parts[probe])
+        if isinstance(found, str):
+            return state.with_note(f"Smaller batches were not taken: {found}.")
+        if found.fits:
+            high = probe
+        else:
+            low = probe + 1
+        if found.fits or not best.fits:
+            best = found
+        probe = (low + high) // 2
+    return best
+
+
+def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -> State | str:
+    """The job in so many parts, or why that is not the same job."""
+    changes = [
+        Argument(batch.option, batch.value // parts),
+        Argument(accumulation.option, accumulation.value * parts),
+    ]
+    words = " ".join(f"{change.option} {change.value}" for change in changes)
+    state.job.progress(f"trying {words}")
+    try:
+        after = state.trying(arguments=ArgumentsPart(changes=changes), order=None)
+    except CaptureFailedError:
+        return f"the script fails with {words}"
+    before, now = _input_bytes(state.captured.trace), _input_bytes(after.captured.trace)
+    if not before or abs(now - before) > _SAME_SAMPLES * before:
+        return f"with {words} an update has {now / max(before, 1):.2f} times the samples"
+    kept = tuple(lever for lever in state.levers if lever.kind != "order")
+    saved = state.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
+    lever = Lever(
+        kind="batches",
+        name=words,
+        numbers="rounding",
+        saved_bytes=max(saved, 0),
+        added_seconds=max(after.step_seconds() - state.step_seconds(), 0.0),
+    )
+    return after.with_levers(*kept, lever)
+
+
+def _pair(program: ScriptTarget) -> tuple[Knob, NumericOption] | None:
+    batch = next((knob for knob in find_knobs(program) if knob.kind == "batch_size"), None)
+    accumulation = find_accumulation(program)
+    if batch is None or accumulation is None or batch.value < 2:
+        return None
+    return batch, accumulation
+
+
+def _normalises_over_batch(trace: Trace) -> bool:
+    names = np.array(["batch_norm" in text for text in trace.strings])
+    backward = np.array(["backward" in text for text in trace.strings])
+    return bool((names & backward)[trace.ops.name].any())
+
+
+def _input_bytes(trace: Trace) -> int:
+    """Of the batches of an update: of the steady step, else of the last one."""
+    found = step_range(trace)
+    if found is None:
+        return 0
+    events, rows = trace.events, slice(*found)
+    made = (events.kind[rows] == EventKind.ALLOC) & (events.storage[rows] >= 0)
+    inputs = trace.storages.role[events.storage[rows][made]] == Role.INPUT
+    return int(events.bytes[rows][made][inputs].sum())

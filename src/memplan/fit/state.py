@@ -1,0 +1,123 @@
+"""A job with part of a plan in effect: what every lever starts from, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from memplan import __version__
+from memplan.capturing.options import ScriptTarget
+from memplan.fit.answer import Lever
+from memplan.fit.judge import Verdict, judge
+from memplan.phases import find_steps, request_signature, step_graph
+from memplan.types.device import DeviceProfile
+from memplan.types.plan import Fingerprint, Plan
+from memplan.types.trace import Trace
+from memplan.worker.captures import Captured, CaptureProgram
+
+Progress = Callable[[str], None]
+_PROMISING = ("recompute", "order", "regions", "loss", "state")
+"""Parts of a plan that carry the promised peak."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked: a program and a card, and how the program is captured."""
+
+    program: ScriptTarget
+    profile: DeviceProfile
+    capture: CaptureProgram
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class State:
+    """A job as captured with a plan in effect."""
+
+    job: Job
+    plan: Plan
+    """What is in effect, without promises; `promised()` has them."""
+    captured: Captured
+    verdict: Verdict
+    levers: tuple[Lever, ...] = ()
+    """Of the plan, in the order in which they were found."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict.fits
+
+    @property
+    def added_seconds(self) -> float:
+        """Of a step, by all levers."""
+        return sum(lever.added_seconds for lever in self.levers)
+
+    def trying(self, **parts: Any) -> State:
+        """The job, captured again with these parts of the plan, too. Raises CaptureFailedError."""
+        plan = msgspec.structs.replace(self.plan, **parts)
+        captured = self.job.capture(self.job.program, plan, quiet=True)
+        verdict = judge(captured.trace, self.job.profile, captured.estimate)
+        return replace(self, plan=plan, captured=captured, verdict=verdict)
+
+    def with_parts(self, **parts: Any) -> State:
+        """The same capture, with more said in parts that are in effect."""
+        return replace(self, plan=msgspec.structs.replace(self.plan, **parts))
+
+    def with_lever(self, lever: Lever) -> State:
+        return self.with_levers(*self.levers, lever)
+
+    def with_levers(self, *levers: Lever) -> State:
+        """These instead of its own."""
+        return replace(self, levers=levers)
+
+    def with_note(self, *notes: str) -> State:
+        return replace(self, notes=(*self.notes, *filter(None, notes)))
+
+    def promised(self) -> Plan:
+        """The plan with the peak of this capture, and the allocator's settings that it counts
+        on."""
+        peak = self.verdict.estimate.allocated_peak_bytes
+        parts = {name: getattr(self.plan, name) for name in _PROMISING}
+        return msgspec.structs.replace(
+            self.plan,
+            alloc_conf=self.verdict.alloc_conf,
+            **{
+                name: msgspec.structs.replace(part, peak_bytes=peak)
+                for name, part in parts.items()
+                if part is not None
+            },
+        )
+
+    def step_seconds(self) -> float:
+        """Of forward and backward, by the card's data sheet. Raises NoAnswerError for a trace
+        without a backward pass."""
+        graph = step_graph(self.captured.trace, self.job.profile)
+        return float(graph.ops.seconds.sum()) * graph.passes
+
+
+def first_state(job: Job, plain: Captured) -> State:
+    """The job without a plan, but with what a plan is made from."""
+    program, step = job.program, step_range(plain.trace)
+    plan = Plan(
+        memplan_version=__version__,
+        made_from=Fingerprint(
+            script=program.name,
+            command=[program.name, *program.argv],
+            torch_version=plain.estimate.torch_version,
+            gpu=job.profile.name,
+            requests=request_signature(plain.trace, *step).hex() if step else "",
+        ),
+    )
+    return State(job, plan, plain, judge(plain.trace, job.profile, plain.estimate))
+
+
+def step_range(trace: Trace) -> tuple[int, int] | None:
+    """Events of the steady step; of the last step where none is steady; None without steps."""
+    steps = find_steps(trace)
+    if not len(steps):
+        return None
+    start, stop = steps[len(steps) - 1 if steps.steady is None else steps.steady]
+    return int(start), int(stop)

@@ -1,0 +1,171 @@
+"""Optimizers' state on the host: the same bits, whatever the optimizer and the loop do.
+
+There is no card here: parameters and state are both on the CPU, and pieces pass through buffers of
+their own as they do on a card.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import memplan.runtime.host_state.in_effect as in_effect
+import memplan.runtime.host_state.ring as ring
+from memplan.runtime.host_state import HostState
+from memplan.types.plan import StatePart
+
+Make = Callable[[Any], optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adam": lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=0.1),
+    "adamw": lambda p: optim.AdamW(p, 1e-2, foreach=True),
+    "fused": lambda p: optim.AdamW(p, 1e-2, fused=True),
+    "sgd": lambda p: optim.SGD(p, 1e-2, momentum=0.9, nesterov=True),
+    "plain sgd": lambda p: optim.SGD(p, 1e-2),
+    "rmsprop": lambda p: optim.RMSprop(p, 1e-2, centered=True, momentum=0.9),
+    "adagrad": lambda p: optim.Adagrad(p, 1e-2),
+    "nadam": lambda p: optim.NAdam(p, 1e-2),
+    "radam": lambda p: optim.RAdam(p, 1e-2),
+    "adamax": lambda p: optim.Adamax(p, 1e-2),
+    "adadelta": lambda p: optim.Adadelta(p),
+    "rprop": lambda p: optim.Rprop(p),
+    "asgd": lambda p: optim.ASGD(p),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "ELEMENTS", 2**11)
+    monkeypatch.setattr(in_effect, "_SMALLEST", 100)
+
+
+class Job:
+    """A small training; `said` is what the lever said, `passed` the tensors that it streamed."""
+
+    def __init__(self, make: Make, *, share: float = 1.0, plainly: bool = False) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(
+            nn.Linear(40, 130), nn.GELU(), nn.Linear(130, 70, bias=False), nn.Linear(70, 2)
+        )
+        weight = self.model.get_parameter("2.weight")
+        weight.data = weight.data.t().contiguous().t()
+        self.optimizer = make(self.model.parameters())
+        self.said: list[str] = []
+        part = StatePart(share=share)
+        self.lever = None if plainly else HostState(part, self.said.append, devices=("cpu",))
+
+    def run(self, steps: int = 4, accumulate: int = 1, clip: bool = False) -> Job:
+        generator = torch.Generator().manual_seed(5)
+        with self.lever or nullcontext():
+            for step in range(steps):
+                for _ in range(accumulate):
+                    batch = torch.randn(8, 40, generator=generator)
+                    self.model(batch).square().mean().backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.param_groups[0]["lr"] *= 1 / (step + 1)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        state = (v for s in self.optimizer.state.values() for v in s.values())
+        return [*self.model.parameters(), *(v for v in state if isinstance(v, Tensor))]
+
+    def on_host(self) -> int:
+        chosen = self.lever._chosen.get(self.optimizer) if self.lever else None
+        return len(chosen) if chosen is not None else 0
+
+
+def same(one: Job, other: Job) -> bool:
+    pairs = zip(one.tensors(), other.tensors(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits(name: str) -> None:
+    make = OPTIMIZERS[name]
+    found = Job(make).run(accumulate=2, clip=True)
+    assert same(found, Job(make, plainly=True).run(accumulate=2, clip=True))
+    assert not found.said and found.on_host() == 4
+    for parameter in found.model.parameters():
+        assert parameter.grad is None or parameter.grad.shape == parameter.shape
+
+
+def test_a_share_of_the_parameters() -> None:
+    make = OPTIMIZERS["adamw"]
+    found = Job(make, share=0.4).run()
+    assert 0 < found.on_host() < 4
+    assert same(found, Job(make, plainly=True).run())
+
+
+def test_state_that_is_loaded_goes_to_the_host_again() -> None:
+    make = OPTIMIZERS["adamw"]
+    jobs = [Job(make), Job(make, plainly=True)]
+    for job in jobs:
+        job.run(2)
+        saved = copy.deepcopy(job.optimizer.state_dict())
+        job.run(1)
+        job.optimizer.load_state_dict(saved)
+        job.run(2)
+    assert same(*jobs)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: optim.Adafactor(p), "not known to update each parameter by itself"),
+        (
+            lambda p: optim.AdamW(p, torch.tensor(1e-2)),
+            "hyperparameter of the optimizer is a tensor",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_be_taken_apart_steps_as_ever(make: Make, reason: str) -> None:
+    found = Job(make).run()
+    assert reason in found.said[0] and len(found.said) == 1 and not found.on_host()
+    assert same(found, Job(make, plainly=True).run())
+
+
+def test_a_closure() -> None:
+    job = Job(OPTIMIZERS["adamw"])
+    assert job.lever is not None
+
+    def closure() -> float:
+        job.optimizer.zero_grad()
+        loss = job.model(torch.ones(2, 40)).square().mean()
+        loss.backward()
+        return float(loss)
+
+    with job.lever:
+        job.optimizer.step(closure)
+    assert "closure" in job.said[0] and not job.on_host()
+
+
+def test_gradients_are_there_again_after_the_step_and_after_an_error() -> None:
+    job = Job(OPTIMIZERS["adamw"])
+    assert job.lever is not None
+    with job.lever:
+        job.model(torch.ones(2, 40)).square().mean().backward()
+        before = [parameter.grad for parameter in job.model.parameters()]
+        job.optimizer.step()
+        assert all(p.grad is g for p, g in zip(job.model.parameters(), before, strict=True))
+
+
+def test_a_scaler_skips_a_step_as_ever() -> None:
+    jobs = [Job(OPTIMIZERS["adamw"]), Job(OPTIMIZERS["adamw"], plainly=True)]
+    for job in jobs:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with job.lever or nullcontext():
+            for step in range(4):
+                loss = job.model(torch.ones(2, 40)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
+                scaler.step(job.optimizer)
+                scaler.update()
+                job.optimizer.zero_grad()
+    assert same(*jobs)
