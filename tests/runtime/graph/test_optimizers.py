@@ -232,3 +232,80 @@ def test_an_optimizer_that_is_emptied_between_calls() -> None:
 
     step, _ = run_both(make)
     captured(step, 4)
+
+
+def test_optimizers_that_share_parameters_both_update() -> None:
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return [first, torch.optim.Adam(model.parameters(), 1e-2)]
+
+    run_both(lambda: classifier(make=make))
+
+
+def test_parameters_that_change_their_group() -> None:
+    def make() -> Job:
+        job = classifier(make=of(torch.optim.Adam, lr=1e-2), count=6)
+        groups = job.optimizers[0].param_groups
+
+        def between(number: int) -> None:
+            if number == 2:
+                moved = groups[0]["params"].pop()
+                job.optimizers[0].add_param_group({"params": [moved], "lr": 0.5})
+
+        job.between = between
+        return job
+
+    run_both(make)
+
+
+def test_parameters_that_the_model_has_anew_are_not_the_optimizer_s() -> None:
+    def make() -> Job:
+        job = classifier(make=of(torch.optim.Adam, lr=1e-2), count=6)
+        model: Any = job.model
+
+        def between(number: int) -> None:
+            if number == 2:
+                held = {name: one.clone() for name, one in model.state_dict().items()}
+                model.load_state_dict(held, assign=True)
+            if number == 4:
+                job.optimizers[0].add_param_group({"params": [model[0].weight]})
+
+        job.between = between
+        return job
+
+    run_both(make)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_parameters_that_share_memory_run_plainly(when: int) -> None:
+    def make() -> Job:
+        layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)]
+        model = nn.Sequential(*layers)
+        job = classifier(lambda: model, of(torch.optim.Adam, lr=1e-2))
+
+        def between(number: int) -> None:
+            if number == when:
+                model[2].weight.data = model[0].weight.data
+
+        job.between = between
+        return job
+
+    step, _ = run_both(make)
+    assert "share memory" in step.report().fallback
+
+
+def test_parameters_in_one_buffer_are_captured() -> None:
+    """Apart from each other, as cuDNN wants a recurrent layer's."""
+
+    def make() -> Job:
+        job = classifier(make=of(torch.optim.Adam, lr=1e-2))
+        parameters = list(job.model.parameters())
+        flat = torch.cat([one.detach().reshape(-1) for one in parameters])
+        for one, part in zip(
+            parameters, flat.split([one.numel() for one in parameters]), strict=True
+        ):
+            one.data = part.view_as(one)
+        return job
+
+    step, _ = run_both(make)
+    captured(step, 4)

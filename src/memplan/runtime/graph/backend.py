@@ -51,9 +51,11 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Raises UsageError for what is no option, or no value of one."""
         known = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping):
+            raise UsageError(f"options={given!r}", 'a dict, such as {"budget": "8GiB"}')
         for name in given:
             if name not in known:
-                raise UsageError(f"an option {name!r}", f"one of {', '.join(known)}")
+                raise UsageError(f"no option is called {name!r}", f"one of {', '.join(known)}")
         options = cls(**{**given, "budget": parse_budget(given.get("budget"))})
         if options.codegen not in (None, *CODEGENS):
             raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")

@@ -85,6 +85,8 @@ def compile(
     if not callable(loss_fn):
         raise UsageError(f"{type(loss_fn).__name__} is no function", "one that returns the loss")
     optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    if not optimizers:
+        raise UsageError("optimizer=[]", "one of torch.optim, or a list of them")
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(f"optimizer={type(one).__name__}", "a torch.optim.Optimizer")
@@ -96,10 +98,14 @@ def compile(
     limit = parse_budget(budget)
     if type(accumulate) is not int or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", "calls for one update, such as 4")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    if clip_grad_norm is not None and not (_is_number(clip_grad_norm) and clip_grad_norm > 0):
         raise UsageError(f"clip_grad_norm={clip_grad_norm!r}", "the largest norm, such as 1.0")
-    if not deadline_seconds >= 0:
-        raise UsageError(f"deadline_seconds={deadline_seconds}", "seconds, such as 20")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler={scaler!r}", "a torch.amp.GradScaler, or None")
+    if not (_is_number(deadline_seconds) and deadline_seconds >= 0):
+        raise UsageError(f"deadline_seconds={deadline_seconds!r}", "seconds, such as 20")
+    if type(seed) is not int:
+        raise UsageError(f"seed={seed!r}", "a whole number, such as 0")
     if codegen not in ("eager", "inductor"):
         raise UsageError(f"codegen={codegen!r}", "eager or inductor")
     require("runtime/graph")
@@ -115,10 +121,17 @@ def parse_budget(given: int | str | None) -> Budget:
     """Raises UsageError for what is none."""
     if given is None or given == LEAST:
         return given
-    limit = parse_size(given) if isinstance(given, str) else given
+    try:
+        limit = parse_size(given) if isinstance(given, str) else given
+    except UsageError:
+        limit = None
     if type(limit) is not int or limit <= 0:
-        raise UsageError(f"a budget of {limit!r}", 'whole bytes, a size such as "8GiB", or "least"')
+        raise UsageError(f"a budget of {given!r}", 'whole bytes, a size such as "8GiB", or "least"')
     return limit
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def _wants_closure(optimizer: torch.optim.Optimizer) -> bool:

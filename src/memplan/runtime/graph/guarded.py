@@ -16,17 +16,21 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.symbolic_convert import is_stdlib
+from torch._dynamo.tensor_version_op import _tensor_version
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
@@ -52,10 +56,19 @@ _Values = list[tuple[Any, list[Any]]]
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
     """Have Dynamo guard also what it expects nobody to change: hooks, defaults of functions,
-    aliases among parameters, what the standard library keeps in its modules."""
-    everything = mock.patch.object(symbolic_convert, is_stdlib.__name__, lambda _module: False)
-    logs = mock.patch.object(LoggingLoggerVariable, "call_method", _call_of_a_logger)
-    with torch._dynamo.config.patch(_SETTINGS), everything, logs:
+    aliases among parameters, what the standard library keeps in its modules, and more
+    (`stricter`)."""
+    from memplan.runtime.graph.stricter import PATCHES  # releases before 2.13 do not have it
+
+    patches = [
+        (symbolic_convert, is_stdlib.__name__, lambda _module: False),
+        (LoggingLoggerVariable, "call_method", _call_of_a_logger),
+        *PATCHES,
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(_SETTINGS))
+        for owner, name, instead in patches:
+            stack.enter_context(mock.patch.object(owner, name, instead))
         yield
 
 
@@ -96,6 +109,8 @@ def refusal(module: torch.fx.GraphModule) -> str:
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.target in (torch.bernoulli, "bernoulli"):
                 return "torch.bernoulli, which PyTorch captures as Tensor.bernoulli_"
+            if node.target is _tensor_version:
+                return "a tensor's `_version`, which PyTorch captures as a number"
     return ""
 
 
@@ -109,13 +124,24 @@ def unguarded() -> str:
     )
 
 
-def _advances(value: Any) -> str:
-    """Whether using a value changes what it gives next, which newer releases capture once."""
+def _unseen(value: Any) -> str:
+    """Whether a value that PyTorch captured once may give another one next, unseen by guards."""
     if isinstance(value, types.GeneratorType):
         return f"a generator: {value.__qualname__}"
+    if isinstance(value, type) and _decides_by_itself(type(value)):
+        return f"a class that decides by code what its instances are: {value.__qualname__}"
+    if isinstance(value, np.ndarray):
+        return "a NumPy array, of which guards compare nothing"
     if value is random and TorchVersion(torch.__version__) >= "2.14":
         return "Python's random module"
     return ""
+
+
+def _decides_by_itself(metaclass: type) -> bool:
+    """Whether `isinstance` runs code, which PyTorch does not trace."""
+    check: Any = metaclass.__instancecheck__
+    known = ("torch.", "typing.", "typing_extensions.", "abc.")
+    return hasattr(check, "__code__") and not f"{check.__module__}.".startswith(known)
 
 
 class Guarded:
@@ -126,6 +152,8 @@ class Guarded:
         self.refusal = ""
         """Why a capture cannot be guarded."""
         self._classes: dict[type, list[Any]] = {}
+        self._orders: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+        """Keys of ordered dictionaries, of which guards see the order of insertion."""
         self._names = _builtins()
         self._limits = _limits()
 
@@ -135,7 +163,10 @@ class Guarded:
             if entry.has_value:
                 for value in _within(entry.value):
                     self._see(value)
-                    self.refusal = self.refusal or _advances(value)
+                    self.refusal = self.refusal or _unseen(value)
+                if isinstance(entry.value, OrderedDict) and len(entry.value) > 1:
+                    known = weakref.ref(entry.value), list(entry.value)
+                    self._orders.setdefault(id(entry.value), known)
                 if _is_mapping_of_its_own(entry.value) and _looked_into(entry.name, entries):
                     kind = type(entry.value).__name__
                     self.refusal = f"attributes of a {kind}, a kind of dict, which are not guarded"
@@ -149,6 +180,10 @@ class Guarded:
     def _changed(self) -> bool:
         if _limits() != self._limits or not _same(_builtins(), self._names):
             return True
+        for reference, keys in self._orders.values():
+            now = reference()
+            if now is not None and not _same(list(now), keys):
+                return True
         for kind, seen in self._classes.items():
             now = list(vars(kind).values())
             if not _same(now, seen):
@@ -182,7 +217,23 @@ def _builtins() -> list[Any]:
 
 
 def _limits() -> tuple[object, ...]:
-    return abc.get_cache_token(), sys.getrecursionlimit()
+    """What functions answer that PyTorch's compiler takes for constants."""
+    distributed = torch.distributed
+    return (
+        abc.get_cache_token(),
+        sys.getrecursionlimit(),
+        sys.get_int_max_str_digits(),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        distributed.is_available() and distributed.is_initialized(),
+        sys.float_info.min / _TWO == 0,  # torch.set_flush_denormal
+        *(tuple(vars(_modules)[name].values()) for name in _HOOKS),
+    )
+
+
+_TWO = 2.0
+_HOOKS = [name for name, kept in vars(_modules).items() if type(kept) is OrderedDict]
+"""Of all modules, as `register_module_forward_hook` keeps them."""
 
 
 def _same(these: list[Any], those: list[Any]) -> bool:

@@ -245,6 +245,8 @@ class _Reader:
         return found.pop() if len(found) == 1 else None
 
     def _new(self, val: torch.Tensor, name: str) -> int:
+        if val.layout != torch.strided:
+            raise ValueError(f"a tensor that is not dense: {name}, {val.layout}")
         self.storages.append(StorageFacts(int(val.untyped_storage().nbytes()), name))
         return len(self.storages) - 1
 

@@ -20,7 +20,7 @@ from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.guarded import strict, unguarded
 from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.report import CompileReport, ProgramReport
-from memplan.runtime.graph.step_capture import LookedError, StepCapture, of_several
+from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
 from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import MemplanError, UsageError
 
@@ -70,6 +70,8 @@ class CompiledStep(Generic[P]):
             log.warning("memplan: %s runs plainly: %s", self.__name__, self._fallback)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise no_gradient()
         if self._micro == 0:
             self._clear()
         last = self._micro == self._options.accumulate - 1
@@ -194,6 +196,8 @@ class CompiledStep(Generic[P]):
         self._updates.done = set()
         result = self._loss_fn(*args, **kwargs)
         losses = [one for one in pytree.tree_leaves(result) if _requires_grad(one)]
+        if not losses:
+            raise no_gradient()
         if len(losses) != 1:
             raise UsageError(
                 f"the function returns {len(losses)} tensors that require a gradient",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, NoReturn, Protocol
 
@@ -123,14 +123,17 @@ class StepCapture:
         if why := refusal(module) or of_several(primals) or self._not_trained(primals):
             raise UncapturedError(why)
 
+        written: set[int] = set()
+
         def refuse(joint: fx.GraphModule, results: int) -> None:
+            written.update(_written(joint))
             if _checkpoints(joint) and (results > _results(module) or _writes_inputs(joint)):
                 raise UncapturedError(
                     "a checkpoint around what changes a buffer: run twice, it changes it twice"
                 )
 
         if self._options.codegen == "inductor" and not self.only_looks:
-            return self._fused(module, primals, refuse)
+            return self._fused(module, primals, refuse, written)
         joints: list[Joint] = []
 
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **more: Any) -> Any:
@@ -149,7 +152,8 @@ class StepCapture:
                 made: Made = _there(owner)._make(joints[0], primals)
                 return made
 
-            return self._boxed(Compiled(make, make(primals), self._updates, joints[0].results))
+            made = Compiled(make, make(primals), self._updates, joints[0].results)
+            return self._boxed(made, written)
 
         compile_parts: Any = aot_module_simplified
         with eager_kernels(), every_draw():
@@ -158,7 +162,9 @@ class StepCapture:
             )
         return compiled
 
-    def _fused(self, module: Any, primals: list[Any], refuse: Any) -> Callable[..., Any]:
+    def _fused(
+        self, module: Any, primals: list[Any], refuse: Any, written: set[int]
+    ) -> Callable[..., Any]:
         with self.guarded.compiling():
             # Takes seconds to import.
             from memplan.runtime.graph.fused_step import StepParts, fused_step
@@ -172,14 +178,14 @@ class StepCapture:
                 budget=self._options.budget,
                 deadline_seconds=self._options.deadline_seconds,
                 refuse=refuse,
-                wrap=self._boxed,
+                wrap=lambda made: self._boxed(made, written),
                 without_gradient=_without_gradient,
             )
             compiled: Callable[..., Any] = fused_step(module, primals, parts)
         return compiled
 
-    def _boxed(self, made: Runs) -> Callable[[list[Any]], list[Any]]:
-        """As PyTorch calls it."""
+    def _boxed(self, made: Runs, written: set[int]) -> Callable[[list[Any]], list[Any]]:
+        """As PyTorch calls it. `written`: places of inputs that the loss function changes."""
         self.programs.append(made)
         guarded, owner = self.guarded, weakref.ref(self)
 
@@ -187,7 +193,7 @@ class StepCapture:
             if guarded.refusal:
                 raise UncapturedError(guarded.refusal)
             capture = _there(owner)
-            if why := capture._not_trained(args):
+            if why := capture._not_trained(args) or capture._shared(args, written):
                 raise UncapturedError(why)
             capture.ran = made
             return made.run(args)
@@ -219,7 +225,9 @@ class StepCapture:
                 seed=options.seed,
             )
             recomputed = sum(len(one.operators) for one in replays)
-            return Made(graph.program, ordering, recomputed, classes, first_only)
+            updated = {id(one) for of in classes for one in of.parameters}
+            known = [one if id(one) in updated else None for one in primals]
+            return Made(graph.program, ordering, recomputed, classes, first_only, known)
 
         if self.only_looks:
             raise LookedError(operators(in_place(program(()))))
@@ -228,6 +236,24 @@ class StepCapture:
     def _not_trained(self, inputs: Iterable[Any]) -> str:
         """What would happen to gradients that no optimizer wants; empty if they are kept."""
         return Leaves().refusal(one for one in inputs if not self._updates.trains(one))
+
+    def _shared(self, inputs: Sequence[Any], written: set[int]) -> str:
+        """What of the inputs lies in memory that is another's, too, and is written; empty if
+        nothing. To a graph its inputs are apart."""
+        spans = []
+        for place, one in enumerate(inputs):
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.numel():
+                start = one.data_ptr()
+                writes = place in written or self._updates.trains(one)
+                spans.append((start, start + _extent(one), writes))
+        spans.sort()
+        end, held = 0, False
+        for start, stop, writes in spans:
+            if start < end and (writes or held):
+                return "parameters or inputs that share memory, which is written"
+            held = writes if start >= end else held or writes
+            end = max(end, stop)
+        return ""
 
     def _keeps(self) -> bool:
         if self._options.accumulate > 1:
@@ -277,14 +303,46 @@ def _output(module: fx.GraphModule) -> Any:
     return output.args[0]
 
 
+def _extent(one: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if one.is_contiguous():
+        return one.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+    return (last + 1) * one.element_size()
+
+
+def _written(joint: fx.GraphModule) -> set[int]:
+    """Places of inputs that a joint graph changes, itself or by who calls it."""
+    *_, output = joint.graph.nodes
+    told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
+    places = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    copied = {
+        node.args[0] for node in joint.graph.nodes if node.target is torch.ops.aten.copy_.default
+    }
+    return {
+        place for place, node in enumerate(places) if node in copied or node.meta["desc"] in told
+    }
+
+
 def _writes_inputs(joint: fx.GraphModule) -> bool:
     return any(node.target is torch.ops.aten.copy_.default for node in joint.graph.nodes)
 
 
 def _without_gradient() -> NoReturn:
-    raise UsageError(
+    raise no_gradient()
+
+
+def no_gradient() -> UsageError:
+    """What to say of a loss that cannot be differentiated."""
+    for mode, entered in (
+        ("inference_mode", torch.is_inference_mode_enabled()),
+        ("no_grad", not torch.is_grad_enabled()),
+    ):
+        if entered:
+            return UsageError(f"the step is called under torch.{mode}()", f"no torch.{mode}()")
+    return UsageError(
         "the loss depends on nothing that requires a gradient",
-        "a model with parameters that train",
+        "a model with parameters that train, and its loss itself: not detached, no item()",
     )
 
 

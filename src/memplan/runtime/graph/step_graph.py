@@ -31,6 +31,8 @@ class Made:
     classes: list[SameArithmetic]
     first_only: bool
     """Made without the state of some optimizer, whose later steps are others."""
+    primals: list[Any]
+    """For these the updates are operators of the graph; None in the places of others."""
 
     @property
     def peak_bytes(self) -> int:
@@ -91,11 +93,11 @@ class Compiled:
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""
         self.began = False
-        if not self._fits():
-            self.made_again += 1
-            self.updates.whole |= self.made_again >= _MOST_MADE_AGAIN
-            with preserve_rng_state():
-                self.made = self.make(primals)
+        if not self._fits(primals):
+            self._make_again(primals)
+            if not self.updates.refresh(self.made.classes):
+                self.updates.whole = True
+                self._make_again(primals)
         self.calls += 1
         self.began = True
         try:
@@ -107,9 +109,18 @@ class Compiled:
         self.updates.done |= {id(p) for one in self.made.classes for p in one.parameters}
         return results
 
-    def _fits(self) -> bool:
-        """Whether the graph updates parameters as the optimizers do now."""
+    def _make_again(self, primals: list[Any]) -> None:
+        self.made_again += 1
+        self.updates.whole |= self.made_again >= _MOST_MADE_AGAIN
+        with preserve_rng_state():
+            self.made = self.make(primals)
+
+    def _fits(self, primals: list[Any]) -> bool:
+        """Whether the graph updates these parameters as the optimizers do now."""
         made, updates = self.made, self.updates
         if made.first_only and self.calls and updates.in_graph:
+            return False
+        known = zip(made.primals, primals, strict=True)
+        if any(one is not None and one is not now for one, now in known):
             return False
         return not made.classes or (updates.in_graph and updates.refresh(made.classes))

@@ -93,8 +93,9 @@ class Updates:
         return id(parameter) in self._groups
 
     def each_by_itself(self) -> bool:
-        """Whether a step treats each parameter by itself, and nobody listens to it."""
-        return all(_each_by_itself(optimizer) for optimizer in self.optimizers)
+        """Whether a step treats each parameter by itself, once, and nobody listens to it."""
+        every = list(map(id, self.parameters()))
+        return len(set(every)) == len(every) and all(map(_each_by_itself, self.optimizers))
 
     def update(self, *parameters: torch.Tensor) -> None:
         """The optimizers' step for parameters that have gradients: in pieces for one, if it can be,
@@ -243,6 +244,9 @@ class Updates:
         """Work out the numbers of the step that comes; False where its arithmetic is another one
         than that of the graph."""
         for one in classes:
+            group = one.optimizer, one.number
+            if any(self._groups.get(id(parameter)) != group for parameter in one.parameters):
+                return False
             if one.arithmetic.state and not self._make_states(one):
                 return False
             states = [one.optimizer.state.get(parameter, {}) for parameter in one.parameters]

@@ -1,0 +1,294 @@
+"""More ways of holding a number: by which object it is, by what is not there, in functions of
+objects that the loss function makes, in settings of libraries."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import sys
+import tempfile
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.runtime.graph.holders import Holder, holder
+
+
+class Plain:
+    """Equal to nothing but itself."""
+
+
+def two(make: Any) -> tuple[Any, Any, types.SimpleNamespace]:
+    """Two objects and what has one of them."""
+    first, second = make(), make()
+    return first, second, types.SimpleNamespace(held=first)
+
+
+def one_of(make: Any, ask: Any) -> Holder:
+    """`ask` is told which object is held, and the second one."""
+    first, second, has = two(make)
+
+    def put(value: float) -> None:
+        has.held = second if value > 1 else first
+
+    return lambda: 2.0 if ask(has.held, second) else 1.0, put
+
+
+@holder
+def which_object() -> Holder:
+    return one_of(Plain, lambda held, other: held is other)
+
+
+@holder
+def which_sentinel() -> Holder:
+    return one_of(object, lambda held, other: held is other)
+
+
+@holder
+def which_object_is_equal() -> Holder:
+    return one_of(Plain, lambda held, other: held == other)
+
+
+@holder
+def which_object_in_a_tuple() -> Holder:
+    return one_of(Plain, lambda held, other: (held, 1) == (other, 1))
+
+
+@holder
+def which_module() -> Holder:
+    return one_of(lambda: nn.Linear(1, 1), lambda held, other: held is other)
+
+
+@holder
+def hash_of_an_ordinary_object() -> Holder:
+    return one_of(Plain, lambda held, other: hash(held) == hash(other))
+
+
+@holder
+def member_of_a_set() -> Holder:
+    return one_of(Plain, lambda held, other: other in {held})
+
+
+@holder
+def set_of_objects() -> Holder:
+    first, second, held = Plain(), Plain(), set[Any]()
+
+    def put(value: float) -> None:
+        held.clear()
+        held.add(second if value > 1 else first)
+
+    return lambda: 2.0 if second in held else 1.0, put
+
+
+@holder
+def key_that_is_missing() -> Holder:
+    held: dict[str, float] = {}
+
+    def read() -> float:
+        try:
+            return held["number"]
+        except KeyError:
+            return 1.0
+
+    def put(value: float) -> None:
+        held.clear()
+        if value > 1:
+            held["number"] = value
+
+    return read, put
+
+
+@holder
+def attribute_that_is_missing() -> Holder:
+    held = Plain()
+
+    def read() -> Any:
+        try:
+            return held.number  # type: ignore[attr-defined]
+        except AttributeError:
+            return 1.0
+
+    def put(value: float) -> None:
+        vars(held).clear()
+        if value > 1:
+            vars(held)["number"] = value
+
+    return read, put
+
+
+@holder
+def variable_that_is_missing() -> Holder:
+    def put(value: float) -> None:
+        os.environ.pop("MEMPLAN_OF_A_TEST", None)
+        if value > 1:
+            os.environ["MEMPLAN_OF_A_TEST"] = "1"
+
+    return lambda: 2.0 if "MEMPLAN_OF_A_TEST" in os.environ else 1.0, put
+
+
+@holder
+def number_of_attributes() -> Holder:
+    held = Plain()
+
+    def put(value: float) -> None:
+        vars(held).clear()
+        vars(held).update({f"a{number}": 0 for number in range(int(2 * value))})
+
+    return lambda: len(vars(held)) / 2, put
+
+
+@holder
+def order_of_an_ordered_dictionary() -> Holder:
+    held = collections.OrderedDict(first=1.0, second=2.0)
+
+    def put(value: float) -> None:
+        held.move_to_end("first" if value > 1 else "second")
+
+    return lambda: next(iter(held.values())), put
+
+
+@holder
+def closure_of_a_method_of_a_new_object() -> Holder:
+    held = [1.0]
+
+    class Reader:
+        def read(self) -> float:
+            return held[0]
+
+    return lambda: Reader().read(), lambda value: held.__setitem__(0, value)
+
+
+@holder
+def closure_of_a_constructor() -> Holder:
+    held = [1.0]
+
+    class Reader:
+        def __init__(self) -> None:
+            self.number = held[0]
+
+    return lambda: Reader().number, lambda value: held.__setitem__(0, value)
+
+
+@holder
+def default_of_a_constructor() -> Holder:
+    class Reader:
+        def __init__(self, number: float = 1.0) -> None:
+            self.number = number
+
+    def put(value: float) -> None:
+        Reader.__init__.__defaults__ = (value,)
+
+    return lambda: Reader().number, put
+
+
+@holder
+def factory_of_a_field() -> Holder:
+    held = [1.0]
+
+    @dataclasses.dataclass
+    class Reader:
+        number: float = dataclasses.field(default_factory=lambda: held[0])
+
+    return lambda: Reader().number, lambda value: held.__setitem__(0, value)
+
+
+@holder
+def closure_of_an_equality() -> Holder:
+    held = [1.0]
+
+    class Compared:
+        def __eq__(self, _other: object) -> bool:
+            return held[0] > 1
+
+    first, second = Compared(), Compared()
+    return lambda: 2.0 if first == second else 1.0, lambda value: held.__setitem__(0, value)
+
+
+@holder
+def instances_by_code() -> Holder:
+    held = [1.0]
+
+    class Kind(type):
+        def __instancecheck__(cls, _one: object) -> bool:
+            return held[0] > 1
+
+    class Large(metaclass=Kind):
+        pass
+
+    one = Plain()
+    return lambda: 2.0 if isinstance(one, Large) else 1.0, lambda value: held.__setitem__(0, value)
+
+
+@holder
+def shape_of_a_numpy_array() -> Holder:
+    held = {"array": np.zeros(2)}
+
+    def put(value: float) -> None:
+        held["array"] = np.zeros(int(2 * value))
+
+    return lambda: held["array"].shape[0] / 2, put
+
+
+@holder
+def version_of_a_tensor() -> Holder:
+    held = torch.zeros(1)
+    return lambda: held._version / 2, lambda value: held.fill_(value)
+
+
+@holder
+def hook_of_all_modules() -> Holder:
+    layer, one, handles = nn.Identity(), torch.ones(()), list[Any]()
+
+    def twice(module: nn.Module, _given: Any, result: Tensor) -> Tensor | None:
+        return result * 2 if module is layer else None
+
+    def put(value: float) -> None:
+        while handles:
+            handles.pop().remove()
+        if value > 1:
+            handles.append(nn.modules.module.register_module_forward_hook(twice))
+
+    return lambda: layer(one), put
+
+
+@holder
+def autocast_s_type() -> Holder:
+    def put(value: float) -> None:
+        torch.set_autocast_dtype("cpu", torch.float16 if value > 1 else torch.bfloat16)
+
+    return lambda: 2.0 if torch.get_autocast_dtype("cpu") == torch.float16 else 1.0, put
+
+
+@holder
+def digits_of_integers() -> Holder:
+    return (
+        lambda: sys.get_int_max_str_digits() / 5000,
+        lambda value: sys.set_int_max_str_digits(int(5000 * (value + 1))),
+    )
+
+
+@holder
+def denormal_numbers() -> Holder:
+    def put(value: float) -> None:
+        torch.set_flush_denormal(value > 1)
+
+    return lambda: 2.0 if (torch.tensor([1e-45]) * 1).item() == 0 else 1.0, put
+
+
+@holder
+def process_group() -> Holder:
+    distributed = torch.distributed
+
+    def put(value: float) -> None:
+        if value > 1 and not distributed.is_initialized():
+            distributed.init_process_group(
+                "gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1
+            )
+        elif value <= 1 and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    return lambda: 2.0 if distributed.is_initialized() else 1.0, put
