@@ -243,7 +243,7 @@ def version_of_a_tensor() -> Holder:
 def hook_of_all_modules() -> Holder:
     layer, one, handles = nn.Identity(), torch.ones(()), list[Any]()
 
-    def twice(module: nn.Module, _given: Any, result: Tensor) -> Tensor | None:
+    def twice(module: nn.Module, _given: Any, result: Tensor) -> Any:
         return result * 2 if module is layer else None
 
     def put(value: float) -> None:

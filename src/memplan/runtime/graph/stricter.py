@@ -67,9 +67,9 @@ def _key(self: Any, one: VariableTracker) -> None:
     _make_key(self, one)
 
 
-def _guard_if_hashed_by_identity(one: VariableTracker) -> None:
+def _guard_if_hashed_by_identity(one: Any) -> None:
     of_user = isinstance(one, (ObjectVariable, UserDefinedObjectVariable))
-    if of_user and type(one.value).__hash__ is object.__hash__:
+    if of_user and vars(object)["__hash__"] is type(one.value).__hash__:
         _guard(one)
 
 
