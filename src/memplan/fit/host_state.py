@@ -14,6 +14,8 @@ _CAUTION = 1.1
 """More state than is missing goes to the host: gaps between blocks do not go with it."""
 _MOSTLY = 0.8
 """A share from which on all of it goes."""
+_WORTH = 0.01
+"""Part of the peak below which it is not worth a part of the plan."""
 
 
 def with_state_on_host(state: State, *, whole: bool = False) -> State:
@@ -44,13 +46,15 @@ def _tried(state: State, total: int, share: float) -> State:
     if moved <= 0:
         notes = after.captured.estimate.notes
         return state.with_note(next((n for n in notes if n.startswith("an optimizer's")), ""))
+    saved = state.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
+    if saved < _WORTH * state.verdict.estimate.high_bytes:
+        return state
     added = moved / state.job.profile.host_link_bytes_per_second
     part = StatePart(share=share, host_bytes=moved, added_seconds=added)
-    saved = state.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
     lever = Lever(
         kind="state",
         name=f"{format_bytes(moved)} on the host",
-        saved_bytes=max(saved, 0),
+        saved_bytes=saved,
         added_seconds=added,
     )
     return after.with_parts(state=part).with_lever(lever)

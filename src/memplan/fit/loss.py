@@ -11,7 +11,9 @@ from memplan.types.trace import Role, Trace
 from memplan.worker.failure import CaptureFailedError
 
 _CHUNK_BYTES = 256 << 20
-"""Of a chunk of logits in float32."""
+"""Of a chunk of logits in float32, at most."""
+_CHUNK_SHARE = 1 / 64
+"""Of the card: a few tensors as large as a chunk are there at once."""
 _LEAST_ROWS = 256
 """A product of fewer rows keeps a card from its rate."""
 _WORTH = 0.01
@@ -24,7 +26,8 @@ def with_loss_in_chunks(state: State) -> State:
     if not heads:
         return state
     widest = max(head.classes for head in heads)
-    rows = max(_CHUNK_BYTES // (4 * widest), _LEAST_ROWS)
+    share = int(_CHUNK_SHARE * state.job.profile.total_memory_bytes)
+    rows = max(min(_CHUNK_BYTES, share) // (4 * widest), _LEAST_ROWS)
     try:
         after = state.trying(loss=LossPart(heads=heads, rows=rows))
     except CaptureFailedError:
