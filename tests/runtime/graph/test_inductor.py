@@ -175,3 +175,15 @@ def test_without_a_compiler(
     assert sum("no C++ compiler c++" in one for one in caplog.messages) == 1
     with pytest.raises(UsageError, match="codegen='inductor': no C"):
         compiled(model)(x)
+
+
+@needs_compiler
+def test_strides_that_change() -> None:
+    """PyTorch makes them symbols at the second call, though sizes stay."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.GELU())
+    run = torch.compile(model, backend="memplan", options={"codegen": "inductor"})
+    x = torch.randn(4, 16)
+    for given in (x.repeat(1, 2)[:, ::2], x.t().contiguous().t(), x.repeat(1, 3)[:, ::3]):
+        found = torch.autograd.grad(run(given).sum(), model[0].weight)[0]
+        wanted = torch.autograd.grad(model(given).sum(), model[0].weight)[0]
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)

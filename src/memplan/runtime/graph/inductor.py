@@ -272,4 +272,8 @@ def _calls_apart(node: Any, following: Any) -> bool:
 def _strides(output: Any) -> tuple[int, ...] | None:
     if name_of(output) is None or not output.has_tensor_output():
         return None
-    return tuple(map(int, output.get_layout().stride))
+    strides = output.get_layout().stride
+    try:
+        return tuple(map(int, strides))
+    except TypeError as error:
+        raise UnknownSizeError(str(strides)) from error
