@@ -109,6 +109,22 @@ def test_a_model_without_parameters() -> None:
         step(torch.ones(3))
 
 
+@pytest.mark.parametrize("plainly", [False, True])
+def test_an_optimizer_of_another_model_is_told(
+    plainly: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = classifier()
+    right = compiled(job)
+    job.optimizers = [torch.optim.SGD(perceptron().parameters(), 0.1)]
+    step = compiled(job)
+    if plainly:
+        step._fallback = right._fallback = "of the test"
+    for batch in job.batches[:2]:
+        step(*batch)
+        right(*batch)
+    assert sum("trains nothing" in message for message in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 @pytest.mark.parametrize("plainly", [False, True])
 def test_a_step_without_gradients_says_why(mode: str, plainly: bool) -> None:

@@ -180,7 +180,7 @@ def test_without_a_compiler(
 @needs_compiler
 def test_strides_that_change() -> None:
     """PyTorch makes them symbols at the second call, though sizes stay."""
-    model = nn.Sequential(nn.Linear(16, 8), nn.GELU())
+    model: Any = nn.Sequential(nn.Linear(16, 8), nn.GELU())
     run = torch.compile(model, backend="memplan", options={"codegen": "inductor"})
     x = torch.randn(4, 16)
     for given in (x.repeat(1, 2)[:, ::2], x.t().contiguous().t(), x.repeat(1, 3)[:, ::3]):

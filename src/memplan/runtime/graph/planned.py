@@ -7,9 +7,11 @@ plan names are divided as it says; others as PyTorch divides them.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -22,6 +24,10 @@ from memplan.types.plan import CompiledRegion, RegionsPart
 
 if TYPE_CHECKING:
     from memplan.runtime.graph.joint import Joint
+
+
+_DUMPS = "_get_unique_path"
+"""Names the files that PyTorch writes into the working folder where it finds no partition."""
 
 
 class PlannedRegions(CustomPartitionerFn):
@@ -67,6 +73,8 @@ class PlannedRegions(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         # Inductor is there by now; it takes seconds to import.
+        from torch._functorch import partitioners
+
         from memplan.runtime.graph.fused import cut, tag
         from memplan.runtime.graph.joint import Joint, copied
 
@@ -82,7 +90,8 @@ class PlannedRegions(CustomPartitionerFn):
         tagged = copied(gm)
         tag(tagged.graph, frozenset(region.recomputed) - drawn)
         try:
-            parts = cut(joint, tagged)
+            with mock.patch.object(partitioners, _DUMPS, lambda *_: os.devnull, create=True):
+                parts = cut(joint, tagged)
         except Exception:  # the plan file was changed: PyTorch finds no such partition
             self._on_note(f"the compiled graph of {region.name} cannot run with this plan")
             return cut(joint, gm)

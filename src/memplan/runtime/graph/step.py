@@ -62,6 +62,8 @@ class CompiledStep(Generic[P]):
         """Of those that are never run again."""
         self._micro = 0
         self._plain_calls = 0
+        self._said = False
+        """That nothing is trained."""
         self._fallback = unguarded()
         self._captures = 0
         """Of all, anew, because of what no guard compares."""
@@ -80,6 +82,8 @@ class CompiledStep(Generic[P]):
         try:
             run = self._plainly if self._fallback else partial(self._run, last)
             result = run(args, kwargs)
+            if last:
+                self._say_if_nothing_trains()
             if last and self._updates.done:
                 self._updates.update_rest()
             elif last:
@@ -92,6 +96,16 @@ class CompiledStep(Generic[P]):
         if last and self._updates.in_graph:
             tell_step(self._updates.optimizers, self._updates.done)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+    def _say_if_nothing_trains(self) -> None:
+        trained = self._updates.done or any(p.grad is not None for p in self._updates.parameters())
+        if not trained and not self._said:
+            self._said = True
+            log.warning(
+                "memplan: %s trains nothing: the loss depends on no parameter of the optimizer; "
+                "was that made for this model, and for the parameters that it has now?",
+                self.__name__,
+            )
 
     def report(self) -> CompileReport:
         """What has become of the step so far."""
