@@ -364,6 +364,7 @@ SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
 @example([[("rename", "d/e", "b"), ("stat", "b")]])
 @example([[("w", "a"), ("rmdir", "d/e"), ("rename", "d", "d/e/a")]])
 @example([[("rmdir", "d/e"), ("w", "d/e/a"), ("w", "d/e"), ("rmdir", "d/e/a")]])
+@example([[("rename", "d", "b"), ("w", "d/a"), ("w", "d"), ("w", "d/e/a")]])
 @given(st.lists(SEQUENCE, min_size=1, max_size=8))
 def test_any_sequence_does_as_it_would_on_the_disk(
     sequences: list[list[tuple[str, ...]]],

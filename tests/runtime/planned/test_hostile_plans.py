@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from memplan.layout.static_plan import StaticPlan, plan_of, static_plan
 from memplan.runtime.planned.library import DRIVER_VARIABLE, Library
-from memplan.types.allocation import Requests, pack_requests
+from memplan.types.allocation import Requests, pack_requests, read_requests
 from memplan.types.builder import TraceBuilder
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.plan import AllocationPart, Space
@@ -132,6 +133,11 @@ def test_numbers_that_make_no_sense_are_refused_or_do_no_harm(
     assert after is not None and after.hits - before.hits > found.part.requests // 2
 
 
+def same_requests(one: AllocationPart, other: AllocationPart) -> bool:
+    pairs = zip(*(vars(read_requests(part)).values() for part in (one, other)), strict=True)
+    return all(np.array_equal(left, right) for left, right in pairs)
+
+
 def test_a_file_with_a_changed_byte_is_refused_or_the_same_plan(
     found: StaticPlan, tmp_path: Path
 ) -> None:
@@ -155,5 +161,6 @@ def test_a_file_with_a_changed_byte_is_refused_or_the_same_plan(
             refused += 1
             assert "damaged.plan" in str(error)
             continue
-        assert read.allocation is None or read.allocation.columns == plan.allocation.columns
+        if read.allocation is not None:  # a frame of Zstandard has bits that mean nothing
+            assert same_requests(read.allocation, plan.allocation)
     assert refused > 100

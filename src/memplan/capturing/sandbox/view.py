@@ -219,14 +219,20 @@ class View:
             place = self.place(head or "/")
             spot = self._find(place, tail)
             if spot.layer == ABSENT:
-                # A file may stand by now where this process knew of a directory, or of nothing.
-                self._resolve(head or "/", 0)
+                self._look_again(head)
             if spot.layer in (REAL, ABSENT) or not (follow or path.endswith("/")):
                 return spot
             if not stat.S_ISLNK(mode_of(spot.disk) or 0):
                 return spot
             path = posixpath.join(place.at, posix.readlink(spot.disk))
         raise error(errno.ELOOP, path)
+
+    def _look_again(self, path: str) -> None:
+        """A file may stand by now where this process knew of a directory, or of nothing: at `path`
+        or above it. Raises NotADirectoryError."""
+        while path.strip("/"):
+            self._resolve(path, 0)
+            path = posixpath.dirname(path)
 
     def _directory_spot(self, place: Place) -> Spot:
         if place.at == "/" or place.real:
