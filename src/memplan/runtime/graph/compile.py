@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec
 
 import torch
+from torch.torch_version import TorchVersion
 
 from memplan.capturing.patches.internals import require
 from memplan.types.device import parse_size
@@ -24,6 +25,9 @@ P = ParamSpec("P")
 LEAST = "least"
 Budget = int | str | None
 """Bytes; `LEAST` for the smallest budget that can be kept to; None for no recomputation."""
+
+GUARDED_SINCE = "2.13"
+"""The first release of PyTorch whose guards see all that a captured step rests on."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,8 @@ def compile(
         raise UsageError(f"seed={seed!r}", "a whole number, such as 0")
     if codegen not in ("eager", "inductor"):
         raise UsageError(f"codegen={codegen!r}", "eager or inductor")
-    require("runtime/graph")
+    if TorchVersion(torch.__version__) >= GUARDED_SINCE:  # before, steps run plainly
+        require("runtime/graph")
     from memplan.runtime.graph.step import CompiledStep
 
     options = Options(

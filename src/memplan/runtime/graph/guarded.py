@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 from memplan.capturing.patches import attributes as patching
+from memplan.runtime.graph.compile import GUARDED_SINCE
 
 _STRICT = {
     "torch._dynamo.config.allow_rnn": True,
@@ -116,7 +117,7 @@ def refusal(module: torch.fx.GraphModule) -> str:
 
 def unguarded() -> str:
     """Why guards of the installed PyTorch are not enough for any capture; empty where they are."""
-    if TorchVersion(torch.__version__) >= "2.13":
+    if TorchVersion(torch.__version__) >= GUARDED_SINCE:
         return ""
     return (
         f"guards of PyTorch {torch.__version__} leave out attributes of classes and defaults of "
