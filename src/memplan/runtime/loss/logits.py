@@ -84,7 +84,9 @@ class Deferred:
 
     def tensor(self) -> Tensor:
         if self._computed is None:
-            self._computed = self._compute()
+            # Its operators ran with gradients, whoever asks for the result.
+            with torch.inference_mode(False), torch.enable_grad():
+                self._computed = self._compute()
         return self._computed
 
     def reduced(self, reduction: Reduction, *others: Tensor) -> Tensor:
@@ -169,7 +171,16 @@ def _logits(of: Deferred, dtype: torch.dtype) -> Logits:
         Logits, shape, dtype=dtype, device=of.rows.device, requires_grad=True
     )
     found.of = of
+    with torch._C.DisableTorchFunctionSubclass():
+        found.register_hook(_lost)
     return found  # type: ignore[no-any-return]
+
+
+def _lost(_gradient: Tensor) -> None:
+    raise RuntimeError(
+        "a function with a backward of its own was given logits that memplan had not computed, and "
+        "their gradient would be lost; run without the plan's part `loss`"
+    )
 
 
 def _without_computing(func: Any, handler: Handler, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,7 +193,10 @@ def _without_computing(func: Any, handler: Handler, args: Any, kwargs: dict[str,
         return NotImplemented
     if any(type(item) is Logits for item in tree_leaves((rest, kwargs))):
         return NotImplemented
-    return handler(func, first, *rest, **kwargs)
+    result = handler(func, first, *rest, **kwargs)
+    # Without gradients, as in a function with a backward of its own, nothing more is put off.
+    late = not torch.is_grad_enabled() and any(type(one) is Logits for one in tree_leaves(result))
+    return NotImplemented if late else result
 
 
 def _computed(item: Any) -> Any:
