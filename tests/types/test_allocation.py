@@ -68,7 +68,6 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
         (part(space=[-1, -1, -1, 1]), "space of request 3 is 1"),
         (part(bytes=[-1, 500, 1500, 40]), "bytes of request 0 is -1"),
         (part(phase=[-1, 0, 2, 0]), "phase of request 2"),
-        (part({"version": 9}), "version 9"),
         (part({"clock": 0}), "out of range"),
         (part({"prologue": 5}), "out of range"),
         (part({"requests": 5}), "does not hold 5 numbers"),

@@ -60,11 +60,11 @@ GOOD_PART = '{"groups": [{"name": "g", "drop": [["aten.mm.default", 0]]}]}'
         (
             '{"memplan_version": "1", "recompute": {"groups": [{"name": "g", "drop": '
             '[["aten.mm.default", -1]]}]}}',
-            "negative",
+            ">= 0",
         ),
         (
             '{"memplan_version": "1", "recompute": {"groups": [], "hold": [["a", 0, -2]]}}',
-            "negative",
+            ">= 0",
         ),
         (
             '{"memplan_version": "1", "recompute": {"groups": [{"name": "g", "drop": [[3, 4]]}]}}',
@@ -76,8 +76,10 @@ GOOD_PART = '{"groups": [{"name": "g", "drop": [["aten.mm.default", 0]]}]}'
             '"gradient_bytes": 1}}',
             "order part has version 2",
         ),
-        ('{"memplan_version": "1", "order": {"parameters": -1, "gradient_bytes": 1}}', "negative"),
+        ('{"memplan_version": "1", "order": {"parameters": -1, "gradient_bytes": 1}}', ">= 0"),
         ('{"memplan_version": "1", "order": {"parameters": 1}}', "gradient_bytes"),
+        ('{"memplan_version": "1", "state": {"share": 1.5}}', "<= 1"),
+        ('{"memplan_version": "1", "state": {"version": 2, "share": 0.5}}', "state part has"),
         (
             '{"memplan_version": "1", "order": {"parameters": 1, "gradient_bytes": 1, "up": 1}}',
             "unknown field",

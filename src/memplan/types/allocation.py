@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from memplan.types.errors import FormatError
-from memplan.types.plan import ALLOCATION_VERSION, AllocationPart, Space
+from memplan.types.plan import AllocationPart, Space
 from memplan.types.rank_set import RankSet
 from memplan.types.trace import I64
 
@@ -90,12 +90,6 @@ def read_requests(part: AllocationPart) -> Requests:
 def check_allocation(part: AllocationPart) -> None:
     """Raise FormatError, with the reason, unless the part could be a plan: every number in range,
     and no two planned requests that are alive at once on the same bytes."""
-    if part.version != ALLOCATION_VERSION:
-        raise FormatError(
-            f"its allocation part has version {part.version}; this memplan reads "
-            f"{ALLOCATION_VERSION}",
-            "make the plan again with this memplan",
-        )
     sane = 0 < part.clock < _MAX_CLOCK and 0 <= part.start < _MAX_CLOCK
     sane = sane and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
     if not sane or not 0 <= part.prologue < part.requests:

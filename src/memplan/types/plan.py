@@ -6,9 +6,13 @@ memory or time, never a number.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-ALLOCATION_VERSION = 1
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class OpOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -16,9 +20,9 @@ class OpOutput(msgspec.Struct, frozen=True, array_like=True):
     0) of that name allocated in the `call`-th call (from 0) of a root module in the pass."""
 
     op: str
-    nth: int
-    output: int = 0
-    call: int = 0
+    nth: Count
+    output: Count = 0
+    call: Count = 0
 
 
 class RecomputeGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,15 +40,15 @@ class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     long as without a plan."""
 
     version: int = 1
-    groups: list[RecomputeGroup]
+    groups: Annotated[list[RecomputeGroup], msgspec.Meta(max_length=100_000)]
     hold: list[OpOutput] = []
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
-    budget_bytes: int = 0
+    budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
     """Promised, as PyTorch's allocated peak."""
-    added_seconds: float = 0.0
+    added_seconds: Seconds = 0.0
     """Expected per step."""
 
 
@@ -65,12 +69,12 @@ class RegionsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     version: int = 1
     regions: list[CompiledRegion] = []
-    share: float = 0.0
+    share: Share = 0.0
     """Asked of a capture, for graphs that are not named: how far to go from no recomputation (0) to
     the least peak (1)."""
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
     """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: float = 0.0
+    added_seconds: Seconds = 0.0
     """Expected per step."""
 
 
@@ -79,28 +83,52 @@ class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the gradient is released. The run does it only where that changes no number."""
 
     version: int = 1
-    parameters: int
+    parameters: Count
     """Of a step, those with a gradient."""
-    gradient_bytes: int
+    gradient_bytes: Count
     """Of their gradients, which are no longer alive together."""
     from_first: bool = False
     """From the first step on, which is else watched with all gradients alive: a capture with the
     plan has shown that nothing comes between."""
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
     """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+
+
+class OffloadPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Values that autograd saves, in the host's memory from forward to backward.
+
+    A value is copied when autograd saves it. The card's block is released once the values copied
+    after it have more than `out_bytes` together, and the computing waits for its copy there. When
+    backward asks for a value of the list, copies of those after it are begun, as far as they have
+    `ahead_bytes` together.
+    """
+
+    version: int = 1
+    values: list[OpOutput]
+    """In the order in which backward first needs them."""
+    out_bytes: Count
+    """On the card, copied or being copied to the host, at most, beside the newest."""
+    ahead_bytes: Count
+    """Fetched before backward asks for them, at most, beside the next."""
+    host_bytes: Count = 0
+    """Promised, of page-locked memory."""
+    peak_bytes: Count = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+    added_seconds: Seconds = 0.0
+    """Expected per step."""
 
 
 class StatePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Optimizers' state in the host's memory. The update's arithmetic stays on the card."""
 
     version: int = 1
-    share: float
+    share: Share
     """Of the elements of an optimizer's parameters, in the order of its groups, (0, 1]."""
-    host_bytes: int = 0
+    host_bytes: Count = 0
     """Promised, of state on the host."""
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
     """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: float = 0.0
+    added_seconds: Seconds = 0.0
     """Expected per step."""
 
 
@@ -123,8 +151,8 @@ class ArgumentsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class LossHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A linear layer that gives logits: its weight's shape."""
 
-    classes: int
-    features: int
+    classes: Count
+    features: Count
 
 
 class LossPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,9 +161,9 @@ class LossPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     version: int = 1
     heads: list[LossHead]
-    rows: int
+    rows: Count
     """Of a chunk."""
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
     """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
 
 
@@ -155,7 +183,7 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Offsets for the requests of a job, in one arena."""
 
-    version: int = ALLOCATION_VERSION
+    version: int = 1
     device: int = 0
     requests: int
     """Rows of the columns."""
@@ -207,6 +235,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     regions: RegionsPart | None = None
     loss: LossPart | None = None
     state: StatePart | None = None
+    offload: OffloadPart | None = None
     arguments: ArgumentsPart | None = None
     allocation: AllocationPart | None = None
     """Made from a capture with the rest of the plan in effect: recomputation and order change
