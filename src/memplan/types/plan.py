@@ -97,19 +97,21 @@ class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class OffloadPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Values that autograd saves, in the host's memory from forward to backward.
 
-    A value is copied when autograd saves it. The card's block is released once the values copied
-    after it have more than `out_bytes` together, and the computing waits for its copy there. When
-    backward asks for a value of the list, copies of those after it are begun, as far as they have
-    `ahead_bytes` together.
+    A value is copied when autograd saves it, one after the other. The card's block is released
+    once the values copied after it have more than `out_bytes` together, and the computing waits
+    for its copy there. One that is not released when backward asks for it is used from the card.
+    When backward, or a recomputation, asks for a value of the list, copies of the released ones
+    after it are begun, in order, as far as they have `ahead_bytes` together; a value that none was
+    begun of is fetched first.
     """
 
     version: int = 1
     values: list[OpOutput]
     """In the order in which backward first needs them."""
     out_bytes: Count
-    """On the card, copied or being copied to the host, at most, beside the newest."""
+    """On the card, copied or being copied to the host, at most, beside the oldest."""
     ahead_bytes: Count
-    """Fetched before backward asks for them, at most, beside the next."""
+    """Fetched before backward asks for them, at most, beside the one that it asks for."""
     host_bytes: Count = 0
     """Promised, of page-locked memory."""
     peak_bytes: Count = 0
