@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import math
 import os
 import sys
 import tempfile
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -292,3 +297,229 @@ def process_group() -> Holder:
             distributed.destroy_process_group()
 
     return lambda: 2.0 if distributed.is_initialized() else 1.0, put
+
+
+def sign(value: float) -> float:
+    return math.copysign(1.0, value)
+
+
+@holder
+def sign_of_a_zero() -> Holder:
+    held = [0.0]
+    return (
+        lambda: 1.5 + sign(held[0]) / 2,
+        lambda value: held.__setitem__(0, -0.0 if value > 1 else 0.0),
+    )
+
+
+@holder
+def sign_of_a_zero_in_a_tuple() -> Holder:
+    held = {"pair": (0.0, 1)}
+
+    def put(value: float) -> None:
+        held["pair"] = (-0.0 if value > 1 else 0.0, 1)
+
+    return lambda: 1.5 + sign(held["pair"][0]) / 2, put
+
+
+@holder
+def sign_of_a_zero_in_a_complex_number() -> Holder:
+    held = [complex(1, 0.0)]
+
+    def put(value: float) -> None:
+        held[0] = complex(1, -0.0 if value > 1 else 0.0)
+
+    return lambda: 1.5 + sign(held[0].imag) / 2, put
+
+
+@holder
+def sign_of_a_default() -> Holder:
+    def read(value: float = 0.0) -> float:
+        return 1.5 + sign(value) / 2
+
+    def put(value: float) -> None:
+        read.__defaults__ = (-0.0 if value > 1 else 0.0,)
+
+    return lambda: read(), put
+
+
+KINDS: dict[type, float] = {bool: 0.5, int: 1.0, float: 2.0}
+
+
+@holder
+def kind_of_a_key() -> Holder:
+    held: dict[Any, int] = {1: 0}
+
+    def put(value: float) -> None:
+        held.clear()
+        held[1.0 if value > 1 else 1 if value == 1 else True] = 0
+
+    return lambda: next(KINDS[type(key)] for key in held), put
+
+
+@holder
+def kind_of_a_key_of_two() -> Holder:
+    held: dict[Any, int] = {}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.update({1.0 if value > 1 else 1: 0, "other": 1})
+
+    return lambda: next(KINDS[type(key)] for key, of in held.items() if not of), put
+
+
+@holder
+def kind_of_a_member() -> Holder:
+    held: set[Any] = {1}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.add(1.0 if value > 1 else True)
+
+    return lambda: next(KINDS[type(one)] for one in held), put
+
+
+@holder
+def kind_of_a_member_of_a_frozen_set() -> Holder:
+    held = {"set": frozenset({1})}
+
+    def put(value: float) -> None:
+        held["set"] = frozenset[Any]({1.0 if value > 1 else True})
+
+    return lambda: next(KINDS[type(one)] for one in held["set"]), put
+
+
+@holder
+def kind_of_an_item_of_a_tuple() -> Holder:
+    held: dict[str, tuple[Any, ...]] = {"tuple": (1, 2)}
+
+    def put(value: float) -> None:
+        held["tuple"] = (1.0 if value > 1 else True, 2)
+
+    return lambda: KINDS[type(held["tuple"][0])], put
+
+
+@holder
+def kind_of_a_key_that_is_a_tuple() -> Holder:
+    held: dict[Any, int] = {}
+
+    def put(value: float) -> None:
+        held.clear()
+        held[1.0 if value > 1 else True, 2] = 0
+
+    return lambda: next(KINDS[type(key[0])] for key in held), put
+
+
+@holder
+def sign_of_a_key() -> Holder:
+    held: dict[float, int] = {}
+
+    def put(value: float) -> None:
+        held.clear()
+        held[-0.0 if value > 1 else 0.0] = 0
+
+    return lambda: next(1.5 + sign(key) / 2 for key in held), put
+
+
+@holder
+def package_that_is_there() -> Holder:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "memplan_of_a_test.py").touch()
+
+    def put(value: float) -> None:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        if value > 1:
+            sys.path.append(str(folder))
+
+    return lambda: 2.0 if importlib.util.find_spec("memplan_of_a_test") else 1.0, put
+
+
+@holder
+def file_of_a_package() -> Holder:
+    folder = Path(tempfile.mkdtemp())
+    sys.path.append(str(folder))
+
+    def put(value: float) -> None:
+        (folder / "memplan_in_a_file.py").unlink(missing_ok=True)
+        if value > 1:
+            (folder / "memplan_in_a_file.py").touch()
+        importlib.invalidate_caches()
+
+    return lambda: 2.0 if importlib.util.find_spec("memplan_in_a_file") else 1.0, put
+
+
+@holder
+def version_of_a_package() -> Holder:
+    folder = Path(tempfile.mkdtemp())
+    about = folder / "memplan_versioned-1.dist-info" / "METADATA"
+    about.parent.mkdir()
+    sys.path.insert(0, str(folder))
+
+    def put(value: float) -> None:
+        about.write_text(f"Metadata-Version: 2.1\nName: memplan-versioned\nVersion: {value}\n")
+
+    return lambda: float(importlib.metadata.version("memplan-versioned")), put
+
+
+@holder
+def ordered_dictionary_in_place_of_another() -> Holder:
+    held = {"order": collections.OrderedDict(first=1.0, second=2.0)}
+
+    def put(value: float) -> None:
+        other = collections.OrderedDict(first=1.0, second=2.0)
+        if value > 1:
+            other.move_to_end("first")
+        held["order"] = other
+
+    return lambda: next(iter(held["order"].values())), put
+
+
+@holder
+def order_of_modules() -> Holder:
+    held = nn.ModuleDict({"first": nn.Identity(), "second": nn.Tanh()})
+
+    def put(value: float) -> None:
+        names = list(held)
+        if (names[0] == "second") is not (value > 1):
+            held["moved"] = held.pop(names[0])
+            held[names[0]] = held.pop("moved")
+
+    return lambda: 2.0 if next(iter(held)) == "second" else 1.0, put
+
+
+@holder
+def autocast_without_a_context() -> Holder:
+    def put(value: float) -> None:
+        torch.set_autocast_enabled("cpu", value > 1)
+
+    return lambda: 2.0 if torch.is_autocast_enabled("cpu") else 1.0, put
+
+
+@holder
+def autocast_of_products() -> Holder:
+    held = torch.tensor([[1.001]])
+
+    def put(value: float) -> None:
+        torch.set_autocast_enabled("cpu", value > 1)
+
+    return lambda: (held @ held).float().sum(), put
+
+
+@holder
+def autocast_s_cache() -> Holder:
+    return (
+        lambda: 2.0 if torch.is_autocast_cache_enabled() else 1.0,
+        lambda value: torch.set_autocast_cache_enabled(value > 1),
+    )
+
+
+@holder
+def order_of_a_set() -> Holder:
+    held: set[int] = {0, 8}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.update((8, 0) if value > 1 else (0, 8))
+
+    return lambda: next(1.0 + one / 8 for one in held), put

@@ -28,6 +28,7 @@ assert subtle_holders.__name__  # adds to HOLDERS
 def as_it_was() -> Iterator[None]:
     """Holders change the process."""
     limit, interval, folder = sys.getrecursionlimit(), sys.getswitchinterval(), Path.cwd()
+    paths = list(sys.path)
     place, context = locale.setlocale(locale.LC_CTYPE), decimal.getcontext().copy()
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     digits, of_autocast = sys.get_int_max_str_digits(), torch.get_autocast_dtype("cpu")
@@ -43,6 +44,9 @@ def as_it_was() -> Iterator[None]:
     torch.backends.cudnn.benchmark = benchmark
     torch.use_deterministic_algorithms(False)
     torch.set_flush_denormal(False)
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_cache_enabled(True)
+    sys.path[:] = paths
     torch.set_autocast_dtype("cpu", of_autocast)
     sys.set_int_max_str_digits(digits)
     nn.modules.module._global_forward_hooks.clear()
@@ -77,7 +81,7 @@ def train(
             optimizer.step()
         else:
             loss = step(x)
-        losses.append(bytes(loss.detach().numpy().tobytes()))
+        losses.append(bytes(loss.detach().float().numpy().tobytes()))
     weights = [bytes(one.detach().numpy().tobytes()) for one in model.parameters()]
     return losses, weights, step
 

@@ -16,7 +16,6 @@ import operator
 import random
 import sys
 import types
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,7 +50,6 @@ _STRICT = {
 }
 _SETTINGS = {name.rpartition(".")[2]: value for name, value in _STRICT.items()}
 _OWN_LAYOUT = (dict, OrderedDict, defaultdict)
-_Values = list[tuple[Any, list[Any]]]
 
 
 @contextlib.contextmanager
@@ -125,6 +123,15 @@ def unguarded() -> str:
     )
 
 
+def casts_stay() -> bool:
+    """Whether autocast keeps the weights that it has cast, for ever: it is on outside of its
+    context. What PyTorch goes on with are then the weights of the first step."""
+    if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+        return False
+    torch.autocast_increment_nesting()
+    return not torch.autocast_decrement_nesting()
+
+
 def _unseen(value: Any) -> str:
     """Whether a value that PyTorch captured once may give another one next, unseen by guards."""
     if isinstance(value, types.GeneratorType):
@@ -153,21 +160,21 @@ class Guarded:
         self.refusal = ""
         """Why a capture cannot be guarded."""
         self._classes: dict[type, list[Any]] = {}
-        self._orders: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
-        """Keys of ordered dictionaries, of which guards see the order of insertion."""
+        self._asked: list[tuple[Callable[[], Any], Any]] = []
+        """What PyTorch asked the system, and the answers."""
         self._names = _builtins()
         self._limits = _limits()
 
     def see(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
         """All guards of a capture; PyTorch calls it and drops those that it answers False for."""
+        from memplan.runtime.graph.stricter import take_asked  # releases before 2.13 do not have it
+
+        self._asked += take_asked()
         for entry in entries:
             if entry.has_value:
                 for value in _within(entry.value):
                     self._see(value)
                     self.refusal = self.refusal or _unseen(value)
-                if isinstance(entry.value, OrderedDict) and len(entry.value) > 1:
-                    known = weakref.ref(entry.value), list(entry.value)
-                    self._orders.setdefault(id(entry.value), known)
                 if _is_mapping_of_its_own(entry.value) and _looked_into(entry.name, entries):
                     kind = type(entry.value).__name__
                     self.refusal = f"attributes of a {kind}, a kind of dict, which are not guarded"
@@ -181,10 +188,8 @@ class Guarded:
     def _changed(self) -> bool:
         if _limits() != self._limits or not _same(_builtins(), self._names):
             return True
-        for reference, keys in self._orders.values():
-            now = reference()
-            if now is not None and not _same(list(now), keys):
-                return True
+        if any(_answer(ask) != answer for ask, answer in self._asked):
+            return True
         for kind, seen in self._classes.items():
             now = list(vars(kind).values())
             if not _same(now, seen):
@@ -207,6 +212,13 @@ class Guarded:
         for kind in (*of_class, *type(value).__mro__):
             if kind not in self._classes and kind.__flags__ & _HEAP_TYPE:
                 self._classes[kind] = list(vars(kind).values())
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:
+        return type(error)
 
 
 _HEAP_TYPE = 1 << 9

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memplan.capturing.patches.job_observer import tell_step
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.guarded import strict, unguarded
+from memplan.runtime.graph.guarded import casts_stay, strict, unguarded
 from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
@@ -145,6 +145,8 @@ class CompiledStep(Generic[P]):
         given = Leaves().refusal(pytree.tree_leaves((args, kwargs)))
         if why := given or self._leaves.refusal(self._updates.parameters()):
             return self._give_up(why, args, kwargs)
+        if casts_stay():
+            return self._give_up("autocast is on, outside of its context", args, kwargs)
         if not capture.programs and (why := of_several(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(capture.programs)

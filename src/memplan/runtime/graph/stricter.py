@@ -11,14 +11,29 @@ kept in a global, which is where they are found then.
 
 What is not there: a key or an attribute that a function looks for in vain, and what else `vars` of
 an object has, may be there at the next call.
+
+What `==` does not tell apart: the sign of a zero, whether a number is `1`, `True` or `1.0` in a set
+or as a key, and in which order a set or an `OrderedDict` gives what it holds.
+
+What Dynamo asks the system while it traces, and puts into the graph as a constant: whether a
+package is there, and its version. It is asked again before each call (`take_asked`).
+
+These are patches of many places because Dynamo has no single one where they could be decided. Its
+filter of guards can take guards away and add none, and the guards that it is shown do not say which
+object was compared with which, nor what was looked for in vain. To guard every object by which one
+it is would be one place, but a step is given a new batch in each call, and would be captured again.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalSource
@@ -28,7 +43,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import ObjectVariable
@@ -36,6 +51,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
+Asked = tuple[Callable[[], Any], Any]
 _GUARDED = (ConstantVariable, SymNodeVariable, TensorVariable)
 """By value, or by which of them are the same."""
 _compare: Callable[..., Any] = object_protocol.vt_identity_compare
@@ -44,6 +60,7 @@ _get_source: Callable[..., Any] = UserFunctionVariable.get_source
 _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
+_call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
 _make_key: Callable[..., None] = HashableTracker.__init__
 
 
@@ -118,6 +135,61 @@ def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
     _guard(self, GuardBuilder.DICT_KEYS_MATCH)
 
 
+def _exactly(compare: Callable[..., None]) -> Callable[..., None]:
+    """A guard that compares also what `==` does not tell apart."""
+
+    def guard_exactly(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        compare(self, guard, *args, **kwargs)
+        value = self.get(guard)
+        if _is_inexact(value):
+            known = _exact(value)
+            self.get_guard_manager(guard).add_lambda_guard(
+                lambda now: _exact(now) == known, [f"{guard.name} exactly"], guard.user_stack
+            )
+
+    return guard_exactly
+
+
+def _is_inexact(value: Any) -> bool:
+    """Whether another value may be equal to this one and of its type."""
+    if isinstance(value, dict):
+        return isinstance(value, OrderedDict) or not all(isinstance(key, str) for key in value)
+    if isinstance(value, (complex, np.inexact)):
+        return 0 in (value.real, value.imag)
+    return isinstance(value, _SEVERAL) or (isinstance(value, float) and value == 0)
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [_exact(key) for key in value]
+    if isinstance(value, _SEVERAL):
+        return type(value), [_exact(one) for one in value]
+    return type(value), repr(value) if isinstance(value, _INEXACT) else value
+
+
+_INEXACT = (float, complex, np.inexact)
+_SEVERAL = (tuple, list, set, frozenset)
+
+
+def _call_skipped(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Dynamo calls these functions itself, for what they say now."""
+    result = _call_skip(self, tx, args, kwargs)
+    if self.value in (importlib.util.find_spec, importlib.metadata.version):
+        given = [one.as_python_constant() for one in args]
+        _asked.append((functools.partial(self.value, *given), self.value(*given)))
+    return result
+
+
+_asked: list[Asked] = []
+
+
+def take_asked() -> list[Asked]:
+    """What was asked since the last time, and the answers."""
+    found = list(_asked)
+    _asked.clear()
+    return found
+
+
 def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
     if one.source is not None:
         install_guard(one.source.make_guard(how))
@@ -132,6 +204,10 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (InstructionTranslatorBase, _load.__name__, _load_attr),
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
     (ConstDictVariable, _get_item.__name__, _getitem),
+    (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
+    (GuardBuilder, "EQUALS_MATCH", _exactly(GuardBuilder.EQUALS_MATCH)),
+    (GuardBuilder, "DICT_KEYS_MATCH", _exactly(GuardBuilder.DICT_KEYS_MATCH)),
+    (GuardBuilder, "CONSTANT_SUBCLASS_MATCH", _exactly(GuardBuilder.CONSTANT_SUBCLASS_MATCH)),
     (DunderDictVariable, "install_dict_keys_match_guard", _guard_all_keys),
     (DunderDictVariable, "install_dict_contains_guard", _guard_all_keys),
 ]
