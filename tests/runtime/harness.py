@@ -12,9 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memplan.runtime.tape import Decisions, Needed, Recording, decisions_by_call, groups, replay
+from memplan.runtime.tape import (
+    Decisions,
+    Needed,
+    Offload,
+    Pass,
+    Recording,
+    decisions_by_call,
+    groups,
+    replay,
+)
 from memplan.types.op_names import op_name
-from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
+from memplan.types.plan import OffloadPart, OpOutput, RecomputeGroup, RecomputePart
 
 OUTPUTS = 4
 """More than any op here allocates; numbers without an output are ignored."""
@@ -82,13 +91,15 @@ def recorded(
     """Every forward of `module` with gradients is recorded, the nth as one that is like a call that
     needed `needed[n]`; gives the recordings."""
     forward = module.forward
+    part = OffloadPart(values=[OpOutput("", 0)] * 1000, out_bytes=500, ahead_bytes=1000)
+    of_pass = Pass(Offload(part, devices=("cpu",)))
     calls: list[Recording] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         expected = needed[len(calls)] if len(calls) < len(needed) else None
-        calls.append(Recording(decisions, verify=verify, needed=expected))
+        calls.append(Recording(decisions, verify=verify, needed=expected, of_pass=of_pass))
         with calls[-1]:
             return forward(*args, **kwargs)
 
@@ -160,6 +171,10 @@ class Choice:
 
     groups: dict[int, list[OpOutput]] = field(default_factory=dict)
     hold: list[OpOutput] = field(default_factory=list)
+    offload: list[OpOutput] = field(default_factory=list)
+
+    def send(self, op: tuple[str, int]) -> None:
+        self.offload[:0] = [OpOutput(*op, output) for output in range(OUTPUTS)]
 
     def add(self, op: tuple[str, int], group: int) -> None:
         places = [OpOutput(*op, output) for output in range(OUTPUTS)]
@@ -170,19 +185,21 @@ class Choice:
             groups=[RecomputeGroup(f"group {n}", drop) for n, drop in self.groups.items()],
             hold=self.hold,
         )
-        return decisions_by_call(part).get(0, Decisions({}))
+        offload = OffloadPart(values=self.offload, out_bytes=0, ahead_bytes=0)
+        return decisions_by_call(part, offload).get(0, Decisions({}))
 
 
 def choices(ops: list[tuple[str, int]], *, large: bool = False) -> dict[str, Choice]:
     """Every kind of plan for a forward of these ops; a few kinds where it is large."""
     ops = list(dict.fromkeys(ops))
-    made = {name: Choice() for name in ("everything", "segments", "interleaved")}
+    made = {name: Choice() for name in ("everything", "segments", "interleaved", "away")}
     if not large:
         made["each alone"] = Choice()
     for number, op in enumerate(ops):
         made["everything"].add(op, 0)
         made["segments"].add(op, number // max(4, len(ops) // 8))
         made["interleaved"].add(op, number % 3)
+        made["away"].send(op)
         if not large:
             made["each alone"].add(op, number)
     for draw in range(1 if large else 2):
@@ -191,8 +208,10 @@ def choices(ops: list[tuple[str, int]], *, large: bool = False) -> dict[str, Cho
         made[name] = Choice()
         for op in ops:
             kind = chance.random()
-            if kind < 0.6:
+            if kind < 0.4:
                 made[name].add(op, chance.randrange(4))
+            elif kind < 0.6:
+                made[name].send(op)
             elif kind < 0.75:
                 made[name].add(op, -1)
     return made

@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from memplan.runtime.tape import Decisions, Recording
 from memplan.runtime.tape.decisions import HOLD
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor
+from memplan.runtime.tape.offload import Away, AwayHandle
 from memplan.runtime.tape.values import OpRecord, Value, View
 from tests.runtime import test_calls, test_functions, test_in_place, test_normalisation
 from tests.runtime.harness import Choice, Job, Spy, outcome, recorded
 
 ROWS, WIDTH = 256, 64
-OF_THE_TAPE = (Recording, Value, View, OpRecord, Group, Handle, SavedTensor)
+OF_THE_TAPE = (Recording, Value, View, OpRecord, Group, Handle, SavedTensor, Away, AwayHandle)
 
 
 class Census(TorchDispatchMode):
@@ -273,7 +274,10 @@ def test_nothing_of_a_tape_outlives_the_step(job: Job) -> None:
         outcome(job, spy)
         made = Choice()
         for number, op in enumerate(dict.fromkeys(spy.ops)):
-            made.add(op, number % 4 - 1)
+            if number % 5 == 0:
+                made.send(op)
+            else:
+                made.add(op, number % 5 - 2)
         outcome(job, made.decisions())
         assert tape_objects() == []
 

@@ -1,4 +1,5 @@
-"""Puts a plan's recompute part into effect: on one module, or on every root module of a script."""
+"""Puts a plan's parts `recompute` and `offload` into effect: on one module, or on every root module
+of a script."""
 
 from __future__ import annotations
 
@@ -11,8 +12,16 @@ import torch
 
 from memplan.capturing.patches.internals import require
 from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls
-from memplan.runtime.tape import Decisions, Inputs, Needed, Recording, decisions_by_call
-from memplan.types.plan import RecomputePart
+from memplan.runtime.tape import (
+    Decisions,
+    Inputs,
+    Needed,
+    Offload,
+    Pass,
+    Recording,
+    decisions_by_call,
+)
+from memplan.types.plan import OffloadPart, RecomputePart
 
 _MOST_SURPRISES = 3
 
@@ -32,14 +41,17 @@ class _Calls:
 
     def __init__(
         self,
-        part: RecomputePart,
+        part: RecomputePart | None,
+        offload: Offload | None = None,
         *,
         every_call: bool,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         require("runtime")
         self._on_note = on_note
-        self._decisions: dict[int, Decisions] = decisions_by_call(part)
+        self._offload = offload
+        offloaded = offload.part if offload is not None else None
+        self._decisions: dict[int, Decisions] = decisions_by_call(part, offloaded)
         self._every_call = every_call
         self._needed: dict[int, Needed] = {}
         """By call, as learned from the last one that was recorded whole."""
@@ -47,6 +59,8 @@ class _Calls:
         self._verified: set[int] = set()
         self._on_cuda = False
         self._pass: list[Recording] = []
+        self._offloaded: Pass | None = None
+        """Those of the pass."""
         self._inputs = Inputs()
         self._running = _Running()
         self._to_compare: tuple[Recording, Decisions] | None = None
@@ -68,12 +82,15 @@ class _Calls:
                 decisions = None  # a CUDA graph takes no generator's state, and no check
             first = call not in self._verified
             self._verified.add(call)
+            if self._offload is not None and (self._offloaded is None or self._every_call):
+                self._offloaded = Pass(self._offload)
             recording = Recording(
                 decisions or Decisions({}),
                 verify=first,
                 on_cuda=self._on_cuda,
                 needed=self._needed.get(call),
                 inputs=self._inputs,
+                of_pass=self._offloaded,
             )
             self._pass.append(recording)
             if decisions is None:
@@ -115,20 +132,24 @@ class _Calls:
 
     def _compare(self, recording: Recording, decisions: Decisions) -> None:
         if self._on_note is not None and recording.found < decisions.named:
+            sends = " or offloads" if self._offload is not None else ""
             self._on_note(
-                f"{recording.found} of the {decisions.named} values that the plan drops were met "
-                "in this forward pass: was the plan made for other arguments? The numbers are the "
-                "same in any case; the peak may be higher than the plan promises. `memplan fit` "
-                "makes a plan for this job"
+                f"{recording.found} of the {decisions.named} values that the plan drops{sends} "
+                "were met in this forward pass: was the plan made for other arguments? The "
+                "numbers are the same in any case; the peak may be higher than the plan "
+                "promises. `memplan fit` makes a plan for this job"
             )
 
     def new_pass(self) -> None:
         self._pass.clear()
+        self._offloaded = None
         self._inputs.forget_what_was_used()
 
 
 class _Applied:
     """A context manager."""
+
+    offload: Offload | None = None
 
     def __init__(self, calls: _Calls, *, every_thread: bool) -> None:
         self._calls = calls
@@ -139,6 +160,8 @@ class _Applied:
         self._modules.close()
         if self._modules.end_interrupted():
             self._calls.end_interrupted()
+        if self.offload is not None:
+            self.offload.close()
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +185,18 @@ class AppliedToModule(_Applied):
     module carry no plan.
     """
 
-    def __init__(self, module: torch.nn.Module, part: RecomputePart) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        part: RecomputePart | None,
+        offload: OffloadPart | None = None,
+        *,
+        devices: tuple[str, ...] = ("cuda",),
+    ) -> None:
+        """`devices`: kinds of device from which values are offloaded."""
         self.part = part
-        super().__init__(_Calls(part, every_call=True), every_thread=True)
+        self.offload = Offload(offload, devices=devices) if offload is not None else None
+        super().__init__(_Calls(part, self.offload, every_call=True), every_thread=True)
         self._modules.watch_only([module])
 
 
@@ -174,9 +206,20 @@ class AppliedEverywhere(_Applied):
     A context manager. Modules called in other threads than the one that made it are left alone.
     """
 
-    def __init__(self, part: RecomputePart, on_note: Callable[[str], None] | None = None) -> None:
-        """`on_note` is told, in a sentence, when the job is not the one that was planned for."""
-        super().__init__(_Calls(part, every_call=False, on_note=on_note), every_thread=False)
+    def __init__(
+        self,
+        part: RecomputePart | None,
+        on_note: Callable[[str], None] = lambda text: None,
+        offload: OffloadPart | None = None,
+        *,
+        devices: tuple[str, ...] = ("cuda",),
+    ) -> None:
+        """`on_note` is told, in a sentence, when the job or the host is not what was planned for.
+        `devices`: kinds of device from which values are offloaded."""
+        if offload is not None:
+            self.offload = Offload(offload, on_note, devices=devices)
+        calls = _Calls(part, self.offload, every_call=False, on_note=on_note)
+        super().__init__(calls, every_thread=False)
         self._observer = JobObserver()
 
     def __enter__(self) -> Self:

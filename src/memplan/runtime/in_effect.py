@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memplan.types.plan import CompiledRegion, Plan
+from memplan.types.plan import CompiledRegion, OffloadPart, Plan
 
 if TYPE_CHECKING:
     from memplan.runtime.optimizer_in_backward import Account
@@ -30,7 +30,7 @@ def plan_in_effect(
     on_note: Callable[[str], None],
     on_region: Callable[[CompiledRegion], None] | None = None,
 ) -> Iterator[InEffect]:
-    """Recomputation and the optimizer in backward, where the plan has them. `command`: the
+    """Every part but the allocation and the arguments, where the plan has them. `command`: the
     program's name and arguments. `on_note` is told, in a sentence, what of the plan cannot be
     followed; `on_region` what is done to each compiled graph."""
     found = InEffect()
@@ -44,10 +44,14 @@ def plan_in_effect(
         changes = " ".join(f"{change.option} {change.value}" for change in plan.arguments.changes)
         note(f"{changes} is not set: the plan was made for {' '.join(plan.made_from.command)}")
     with ExitStack() as stack:
-        if plan.recompute is not None and plan.recompute.groups:
+        offload = plan.offload if plan.offload is not None and plan.offload.values else None
+        if offload is not None and (reason := _why_not_on_host(offload)):
+            note(reason)
+            offload = None
+        if (plan.recompute is not None and plan.recompute.groups) or offload is not None:
             from memplan.runtime.apply import AppliedEverywhere
 
-            stack.enter_context(AppliedEverywhere(plan.recompute, note))
+            stack.enter_context(AppliedEverywhere(plan.recompute, note, offload))
         if plan.regions is not None:
             from memplan.runtime.graph.planned import PlannedRegions
 
@@ -67,3 +71,19 @@ def plan_in_effect(
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)
         yield found
+
+
+def _why_not_on_host(part: OffloadPart) -> str:
+    """Why nothing is offloaded; empty where the host has the memory, or is not the job's own."""
+    from memplan.report.text import format_bytes
+    from memplan.runtime.host_buffers import available_bytes, local_processes
+    from memplan.runtime.tape.recording import tensors_are_fake
+
+    available, processes = available_bytes(), local_processes()
+    if tensors_are_fake() or available is None or part.host_bytes * processes <= available:
+        return ""
+    each = f" for each of its {processes} processes" if processes > 1 else ""
+    return (
+        f"nothing is offloaded: the plan needs {format_bytes(part.host_bytes)} of the host's "
+        f"memory{each}, and {format_bytes(available)} are left"
+    )

@@ -61,6 +61,12 @@ class RecomputeError(MemplanError):
     exit_code = 1
 
 
+class OffloadError(MemplanError):
+    """What was sent to the host for backward did not come back as it was."""
+
+    exit_code = 1
+
+
 class OptimizerInBackwardError(MemplanError):
     """The job used what a weight update in backward had already released or changed."""
 

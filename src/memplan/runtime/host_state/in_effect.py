@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplan.runtime import one_update
+from memplan.runtime.host_buffers import page_lock
 from memplan.runtime.host_state.ring import Ring
 from memplan.runtime.host_state.update import update_by_pieces
 from memplan.runtime.optimizer_in_backward.one_parameter import why_not
@@ -137,22 +136,8 @@ class HostState:
         host = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
         if "cuda" in self._devices and not self._pageable:
             try:
-                _lock(host)
+                page_lock(host)
             except RuntimeError as error:
                 self._pageable = True
                 self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
         return host
-
-
-def _lock(host: Tensor) -> None:
-    """Page-lock a tensor's memory as it is: PyTorch's own page-locked blocks are rounded up to
-    powers of two."""
-    storage = host.untyped_storage()
-    address = storage.data_ptr()
-    pin_memory(address, storage.nbytes())
-    weakref.finalize(storage, _unlock, address)
-
-
-def _unlock(address: int) -> None:
-    with suppress(RuntimeError):  # at the end of the process CUDA may be gone
-        unpin_memory(address)

@@ -1,4 +1,5 @@
-"""Drop what autograd saves, and recompute it from a record of the ops when backward asks.
+"""Drop what autograd saves, and recompute it from a record of the ops when backward asks; or send
+it to the host and fetch it again.
 
 A *tape* is made of one forward call of a root module. Ops are recorded where a dispatch mode sees
 them, below autograd and autocast, so recomputing runs the same kernels on the same inputs and
@@ -7,7 +8,8 @@ nothing of the user's Python: no module hook, no counter, no batch norm statisti
 
 from memplan.runtime.tape.decisions import Decisions, decisions_by_call
 from memplan.runtime.tape.needed import Needed
+from memplan.runtime.tape.offload import Offload, Pass
 from memplan.runtime.tape.recording import Recording
 from memplan.runtime.tape.storages import Inputs
 
-__all__ = ["Decisions", "Inputs", "Needed", "Recording", "decisions_by_call"]
+__all__ = ["Decisions", "Inputs", "Needed", "Offload", "Pass", "Recording", "decisions_by_call"]

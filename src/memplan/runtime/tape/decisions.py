@@ -1,41 +1,53 @@
-"""A plan's recompute part, looked up by op."""
+"""What a plan says of the values of a forward pass, looked up by op."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from memplan.types.op_names import op_name
-from memplan.types.plan import OpOutput, RecomputePart
+from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 
 HOLD: Final = ""
 """In place of a group's name: keep the value though autograd does not save it."""
+Choice = str | int
+"""The name of the group that a value is dropped with, or its place in the list of those that are
+offloaded."""
+_Choices = dict[str, dict[int, dict[int, Choice]]]
 
 
 class Decisions:
     """What to do with the values of one call of a root module."""
 
-    def __init__(self, choices: dict[str, dict[int, dict[int, str]]]) -> None:
+    def __init__(self, choices: _Choices, *, recomputes: bool = True) -> None:
+        """`recomputes`: whether it may drop values, of which ops are recorded."""
         self._choices = choices
+        self.recomputes = recomputes
         self.named = sum(len(o) for by_nth in choices.values() for o in by_nth.values())
         """How many values the plan names in this call."""
-        self._by_op: dict[Any, dict[int, dict[int, str]]] = {}
+        self._by_op: dict[Any, dict[int, dict[int, Choice]]] = {}
 
-    def of(self, func: Any, nth: int) -> dict[int, str] | None:
-        """By output of the `nth` op of this kind: a group's name or HOLD; None: keep them all."""
+    def of(self, func: Any, nth: int) -> Mapping[int, Choice] | None:
+        """By output of the `nth` op of this kind: a choice or HOLD; None: keep them all."""
         by_nth = self._by_op.get(func)
         if by_nth is None:
             by_nth = self._by_op[func] = self._choices.get(op_name(func), {})
         return by_nth.get(nth)
 
 
-def decisions_by_call(part: RecomputePart) -> dict[int, Decisions]:
-    """One for each call that the plan knows."""
-    calls: dict[int, dict[str, dict[int, dict[int, str]]]] = {}
+def decisions_by_call(
+    part: RecomputePart | None, offload: OffloadPart | None = None
+) -> dict[int, Decisions]:
+    """One for each call that the plan knows. What both parts name is recomputed."""
+    calls: dict[int, _Choices] = {}
 
-    def add(place: OpOutput, choice: str) -> None:
+    def add(place: OpOutput, choice: Choice) -> None:
         by_name = calls.setdefault(place.call, {})
         by_name.setdefault(place.op, {}).setdefault(place.nth, {})[place.output] = choice
 
+    for number, place in enumerate(offload.values if offload is not None else ()):
+        add(place, number)
+    part = part or RecomputePart(groups=[])
     for place in part.hold:
         add(place, HOLD)
     names: set[str] = set()
@@ -45,4 +57,5 @@ def decisions_by_call(part: RecomputePart) -> dict[int, Decisions]:
         names.add(name)
         for place in group.drop:
             add(place, name)
-    return {call: Decisions(choices) for call, choices in calls.items()}
+    recomputes = bool(part.groups)
+    return {call: Decisions(found, recomputes=recomputes) for call, found in calls.items()}

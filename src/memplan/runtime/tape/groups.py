@@ -56,7 +56,7 @@ class Group:
         base = value.base
         assert base is not None
         if value.modified():
-            raise modified_error(base, value.version)
+            raise modified_error(base, value.version, handle.view.size)
         return handle.view.on(base)
 
     def _check(self, handle: Handle) -> None:
@@ -86,15 +86,15 @@ class SavedTensor:
     def get(self) -> torch.Tensor:
         """Raises RuntimeError, as autograd itself would, when it was modified in place."""
         if version_of(self.tensor) != self.version:
-            raise modified_error(self.tensor, self.version)
+            raise modified_error(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
-def modified_error(tensor: torch.Tensor, version: int) -> RuntimeError:
+def modified_error(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:
     """In autograd's words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+        f"operation: [{tensor.type()} {list(shape)}] is at version {tensor._version}; "
         f"expected version {version} instead."
     )
 

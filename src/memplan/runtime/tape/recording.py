@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,10 +19,11 @@ from memplan.runtime.tape.bias import (
     goes_into_product,
     unshared_counts,
 )
-from memplan.runtime.tape.decisions import HOLD, Decisions
+from memplan.runtime.tape.decisions import HOLD, Choice, Decisions
 from memplan.runtime.tape.functions import top_hooks, watched_by
 from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
 from memplan.runtime.tape.needed import Needed, needed_by
+from memplan.runtime.tape.offload import AwayHandle, Pass
 from memplan.runtime.tape.op_effects import (
     note_generator,
     touches_cuda,
@@ -54,11 +55,13 @@ class Recording(TorchDispatchMode):
         on_cuda: bool = False,
         needed: Needed | None = None,
         inputs: Inputs | None = None,
+        of_pass: Pass | None = None,
     ) -> None:
         """`verify`: check what is recomputed against a checksum of what was dropped. `on_cuda`:
         the model is on CUDA, and ops between host tensors do not count, as in a captured trace.
         `needed`: by an earlier call like this one; None: record every op. `inputs`: of all calls
-        whose backwards may be to come."""
+        whose backwards may be to come. `of_pass`: of the calls whose values are offloaded
+        together; None: none is."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
         self._verify = verify
@@ -70,6 +73,7 @@ class Recording(TorchDispatchMode):
         self._storages = Storages(self._inputs)
         self._counts: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
+        self._pass = of_pass
         self._number = 0
         self._off = 0
         self._lost = 0
@@ -103,10 +107,7 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> Recording:
         unshared_counts()  # not first inside an op, where `linear` is another
-        self._symbolic = any(
-            isinstance(mode, FakeTensorMode) or hasattr(mode, "fake_mode")
-            for mode in _get_current_dispatch_mode_stack()
-        )
+        self._symbolic = tensors_are_fake()
         with ExitStack() as stack:
             if self._on_cuda and not self._symbolic:
                 stack.enter_context(tensors_made_as_in_captures())
@@ -147,7 +148,8 @@ class Recording(TorchDispatchMode):
             self._off -= 1
 
     def _forget(self) -> None:
-        if self._needed is None and not self.surprised and not self.backward_began:
+        whole = self._needed is None and self._decisions.recomputes
+        if whole and not self.surprised and not self.backward_began:
             self.learned = needed_by(self._groups.values(), self._ops)
         self._storages.clear()
         self._groups.clear()
@@ -182,7 +184,7 @@ class Recording(TorchDispatchMode):
         number, nth = self._number, self._count(traits, args, kwargs)
         self._number += 1
         if not self._is_needed(func, traits, number, nth):
-            return self._run_unrecorded(func, traits, args, kwargs)
+            return self._run_unrecorded(func, traits, nth, args, kwargs)
         record = OpRecord(func, number, nth, args, kwargs)
         can = traits.replayable and not self._opaque and not self._on_another_stream()
         written = written_tensors(traits, args, kwargs) if traits.written else []
@@ -206,6 +208,8 @@ class Recording(TorchDispatchMode):
         return result
 
     def _is_needed(self, func: Any, traits: Traits, number: int, nth: int) -> bool:
+        if not self._decisions.recomputes:
+            return False
         if self._needed is None:
             self._ops.append(traits)
             return True
@@ -213,15 +217,17 @@ class Recording(TorchDispatchMode):
             expected = self._storages.kept <= self._needed.inputs
         else:
             decided = self._decisions.of(func, nth)
-            expected = not decided or all(choice is HOLD for choice in decided.values())
+            expected = not decided or not any(_is_dropped(choice) for choice in decided.values())
         if not expected or not self._needed.is_next(number, traits):
             self._needed, self.surprised = None, True
         return self._needed is None or number in self._needed.replayed
 
     def _run_unrecorded(
-        self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Any, traits: Traits, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What it makes is unknown: whoever reads it keeps it."""
+        decided = self._decisions.of(func, nth) if self._pass is not None else None
+        given = _storages_among((*args, *kwargs.values())) if decided else set()
         written = written_tensors(traits, args, kwargs) if traits.written else []
         if traits.statistics:
             written += updated_statistics(traits, args)
@@ -230,7 +236,25 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in self._known(written):
             self._after_writing(tensor, None)
+        if decided:
+            self._note_offloaded(decided, given, flat_tensors(result))
         return result
+
+    def _note_offloaded(
+        self, decided: Mapping[int, Choice], given: set[int], tensors: list[torch.Tensor]
+    ) -> None:
+        """`given`: storages that the op did not make."""
+        allocated = 0
+        for tensor in filter(is_plain, tensors):
+            key = tensor.untyped_storage()._cdata
+            if key not in given:
+                given.add(key)
+                choice = decided.get(allocated)
+                allocated += 1
+                if isinstance(choice, int):
+                    self.found += 1
+                    self._storages.set(tensor, None)
+                    self._storages.offload(tensor, choice)
 
     def _known(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor for tensor in tensors if self._storages.find(tensor) is not None]
@@ -309,6 +333,9 @@ class Recording(TorchDispatchMode):
         others need of it is copied."""
         value = self._storages.find(tensor)
         made = value is not None and (value.base is None or not share_storage(value.base, tensor))
+        if value is not None and value.away is not None:
+            value.away.overwritten(value, tensor)
+            made = False
         with self.pause_recording(), torch.no_grad():
             if value is not None and not made:
                 value.keep(copy_of_storage(tensor))
@@ -339,15 +366,16 @@ class Recording(TorchDispatchMode):
             choice = decided.get(allocated) if decided else None
             allocated += 1
             self.found += choice is not None
-            if not can:
-                self._storages.set(tensor, None)
-                continue
-            value = Value(record, position)
-            value.uninitialised = traits.uninitialised
+            value = Value(record, position) if can else None
             self._storages.set(tensor, value)
+            if isinstance(choice, int):
+                self._storages.offload(tensor, choice)
+            if value is None:
+                continue
+            value.uninitialised = traits.uninitialised
             if choice is HOLD:
                 self._storages.keep(value, tensor)
-            elif choice is not None:
+            elif isinstance(choice, str):
                 value.group = self._groups.setdefault(choice, Group(choice))
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
@@ -374,7 +402,11 @@ class Recording(TorchDispatchMode):
 
     # Autograd
 
-    def _pack(self, tensor: torch.Tensor) -> Handle | SavedTensor:
+    def _pack(self, tensor: torch.Tensor) -> Handle | AwayHandle | SavedTensor:
+        if self._pass is not None and is_plain(tensor):
+            place = self._storages.place_of(tensor)
+            if place is not None and (sent := self._send(tensor, place, self._pass)):
+                return sent
         value = self._storages.find(tensor) if is_plain(tensor) else None
         if value is not None and value.base is None:
             known = value.producer is not None and not value.uninitialised
@@ -389,6 +421,23 @@ class Recording(TorchDispatchMode):
             return SavedTensor(value.base, value.version)
         return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
 
+    def _send(self, tensor: torch.Tensor, place: int, of_pass: Pass) -> AwayHandle | None:
+        """None: it stays on the card."""
+        if self._on_another_stream() or (tensor.is_leaf and tensor.requires_grad):
+            return None
+        value = self._storages.find(tensor) or Value(None, 0)
+        if value.away is None:
+            if value.base is None:
+                self._storages.keep(value, tensor)
+            if not of_pass.send(value, place):
+                return None
+        assert value.away is not None
+        checksum = None
+        if self._verify and not self._symbolic:
+            with self.pause_recording(), torch.no_grad():
+                checksum = checksum_of(tensor.detach())
+        return AwayHandle(View.of(tensor, value), value.away, checksum)
+
     def _checksum(
         self, tensor: torch.Tensor, producer: OpRecord, output: int
     ) -> torch.Tensor | None:
@@ -399,9 +448,26 @@ class Recording(TorchDispatchMode):
         with self.pause_recording(), torch.no_grad():
             return checksum_of(tensor.detach())
 
-    def _unpack(self, saved: Handle | SavedTensor) -> torch.Tensor:
+    def _unpack(self, saved: Handle | AwayHandle | SavedTensor) -> torch.Tensor:
         self.backward_began = True
         return saved.get()
+
+
+def tensors_are_fake() -> bool:
+    """Whether the job is captured, or its shapes are worked out in advance."""
+    return any(
+        isinstance(mode, FakeTensorMode) or hasattr(mode, "fake_mode")
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def _is_dropped(choice: Choice) -> bool:
+    return isinstance(choice, str) and choice is not HOLD
+
+
+def _storages_among(given: tuple[Any, ...]) -> set[int]:
+    tensors = [tensor for item in given for tensor in flat_tensors(item) if is_plain(tensor)]
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _keep_dynamo_out() -> None:

@@ -34,7 +34,7 @@ def recompute(group: str, targets: list[Value]) -> None:
     last_use = _last_uses(records)
     values: dict[Value, torch.Tensor] = {}
     wanted = set(targets)
-    with _plain_execution(group), changing_settings() as use_settings:
+    with plain_execution(f"memplan.recompute[{group}]"), changing_settings() as use_settings:
         for record in records:
             use_settings(record.settings)
             try:
@@ -58,11 +58,14 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
     seen = set(stack)
     while stack:
         value = stack.pop()
-        if value.base is not None:
+        if value.away is not None and not value.away.modified():
+            value.away.ask(value)
+        if value.base is not None or value.away is not None:
             if value.modified():
+                shape = "" if value.base is None else f" of shape {list(value.base.shape)},"
                 raise RecomputeError(
-                    f"cannot recompute {group}: one of its inputs, a tensor of shape "
-                    f"{list(value.base.shape)}, was modified in place after the forward pass",
+                    f"cannot recompute {group}: one of its inputs, a tensor{shape} was modified in "
+                    "place after the forward pass",
                     "modify it before the forward pass or after backward",
                 )
             continue
@@ -150,7 +153,7 @@ def _generator_at(generator: torch.Generator, state: torch.Tensor | None) -> Ite
 
 
 @contextmanager
-def _plain_execution(group: str) -> Iterator[None]:
+def plain_execution(name: str) -> Iterator[None]:
     """Below autograd and autocast, and named in profiles."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -159,5 +162,5 @@ def _plain_execution(group: str) -> Iterator[None]:
         for mode in _get_current_dispatch_mode_stack():
             if hasattr(mode, "pause_recording"):
                 stack.enter_context(mode.pause_recording())
-        stack.enter_context(torch.profiler.record_function(f"memplan.recompute[{group}]"))
+        stack.enter_context(torch.profiler.record_function(name))
         yield

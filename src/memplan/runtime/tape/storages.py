@@ -39,6 +39,8 @@ class Inputs:
         for value in list(self._by_storage.get(tensor.untyped_storage()._cdata, ())):
             base = value.base
             if base is not None and share_storage(base, tensor) and not value.modified():
+                if value.away is not None:
+                    value.away.overwritten(value, tensor)
                 value.keep(copy_of_storage(base))
 
     def forget_what_was_used(self) -> None:
@@ -58,6 +60,7 @@ class Storages:
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         self._live: dict[int, tuple[Value | weakref.ref[Value] | None, _StorageRef]] = {}
+        self._places: dict[int, int] = {}
         self.kept = 0
         """How many values were kept because they were read and not known."""
 
@@ -103,12 +106,22 @@ class Storages:
         value.keep(alias(tensor))
         self.set(tensor, value)
 
+    def offload(self, tensor: torch.Tensor, place: int) -> None:
+        """The plan offloads what a known storage holds when autograd saves it."""
+        self._places[tensor.untyped_storage()._cdata] = place
+
+    def place_of(self, tensor: torch.Tensor) -> int | None:
+        """In the plan's list of what is offloaded."""
+        return self._places.get(tensor.untyped_storage()._cdata) if self._places else None
+
     def clear(self) -> None:
         self._live.clear()
+        self._places.clear()
 
     def _died(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(storage, _StorageRef)
         self._live.pop(storage.key, None)
+        self._places.pop(storage.key, None)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -16,17 +16,20 @@ from memplan.runtime.tape.settings import current_settings
 
 if TYPE_CHECKING:
     from memplan.runtime.tape.groups import Group
+    from memplan.runtime.tape.offload import Away
 
 
 class Value:
     """One version of the content of a storage.
 
-    It is *available* while `base` holds a tensor on that storage. Otherwise `producer` makes it
-    again: every op on the way back to available values can be replayed.
+    It is *available* while `base` holds a tensor on that storage. Otherwise `away` fetches it from
+    the host, or `producer` makes it again: every op on the way back to values that are available or
+    away can be replayed.
     """
 
     __slots__ = (
         "__weakref__",
+        "away",
         "base",
         "group",
         "output",
@@ -45,6 +48,8 @@ class Value:
         self.group: Group | None = None
         """The group to drop it with; None: keep it when autograd saves it."""
         self.uninitialised = False
+        self.away: Away | None = None
+        """Once it is offloaded."""
 
     def keep(self, base: torch.Tensor) -> None:
         """Make it available from now on; what would have recomputed it is no longer needed."""
@@ -53,7 +58,9 @@ class Value:
         self.producer = None
 
     def modified(self) -> bool:
-        """Whether what `base` shows is no longer this version."""
+        """Whether what `base` shows, or what was saved of it, is no longer this version."""
+        if self.away is not None and self.away.modified():
+            return True
         return self.base is not None and version_of(self.base) != self.version
 
 

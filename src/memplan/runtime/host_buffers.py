@@ -1,0 +1,139 @@
+"""Page-locked memory of the host, of exactly the sizes asked for: PyTorch's own page-locked blocks
+are rounded up to powers of two and never given back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+
+_CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def page_lock(host: Tensor) -> None:
+    """A tensor's memory as it is, until it is freed. Raises RuntimeError where the host refuses."""
+    storage = host.untyped_storage()
+    address = storage.data_ptr()
+    pin_memory(address, storage.nbytes())
+    weakref.finalize(storage, _unlock, address)
+
+
+def _unlock(address: int) -> None:
+    with suppress(RuntimeError):  # at the end of the process CUDA may be gone
+        unpin_memory(address)
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Bytes on the host."""
+
+    bytes: Tensor
+    free: Any = None
+    """The event after which what is in it is no longer needed."""
+
+
+class HostBuffers:
+    """Buffers that go round between the steps of a job, each for copies of one size or less."""
+
+    def __init__(self, on_note: Callable[[str], None]) -> None:
+        """`on_note` is told, in a sentence, that the host refuses to lock pages."""
+        self._on_note = on_note
+        self._free: list[Buffer] = []
+        self._in_use = 0
+        self._most = 0
+        """Bytes that were in use at once."""
+        self._pageable = False
+        self._closed = False
+
+    def take(self, nbytes: int, card: Tensor) -> Buffer:
+        """For a copy of `card`. Raises MemoryError or OSError where the host has no more."""
+        fitting = [one for one in self._free if nbytes <= len(one.bytes) <= 2 * nbytes]
+        if fitting:
+            found = min(fitting, key=lambda one: len(one.bytes))
+            self._free.remove(found)
+        else:
+            if self._in_use + nbytes + sum(len(one.bytes) for one in self._free) > self._most:
+                self._let_go()
+            found = Buffer(self._new(nbytes, card))
+        self._in_use += len(found.bytes)
+        self._most = max(self._most, self._in_use)
+        return found
+
+    def give(self, buffer: Buffer, free: Any) -> None:
+        """It is not needed after the event `free`."""
+        buffer.free = free
+        self._in_use -= len(buffer.bytes)
+        self._free.append(buffer)
+        if self._closed:
+            self._let_go()
+
+    def close(self) -> None:
+        """Keep none for later."""
+        self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for buffer in self._free:
+            if buffer.free is not None:
+                buffer.free.synchronize()
+        self._free.clear()
+
+    def _new(self, nbytes: int, card: Tensor) -> Tensor:
+        if isinstance(card, FakeTensor):
+            return card.new_empty((nbytes,), dtype=torch.uint8, device="cpu")
+        # Pages of its own: two locked blocks must not share one.
+        host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        if card.is_cuda and not self._pageable:
+            try:
+                page_lock(host)
+            except RuntimeError as error:
+                self._pageable = True
+                self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
+        return host
+
+
+def available_bytes() -> int | None:
+    """What this process may still take of the host's memory: by `/proc/meminfo` and by the limits
+    of its control group; None where neither says."""
+    found = []
+    with suppress(OSError):
+        meminfo = Path("/proc/meminfo").read_text()
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.M):
+            found.append(int(match[1]) << 10)
+    for folder in _control_groups():
+        for limit, usage in _CGROUPS:
+            with suppress(OSError, ValueError):  # `max`: no limit
+                most, used = (int((folder / name).read_text()) for name in (limit, usage))
+                files = re.search(r"inactive_file (\d+)", (folder / "memory.stat").read_text())
+                found.append(most - used + (int(files[1]) if files else 0))
+    return min(found, default=None)
+
+
+def _control_groups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    found = [root, root / "memory"]
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds in ("", "memory"):
+                place = (root / kinds / name.lstrip("/")) if kinds else root / name.lstrip("/")
+                found += [place, *(one for one in place.parents if root in one.parents)]
+    return found
+
+
+def local_processes() -> int:
+    """Of the job, on this host."""
+    with suppress(ValueError):
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return 1

@@ -1,0 +1,70 @@
+"""What a capture with offloaded values shows: the card's memory without them, the host's with
+them, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from memplan.phases import step_graph
+from memplan.phases.passes import alive_after, step_passes
+from memplan.recompute.selection import op_output
+from memplan.runtime.apply import AppliedEverywhere
+from memplan.types.plan import OffloadPart
+from memplan.types.step_graph import StepGraph
+from memplan.types.trace import HostEventKind, Trace
+from tests.capturing.jobs import record
+from tests.phases.test_droppable_applied import SEVERAL
+
+
+def droppable(graph: StepGraph) -> list[int]:
+    """Last made first: about the order in which backward needs them."""
+    return np.flatnonzero(graph.values.droppable).tolist()[::-1]
+
+
+def offloaded(job: Callable[[], None], part: OffloadPart) -> Trace:
+    notes: list[str] = []
+
+    def applied() -> None:
+        with AppliedEverywhere(None, notes.append, part):
+            job()
+
+    trace = record(applied)
+    assert not notes
+    return trace
+
+
+def when_backward_begins(trace: Trace) -> int:
+    alive = alive_after(trace)
+    return max(int(alive[trace.ops.event[p.backward]]) for p in step_passes(trace).passes)
+
+
+def peak(trace: Trace) -> int:
+    found = step_passes(trace)
+    return int(alive_after(trace)[found.start : found.stop + 1].max())
+
+
+def on_host(trace: Trace) -> int:
+    """The most bytes of storages on the host at once."""
+    host = trace.host
+    sign = (host.kind == HostEventKind.ALLOC).astype(int) - (host.kind == HostEventKind.FREE)
+    return int(np.cumsum(sign * host.bytes).max(initial=0))
+
+
+@pytest.mark.parametrize("job", SEVERAL.values(), ids=SEVERAL.keys())
+def test_what_is_sent_is_on_the_host_and_not_on_the_card(job: Callable[[], None]) -> None:
+    plain = record(job)
+    graph = step_graph(plain)
+    values = droppable(graph)
+    sizes = graph.values.bytes[values].tolist()
+    names = [op_output(graph, value) for value in values]
+    planned = offloaded(job, OffloadPart(values=names, out_bytes=0, ahead_bytes=0))
+    released = when_backward_begins(plain) - when_backward_begins(planned)
+    assert sum(sizes) - released in sizes  # the last one stays
+    assert peak(planned) <= peak(plain)
+    assert sum(sizes) <= on_host(planned) <= sum(sizes) + on_host(plain)
+
+    window = OffloadPart(values=names, out_bytes=sum(sizes), ahead_bytes=0)
+    assert when_backward_begins(offloaded(job, window)) == when_backward_begins(plain)
