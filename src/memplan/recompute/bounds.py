@@ -54,33 +54,43 @@ class Bounds:
         top = int(least.max(initial=0)) + self.graph.base_bytes
         return max(top, self.graph.rest_peak_bytes)
 
-    def least_seconds(self, budget_bytes: int) -> float:
+    def least_seconds(self, budget_bytes: int, bytes_per_second: float = 0.0) -> float:
         """Added to a step by any selection within the budget; infinite where there is none.
 
         For each row above the budget a fractional knapsack: the bytes to get rid of, from values
-        that dropping takes away there, cheapest first.
+        that dropping takes away there, cheapest first. With a link to the host of so many
+        `bytes_per_second`, what it can have moved by then is free, and waiting for it moves more.
         """
-        if budget_bytes < self.least_peak:
+        least = self.graph.rest_peak_bytes if bytes_per_second else self.least_peak
+        if budget_bytes < least:
             return float("inf")
-        excess = self.plain + self.graph.base_bytes - budget_bytes
+        started = np.cumsum(self.graph.ops.seconds) - self.graph.ops.seconds
+        excess = self.plain + self.graph.base_bytes - budget_bytes - started * bytes_per_second
         rows = np.flatnonzero(excess > 0).tolist()
-        return max((self._row_seconds(row, int(excess[row])) for row in rows), default=0.0) * (
-            self.graph.passes
-        )
+        return max(
+            (self._row_seconds(row, float(excess[row]), bytes_per_second) for row in rows),
+            default=0.0,
+        ) * (self.graph.passes)
 
-    def _row_seconds(self, row: int, excess: int) -> float:
+    def _row_seconds(self, row: int, excess: float, rate: float) -> float:
+        """The least seconds in which `excess` bytes are dropped or moved."""
         relief, values = self.relief, self.graph.values
         there = (relief.after_forward <= row) & (row < values.free[relief.values])
         there &= (row < relief.first_use) | (row > relief.last_use)
         size = np.zeros(len(relief.seconds), dtype=np.int64)
         np.add.at(size, relief.item[there], values.bytes[relief.values[there]])
         items = np.flatnonzero(size)
-        items = items[np.argsort(relief.seconds[items] / size[items], kind="stable")]
-        total = np.cumsum(size[items])
-        last = int(np.searchsorted(total, excess))
-        before = int(total[last - 1]) if last else 0
-        share = (excess - before) / int(size[items[last]])
-        return float(relief.seconds[items[:last]].sum() + share * relief.seconds[items[last]])
+        price = relief.seconds[items] / size[items]
+        if rate and row < self.graph.forward_ops:
+            items, price = items[price < 1 / rate], price[price < 1 / rate]
+        items = items[np.argsort(price, kind="stable")]
+        seconds = np.append(0.0, np.cumsum(relief.seconds[items]))
+        total = np.append(0.0, np.cumsum(size[items]))
+        if row >= self.graph.forward_ops:  # while ops run again, the link moves more
+            total = total + rate * seconds
+        if total[-1] < excess:
+            return float(seconds[-1] + (excess - total[-1]) / rate) if rate else float("inf")
+        return float(np.interp(excess, total, seconds))
 
 
 def _relief(graph: StepGraph) -> _Relief:

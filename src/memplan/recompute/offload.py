@@ -1,0 +1,368 @@
+"""The least added time within a budget when values may be kept, recomputed or sent to the host.
+
+The recompute solver gives selections for the budget and for looser ones. Each is filled up with
+offloaded values, of those that it keeps, until the peak is within the budget. On what the best of
+these offload, the recompute solver is asked again. Small graphs are annealed over all three
+choices. `transfers` judges every plan; recomputing alone is among the candidates.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplan.recompute.planner import PROVED, Planner
+from memplan.recompute.selection import Selection, op_output
+from memplan.recompute.transfers import (
+    Judged,
+    OffloadPlan,
+    Saves,
+    Schedule,
+    without_offloaded,
+)
+from memplan.types.deadline import Deadline
+from memplan.types.plan import OffloadPart
+from memplan.types.solution import Solution, Solved, TimedOut
+from memplan.types.step_graph import StepGraph
+from memplan.types.trace import I64
+
+SMALL = 24
+"""Values that can be offloaded, up to which all three choices are annealed."""
+LEVELS = (0.0, 0.9, 0.6, 0.3, 1.2, 2.0)
+"""By how much looser the budgets are whose selections are filled up, in bytes that the link moves
+during forward."""
+EFFORT, SMALL_EFFORT = 4, 400
+"""Annealing steps a droppable value, of the recompute solver."""
+WINDOWS = (1, 2, 4, 8, 16)
+"""Windows that are tried, in values of the median size."""
+SHARES = (0.0, 0.3, 0.6, 0.8, 0.9)
+"""Parts of the bytes that are cheapest to recompute, which are kept on the card."""
+HALVINGS = 6
+LEAST_BYTES = 1 << 16
+"""Of large graphs' values: smaller ones are not worth a copy."""
+MOVES = 2500
+"""Annealing steps from one start, and starts, on small graphs."""
+STARTS = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the card and the host's page-locked memory."""
+
+    bytes_per_second: float
+    """Each direction."""
+    host_bytes: int | None = None
+    """That may be used at most; None: no bound."""
+
+
+def solve(
+    graph: StepGraph, budget_bytes: int, link: Link, *, deadline_seconds: float
+) -> Solution[OffloadPlan]:
+    """A plan that keeps the step's peak within the budget and adds little time.
+
+    Cost and bound are seconds that it adds to a step. TimedOut where none was found. Raises
+    ValueError for a graph that contradicts itself.
+    """
+    search = OffloadSearch(graph, link, Deadline(deadline_seconds, cpu_time=True))
+    best = search.within(budget_bytes)
+    bound = search.planner.bounds.least_seconds(budget_bytes, link.bytes_per_second)
+    if best is None:
+        return TimedOut(None, bound)
+    return Solved(best.plan, best.added_seconds, min(bound, best.added_seconds))
+
+
+class OffloadSearch:
+    """Looks for plans of one graph. What it has seen serves every later budget."""
+
+    def __init__(self, graph: StepGraph, link: Link, deadline: Deadline) -> None:
+        self.graph, self.link, self.deadline = graph, link, deadline
+        self.saves = Saves(graph, link.bytes_per_second)
+        self.small = len(self.saves.values) <= SMALL
+        size = graph.values.bytes[self.saves.values]
+        self.unit = _median(size)
+        least = 0 if self.small else min(LEAST_BYTES, self.unit)
+        self.values = [v for v in self.saves.values if self.saves.bytes[v] >= least]
+        self.most = math.inf if link.host_bytes is None else link.host_bytes
+        self.prices = _prices(graph)
+        self.planner = Planner(graph, deadline.part(3))
+        self.found: list[Judged] = []
+        self.bound = 0.0
+        self._schedules: dict[Selection, Schedule] = {}
+        self.schedule(Selection())
+
+    def within(self, budget_bytes: int) -> Judged | None:
+        """The plan that adds the least time within a budget; None where none was found."""
+        most = None
+        self.bound = self.planner.bounds.least_seconds(budget_bytes, self.link.bytes_per_second)
+        for schedule in self._levels(budget_bytes):
+            best = self.best(budget_bytes)
+            if self._is_proved(best):
+                return best
+            if best is None or schedule.replay_seconds * self.graph.passes < best.added_seconds:
+                self._fill(schedule, budget_bytes)
+        for _ in range(2):
+            best = self.best(budget_bytes) or self.lowest()
+            if best == most or not best.away or self.deadline.passed or self._is_proved(best):
+                break
+            most = best
+            self._again(best, budget_bytes)
+        if self.small and not self._is_proved(self.best(budget_bytes)):
+            self._anneal(budget_bytes)
+        return self.best(budget_bytes)
+
+    def _is_proved(self, best: Judged | None) -> bool:
+        return best is not None and best.added_seconds * (1 - PROVED) <= self.bound
+
+    def best(self, budget_bytes: int) -> Judged | None:
+        within = [one for one in self.found if one.peak_bytes <= budget_bytes]
+        return min(within, key=_cost, default=None)
+
+    def lowest(self) -> Judged:
+        """The plan with the least peak so far; of such, the quickest."""
+        return min(self.found, key=lambda one: (one.peak_bytes, *_cost(one)))
+
+    def schedule(self, selection: Selection) -> Schedule:
+        """With the selection by itself among the candidates."""
+        if selection not in self._schedules:
+            made = self._schedules[selection] = Schedule(self.saves, selection)
+            self.try_(made, frozenset(), 0, 0)
+        return self._schedules[selection]
+
+    def try_(self, schedule: Schedule, offloaded: frozenset[int], out: int, ahead: int) -> Judged:
+        judged = schedule.judge(offloaded, out, ahead)
+        if judged.host_bytes <= self.most:
+            self.found.append(judged)
+            return judged
+        return replace(judged, peak_bytes=1 << 62)
+
+    def _levels(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Selections for the budget itself, for looser ones by what the link can move while forward
+        runs, and the plain one."""
+        forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum())
+        free = min(forward * self.link.bytes_per_second, self.most)
+        plain = self.planner.plain.peak
+        budgets = [int(budget_bytes + level * free) for level in LEVELS]
+        seen = set()
+        for number, budget in enumerate([*budgets, plain]):
+            share = self.deadline.part(2 + len(LEVELS) - number if number else 3)
+            effort = SMALL_EFFORT if self.planner.small else EFFORT
+            self.planner.improve(budget, share, effort, rounds=1 if number else 3)
+            found = self.planner.best(budget) or self.planner.lowest()
+            if found.selection not in seen and not self.deadline.passed:
+                seen.add(found.selection)
+                yield self.schedule(found.selection)
+
+    def _fill(self, schedule: Schedule, budget_bytes: int) -> None:
+        """Offload what the selection keeps until the peak is within the budget."""
+        kept = self._helpful(schedule, budget_bytes)
+        tops = self._tops(kept)
+        every = self._spread(kept, math.inf, self._largest_share(kept))
+        if self.try_(schedule, every, 0, 0).peak_bytes > budget_bytes:
+            return
+        for window in (count * self.unit for count in WINDOWS):
+            for top in tops:
+                for slack in (window / self.link.bytes_per_second, math.inf):
+                    if self.deadline.passed:
+                        return
+                    self._thin(schedule, top, slack, window, budget_bytes)
+        best = self.best(budget_bytes)
+        if best is not None and best.plan.selection == schedule.selection:
+            self._trim(schedule, best, budget_bytes)
+
+    def _helpful(self, schedule: Schedule, budget_bytes: int) -> list[int]:
+        """What the selection keeps and could be away at a row above the budget."""
+        above = np.append(0, np.cumsum(schedule.row_bytes > budget_bytes))
+        saves = self.saves
+        return [
+            value
+            for value, ask in ((v, schedule.asks.get(v)) for v in self.values)
+            if ask and above[max(saves.row[value], saves.last_forward[value]) + 1] < above[ask.row]
+        ]
+
+    def _tops(self, kept: list[int]) -> list[list[int]]:
+        """Of the values, in order of saving, those that are dear to recompute: several such sets,
+        the largest first."""
+        order = sorted(kept, key=lambda value: self.prices[value])
+        sums = np.cumsum([self.saves.bytes[value] for value in order])
+        tops = []
+        for share in SHARES:
+            cut = int(np.searchsorted(sums, share * sums[-1])) if len(order) else 0
+            dear = set(order[cut:])
+            tops.append([value for value in kept if value in dear])
+        return [top for place, top in enumerate(tops) if top and top not in tops[:place]]
+
+    def _thin(
+        self, schedule: Schedule, values: list[int], slack: float, window: int, budget: int
+    ) -> None:
+        """Of the values as few, spread evenly, as keep the peak within the budget; none that would
+        wait for others' copies longer than `slack` seconds."""
+        low, high = 0.0, self._largest_share(values)
+        for number in range(HALVINGS + 1):
+            share = high if number == 0 else (low + high) / 2
+            chosen = self._spread(values, slack, share)
+            judged = self.try_(schedule, chosen, window, window)
+            best = self.best(budget)
+            if judged.peak_bytes <= budget:
+                high = share
+            else:
+                low = share
+                hopeless = best and judged.added_seconds > best.added_seconds
+                if number == 0 or hopeless:
+                    return
+
+    def _largest_share(self, values: list[int]) -> float:
+        """That the host has room for."""
+        return min(1.0, self.most / max(1, sum(self.saves.bytes[value] for value in values)))
+
+    def _spread(self, values: list[int], slack: float, share: float) -> frozenset[int]:
+        saves, link, before, chosen = self.saves, 0.0, 0, 0
+        result = []
+        for value in values:
+            now = saves.ends[saves.row[value]]
+            before += saves.bytes[value]
+            if chosen + saves.bytes[value] <= share * before and link - now <= slack:
+                chosen += saves.bytes[value]
+                link = max(link, now) + saves.copy_seconds[value]
+                result.append(value)
+        return frozenset(result)
+
+    def _trim(self, schedule: Schedule, best: Judged, budget_bytes: int) -> None:
+        """Leave out values without which the peak stays within the budget, and narrow or widen the
+        windows, as long as that saves time or host memory."""
+        for value in sorted(best.plan.offloaded, key=lambda v: -self.saves.bytes[v]):
+            if self.deadline.passed:
+                return
+            plan = best.plan
+            judged = self.try_(schedule, plan.offloaded - {value}, plan.out_bytes, plan.ahead_bytes)
+            if judged.peak_bytes <= budget_bytes and _cost(judged) <= _cost(best):
+                best = judged
+        for out in (0, *WINDOWS):
+            for ahead in (0, *WINDOWS):
+                if not self.deadline.passed:
+                    self.try_(schedule, best.plan.offloaded, out * self.unit, ahead * self.unit)
+
+    def _again(self, best: Judged, budget_bytes: int) -> None:
+        """Ask the recompute solver, given what is offloaded, and fill up what it says."""
+        graph = without_offloaded(self.graph, best)
+        share = self.deadline.part(3)
+        planner = Planner(graph, share)
+        effort = SMALL_EFFORT if planner.small else EFFORT
+        planner.improve(budget_bytes, share, effort, rounds=2)
+        found = planner.best(budget_bytes) or planner.lowest()
+        count = len(self.graph.values)
+        held = frozenset(value for value in found.selection.held if value < count)
+        schedule = self.schedule(replace(found.selection, held=held))
+        plan = best.plan
+        again = self.try_(schedule, plan.offloaded, plan.out_bytes, plan.ahead_bytes)
+        if again.peak_bytes > budget_bytes or _cost(again) < _cost(best):
+            self._fill(schedule, budget_bytes)
+
+    def _anneal(self, budget_bytes: int) -> None:
+        """Of small graphs: single changes from the best, worse ones at first, too."""
+        forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
+        size = sum(self.saves.bytes[value] for value in self.values) or 1
+        for seed in range(STARTS):
+            rng = random.Random(seed)
+            current = self.best(budget_bytes) or self.lowest()
+
+            def energy(one: Judged) -> float:
+                over = max(0, one.peak_bytes - budget_bytes)
+                return one.added_seconds / self.graph.passes + 64 * forward * over / size
+
+            for move in range(MOVES):
+                if self.deadline.passed:
+                    return
+                heat = 0.1 * forward * 1e-3 ** (move / MOVES)
+                other = self._moved(rng, current.plan)
+                more = energy(other) - energy(current)
+                if more <= 0 or rng.random() < math.exp(-more / heat):
+                    current = other
+
+    def _moved(self, rng: random.Random, plan: OffloadPlan) -> Judged:
+        offloaded, out, ahead = plan.offloaded, plan.out_bytes, plan.ahead_bytes
+        groups, held = [set(group) for group in plan.selection.groups], plan.selection.held
+        if self.planner.holds and rng.random() < 0.1:
+            held = held ^ {rng.choice(self.planner.holds)}
+        elif rng.random() < 0.25:
+            order = rng.sample(self.values, rng.randint(0, min(3, len(self.values))))
+            window = sum(self.saves.bytes[value] for value in order)
+            if rng.random() < 0.5:
+                out = window
+            else:
+                ahead = window
+        else:
+            for value in rng.sample(self.values, rng.choice([1, 1, 2])):
+                offloaded = offloaded - {value}
+                for group in groups:
+                    group.discard(value)
+                choice = rng.randrange(4)
+                if choice == 1:
+                    offloaded = offloaded | {value}
+                elif choice == 2:
+                    groups.append({value})
+                elif choice == 3 and groups:
+                    rng.choice(groups).add(value)
+        selection = Selection(tuple(frozenset(g) for g in groups if g), held)
+        return self.try_(self.schedule(_sorted(selection)), offloaded, out, ahead)
+
+
+def to_offload_part(graph: StepGraph, judged: Judged, link: Link) -> OffloadPart:
+    """What is offloaded, in a plan's terms. Raises ValueError for values without a name."""
+    saves = Saves(graph, link.bytes_per_second)
+    order = Schedule(saves, judged.plan.selection).order(judged.plan.offloaded)
+    return OffloadPart(
+        values=[op_output(graph, value) for value in order],
+        out_bytes=judged.plan.out_bytes,
+        ahead_bytes=judged.plan.ahead_bytes,
+        host_bytes=judged.host_bytes,
+        peak_bytes=judged.peak_bytes,
+        added_seconds=judged.stall_seconds,
+    )
+
+
+def in_order(graph: StepGraph, budget_bytes: int, link: Link) -> Judged | None:
+    """The simple way: the first values that autograd saves, as few as it takes, with the window of
+    those in `WINDOWS` that adds the least time. None where all of them are not enough."""
+    saves = Saves(graph, link.bytes_per_second)
+    schedule = Schedule(saves, Selection())
+    unit = _median(graph.values.bytes[saves.values])
+    found = []
+    for window in (0, *WINDOWS):
+        low, high = 0, len(saves.values) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            chosen = frozenset(saves.values[:middle])
+            judged = schedule.judge(chosen, window * unit, window * unit)
+            if judged.peak_bytes <= budget_bytes:
+                high = middle
+                found.append(judged)
+            else:
+                low = middle
+    return min(found, key=_cost, default=None)
+
+
+def _cost(one: Judged) -> tuple[float, int, int]:
+    return one.added_seconds, one.host_bytes, one.peak_bytes
+
+
+def _sorted(selection: Selection) -> Selection:
+    return replace(selection, groups=tuple(sorted(selection.groups, key=min)))
+
+
+def _median(size: I64) -> int:
+    """Half of the bytes are in values up to so large; 0 of none."""
+    size = np.sort(size)
+    half = np.searchsorted(np.cumsum(size), size.sum() / 2)
+    return int(size[half]) if len(size) else 0
+
+
+def _prices(graph: StepGraph) -> list[float]:
+    """By value: seconds of the op that makes it, by byte."""
+    made = graph.values.alloc >= 0
+    seconds = np.where(made, graph.ops.seconds[np.maximum(graph.values.alloc, 0)], 0.0)
+    prices: list[float] = (seconds / np.maximum(graph.values.bytes, 1)).tolist()
+    return prices
