@@ -30,9 +30,11 @@ def test_the_same_budget_again_where_the_graph_was_wrong() -> None:
     assert next_budget([replace(MISSES, planned=1200)], CARD) == 1000
 
 
-def test_the_least_peak_is_the_last_resort() -> None:
-    assert next_budget([MISSES] * 4, CARD) == 0
-    assert next_budget([MISSES, replace(MISSES, budget=0, least=True)], CARD) is None
+def test_no_budget_where_the_least_peak_does_not_fit() -> None:
+    least = replace(MISSES, budget=0, least=True)
+    assert next_budget([MISSES] * 4, CARD) is None
+    assert next_budget([MISSES, least], CARD) is None
+    assert next_budget([MISSES, least, replace(least, needed=1000, fits=True)], CARD) is not None
 
 
 def test_looser_by_what_is_spare_but_once() -> None:

@@ -19,7 +19,8 @@ from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 from memplan.worker import captures
-from memplan.worker.captures import Captured
+from memplan.worker.captures import Captured, NotYetError
+from memplan.worker.pool import Workers
 from memplan.worker.request import Question
 from tests.fit.chain_job import MIB, ChainProgram
 
@@ -33,7 +34,7 @@ class FakeCapture:
     asked: list[ScriptTarget]
     weight = 8 * MIB
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, workers: Workers) -> None:
         type(self).question, type(self).asked = question, []
         assert question.profile is not None
         self._job = ChainProgram(question.profile, weight=self.weight)
@@ -44,6 +45,11 @@ class FakeCapture:
         assert quiet is bool(self.asked), "only the first capture is heard"
         self.asked.append(program)
         return self._job(program, plan)
+
+    def ahead(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = True
+    ) -> Captured:
+        raise NotYetError
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +71,9 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
     words = ["--gpu", "2600MiB", "-o", "job.plan", "train.py", "--lr", "0.1"]
     assert fit(*words) == 0
     lines, stages = (text.splitlines() for text in capsys.readouterr())
-    assert stages == ["memplan: capturing train.py", "memplan: looking for a plan"]
+    assert stages[0] == "memplan: capturing train.py"
+    assert stages[1].startswith("memplan: looking for a plan (capture 2, about ")
+    assert all(" s left if that will do)" in stage for stage in stages[1:])
     assert lines[0].startswith("fits with a plan: peak ") and lines[0].endswith(" % time")
     assert any(line.startswith("  recompute  blocks") for line in lines)
     assert lines[-1] == "next: memplan run --plan job.plan train.py --lr 0.1"

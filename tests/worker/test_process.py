@@ -66,7 +66,7 @@ def failure(request: CaptureRequest, folder: Path, end: signal.Signals | None) -
     with WorkerProcess(request, folder / "job.trace", quiet=True) as process:
         if end is not None:
             wait_for_the_script(process)
-            process._process.send_signal(end)
+            process.process.send_signal(end)
         with pytest.raises(CaptureFailedError) as failed:
             process.trace()
     assert "it began" in failed.value.wrote

@@ -8,6 +8,7 @@ script; everything after it is the script's own.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 from typing import TYPE_CHECKING
@@ -47,6 +48,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--allow", choices=("exact", "rounding", "numbers"), default="exact",
         help="what levers may do to the job's numbers: nothing (the default), another order of "
         "sums, or more")  # fmt: skip
+    add("--at-most", metavar="PERCENT", type=_fraction,
+        help="the most that a plan may add to a step's time: 5%%")  # fmt: skip
+    add("--frontier", action="store_true", help="peak against time: a row of plans, each captured")
+    add("--plans", metavar="FOLDER", help="of --frontier: write each of its plans to this folder")
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
@@ -58,7 +63,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return ended_by_signal(lambda: _run(args))
+    return ended_by_signal(lambda: _run(args), answers=True)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -76,20 +81,34 @@ def _run(args: argparse.Namespace) -> int:
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     if profile is None:
         raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
+    if args.plans and not args.frontier:
+        raise UsageError("--plans without --frontier", "--frontier --plans FOLDER")
+    folder = output_path(args.plans, force=args.force) if args.plans else None
+    from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
     from memplan.recompute import solve
+    from memplan.types.plan_file import save_plan
     from memplan.worker.captures import RankCapture
+    from memplan.worker.pool import Workers
 
     check_settings(args.alloc_conf or "", os.environ | job.environment)
-    capture = RankCapture(job.question(args, profile))
-    with progress_line(stages=True) as progress:
-        fitted = fit(program, profile, capture, solve, progress, args.allow)
+    limits = Limits(args.allow, args.at_most, args.frontier)
+    with Workers() as workers, progress_line(stages=True) as progress:
+        capture = RankCapture(job.question(args, profile), workers)
+        fitted = fit(program, profile, capture, solve, progress, limits, capture.ahead)
     answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
-        from memplan.types.plan_file import save_plan
-
         save_plan(fitted.plan, path, overwrite=args.force)
         answer = msgspec.structs.replace(answer, plan=args.output)
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+        for number, plan in enumerate(fitted.frontier):
+            save_plan(plan, folder / f"{number}.plan", overwrite=args.force)
+        points = [
+            msgspec.structs.replace(point, plan=f"{args.plans}/{number}.plan")
+            for number, point in enumerate(answer.frontier)
+        ]
+        answer = msgspec.structs.replace(answer, frontier=points)
     if args.json:
         write_json(answer)
     else:
@@ -98,6 +117,17 @@ def _run(args: argparse.Namespace) -> int:
         hint = next_command(answer, args.own_words, job.launch)
         write_lines(fit_lines(answer, hint))
     return EXIT_YES if answer.fits else EXIT_NO
+
+
+def _fraction(text: str) -> float:
+    number, percent, rest = text.partition("%")
+    try:
+        value = float(number) / 100
+    except ValueError:
+        value = math.nan
+    if not percent or rest or not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, such as 5%")
+    return value
 
 
 def _notes(job: Job) -> list[str]:

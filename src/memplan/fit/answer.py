@@ -12,6 +12,8 @@ SCHEMA_VERSION = 1
 Numbers = Literal["exact", "rounding", "numbers"]
 NUMBERS: tuple[Numbers, ...] = ("exact", "rounding", "numbers")
 """What levers do to losses, gradients and weights: nothing, another order of sums, more."""
+Bound = Literal["", "compute", "link", "host"]
+"""What added time is spent on: operators, transfers between card and host, the host's own work."""
 
 
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,27 +28,32 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 0
     values: int = 0
     """Order: the parameters that are updated in backward."""
-    saved_bytes: int
+    saved_bytes: int = 0
     """Recompute: of one pass, what is not kept from forward to backward. Order: of the estimate's
     high bound. Allocator: reserved bytes at the peak."""
     added_seconds: float = 0.0
     """Per step."""
     added_fraction: float = 0.0
     """Of the step's time without a plan."""
+    bound: Bound = "compute"
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True):
-    """Another plan beside the one that was chosen."""
+    """Another plan beside the one that was chosen, captured as that one was."""
 
     fits: bool
     peak_bytes: int
     low_bytes: int
     high_bytes: int
-    least_card_bytes: int | None
-    """Where it does not fit: the least card that it would."""
+    least_card_bytes: int
+    """The least card, like this one but for its size, that it fits, within 0.4 %."""
     added_seconds: float
     added_fraction: float
+    bound: Bound
+    """Of the lever that adds most of the time."""
     levers: list[Lever]
+    plan: str | None = None
+    """Path of the plan, where it was written."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,23 +107,35 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     gpu: GpuInfo
     fits: bool
-    """With the levers below; without any when there are none."""
+    """With the levers below, within `at_most`; without any levers when there are none."""
+    complete: bool = True
+    """False where a signal ended the search: the best plan until then."""
     before: Estimate
     after: Estimate | None
     """With the plan in effect, recomputation captured anew; when `fits` is false, the least peak
     that was found. None where no plan was needed or none could be made."""
     least_card_bytes: int | None
     """Only where `fits` is false: the least card, like this one but for its size, that the job fits
-    with the levers, within 0.4 %."""
+    with a plan within `at_most`, within 0.4 %; None where not known."""
     step_seconds: float | None
     """Forward and backward of a step without a plan, by the card's data sheet; None where no plan
     was looked for."""
     added_seconds: float
     added_fraction: float
     levers: list[Lever]
+    at_most: float | None = None
+    """The most that a plan may add, as a fraction, where that was asked for."""
     exact: Alternative | None = None
     """Where the levers change numbers: the cheapest that does not, or, where none fits, the one
     that needs least."""
+    least: Alternative | None = None
+    """Of the plans that were captured, the one that needs the least memory."""
+    frontier: list[Alternative] = []
+    """Where it was asked for: rising added time, falling peak."""
+    captures: int = 1
+    """Of the script, in all."""
+    levers_tried: list[str] = []
+    """Kinds of levers that the least memory is the least of."""
     changes: list[Change]
     """Only where `fits` is false: the nearest changes of the job that fit, nearest first."""
     tried: list[str]

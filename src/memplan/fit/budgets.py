@@ -19,7 +19,7 @@ _SPARE_USED = 0.9
 _OVER = 1.003
 """A step whose peak is so much larger than its budget was planned on a wrong graph."""
 _MOST_TIGHTER = 4
-"""Attempts that do not fit before the least peak is tried."""
+"""Attempts at budgets that do not fit."""
 _WORTH_SECONDS = 0.02
 """Added time, as a fraction of the step, below which nothing is gained by a looser budget."""
 _WORTH_BYTES = 0.02
@@ -57,20 +57,20 @@ def first_budget(planned: int, needed: int, card: Card) -> int:
 
 
 def next_budget(outcomes: Sequence[Outcome], card: Card) -> int | None:
-    """The budget to plan for after these attempts, in order; 0 for the least peak, None when
-    another attempt would gain nothing."""
-    fitting = [o for o in outcomes if o.fits]
+    """The budget to plan for after these attempts, in order; None when another attempt would gain
+    nothing."""
+    asked = [o for o in outcomes if o.budget] or outcomes
+    fitting = [o for o in asked if o.fits]
     if fitting:
-        return _looser(outcomes, fitting, card)
-    if any(o.least for o in outcomes):
+        return _looser(asked, fitting, card)
+    least = [o for o in outcomes if o.least]
+    if len(asked) >= _MOST_TIGHTER or (least and not least[-1].fits):
         return None
-    if len(outcomes) >= _MOST_TIGHTER:
-        return 0
-    last = outcomes[-1]
+    last = asked[-1]
     if 0 < last.budget * _OVER < last.planned:
         return last.budget  # once more, on what was learnt
     target = min(_in_proportion(last.planned, last.needed, card), last.planned)
-    return int(_CAUTION * target)
+    return int(_CAUTION * target) or None
 
 
 def _looser(outcomes: Sequence[Outcome], fitting: list[Outcome], card: Card) -> int | None:

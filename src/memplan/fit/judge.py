@@ -13,6 +13,8 @@ from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
 
 EXPANDABLE = "expandable_segments:True"
+_WORTH = 0.01
+"""Part of the peak below which a lever is not worth a part of the plan."""
 _EXACT_TO = 0.004
 """Of the card, in `least_card`."""
 
@@ -44,6 +46,11 @@ def judge(trace: Trace, profile: DeviceProfile, known: Estimate | None = None) -
         return Verdict(plain)
     saved = max(plain.reserved_peak_bytes - other.reserved_peak_bytes, 0)
     return Verdict(other, EXPANDABLE, saved)
+
+
+def lowers(before: Verdict, after: Verdict) -> bool:
+    """Whether the high bound is lower by enough to be worth a lever."""
+    return after.estimate.high_bytes < (1 - _WORTH) * before.estimate.high_bytes
 
 
 def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:

@@ -8,7 +8,6 @@ from memplan.fit.answer import Lever
 from memplan.fit.state import State
 from memplan.types.plan import LossHead, LossPart
 from memplan.types.trace import Role, Trace
-from memplan.worker.failure import CaptureFailedError
 
 _CHUNK_BYTES = 256 << 20
 """Of a chunk of logits in float32, at most."""
@@ -16,8 +15,6 @@ _CHUNK_SHARE = 1 / 64
 """Of the card: a few tensors as large as a chunk are there at once."""
 _LEAST_ROWS = 256
 """A product of fewer rows keeps a card from its rate."""
-_WORTH = 0.01
-"""Part of the peak below which it is not worth a part of the plan."""
 
 
 def with_loss_in_chunks(state: State) -> State:
@@ -28,22 +25,15 @@ def with_loss_in_chunks(state: State) -> State:
     widest = max(head.classes for head in heads)
     share = int(_CHUNK_SHARE * state.job.profile.total_memory_bytes)
     rows = max(min(_CHUNK_BYTES, share) // (4 * widest), _LEAST_ROWS)
-    try:
-        after = state.trying(loss=LossPart(heads=heads, rows=rows))
-    except CaptureFailedError:
-        return state.with_note("The loss is not computed in chunks: the script fails with it.")
-    saved = state.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
-    if saved < _WORTH * state.verdict.estimate.high_bytes:
-        return state
-    added = max(after.step_seconds() - state.step_seconds(), 0.0)
-    return after.with_lever(
-        Lever(
+    return state.with_tried(
+        lambda after: Lever(
             kind="loss",
             name=f"logits in chunks of {rows} rows",
             numbers="rounding",
-            saved_bytes=saved,
-            added_seconds=added,
-        )
+            added_seconds=max(after.step_seconds() - state.step_seconds(), 0.0),
+        ),
+        {"loss": LossPart(heads=heads, rows=rows)},
+        fails="The loss is not computed in chunks",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, judge, moving_share
@@ -23,6 +24,7 @@ _WORDS: dict[Kind, str] = {
 _LEAST: dict[Kind, int] = {"batch_size": 1, "sequence_length": 16, "image_size": 32}
 _MULTIPLE: dict[Kind, int] = {"batch_size": 1, "sequence_length": 8, "image_size": 32}
 _REFINEMENTS = 2
+_USUAL_CAPTURES = 3
 _GPUS = (2, 4, 8)
 
 
@@ -38,12 +40,14 @@ def nearest_changes(base: State, lowest: State) -> tuple[list[Change], list[str]
     tried: list[str] = []
     missing: list[str] = []
     knobs = {knob.kind: knob for knob in find_knobs(job.program)}
+    share = moving_share(lowest.verdict.estimate, job.profile)
+    for knob in knobs.values():
+        lowest.ahead(partial(_begin, knob, share))
     for kind, words in _WORDS.items():
         if kind not in knobs:
             missing.append(words)
             continue
-        search = _KnobSearch(lowest, knobs[kind])
-        change, reason = search.run(moving_share(lowest.verdict.estimate, job.profile))
+        change, reason = _KnobSearch(lowest, knobs[kind]).run(share)
         changes += [change] if change else []
         tried += [reason] if reason else []
     if missing:
@@ -88,6 +92,10 @@ def largest_fitting(
     return best
 
 
+def _begin(knob: Knob, share: float, state: State) -> None:
+    _KnobSearch(state, knob).run(share)
+
+
 @dataclass
 class _KnobSearch:
     """Captures the program with smaller values of one option."""
@@ -117,7 +125,7 @@ class _KnobSearch:
 
     def _fits(self, value: int) -> bool:
         job = self.state.job
-        job.progress(f"trying {self.knob.option} {value}")
+        job.search.say(f"trying {self.knob.option} {value}", _USUAL_CAPTURES)
         program = job.program.with_option(self.knob.option, value)
         made_for = Fingerprint(command=[program.name, *program.argv])
         changed = replace(self.state, job=replace(job, program=program))

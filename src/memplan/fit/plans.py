@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from memplan.fit.answer import Attempt
+from memplan.fit.answer import Lever
 from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
-from memplan.fit.judge import least_card
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.state import State
 from memplan.phases import plain_peak, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
-from memplan.types.deadline import Deadline
 from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
@@ -24,10 +27,8 @@ _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 6.0
 """For a plan; the first one, from which lifetimes are learnt, need not be the best."""
-_ENOUGH_SECONDS = 25.0
-"""Of search, after which a plan that fits is good enough: a better one takes another capture."""
-_WASTEFUL = 1.08
-"""A looser budget by so much is worth that capture however long the search took."""
+_LOWER = 0.99
+"""Of the lowest peak so far: what a new least peak has to be below."""
 
 
 class Solver(Protocol):
@@ -45,25 +46,21 @@ class Planned:
     """A plan and the job as captured with it."""
 
     selection: Selection
-    evaluator: Evaluator
-    """Of the graph that it was planned on."""
     evaluation: Evaluation
     state: State
     outcome: Outcome
 
-    def attempt(self) -> Attempt:
-        estimate = self.state.verdict.estimate
-        return Attempt(
-            budget_bytes=self.outcome.budget,
-            planned_bytes=self.evaluation.peak_bytes,
-            requested_bytes=estimate.requested_peak_bytes,
-            peak_bytes=estimate.peak_bytes,
-            high_bytes=estimate.high_bytes,
-            least_card_bytes=self.outcome.needed,
-            alloc_conf=self.state.verdict.alloc_conf,
-            fits=self.outcome.fits,
-            added_fraction=self.evaluation.added_fraction,
-        )
+
+@dataclass(frozen=True)
+class _Plan:
+    """One that is not captured yet."""
+
+    selection: Selection
+    budget: int
+    """0 for the least peak."""
+    evaluation: Evaluation
+    parts: dict[str, Any]
+    levers: list[Lever]
 
 
 class Planner:
@@ -82,26 +79,57 @@ class Planner:
         self._solver = solver
         self.graph = step_graph(base.captured.trace, profile)
         """With the lifetimes that the captures with a plan have shown."""
-        needed = least_card(base.captured.trace, profile, base.verdict)
-        self._first_budget = first_budget(plain_peak(self.graph), needed, self._card)
+        self._first_budget = first_budget(plain_peak(self.graph), base.needed, self._card)
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
         self._least: Selection | None = None
 
-    def search(self) -> Planned | None:
-        """The cheapest plan that fits; None when not even the one of the least peak does."""
+    def search(self, ahead: Sequence[Callable[[State], State]] = ()) -> Planned | None:
+        """The cheapest plan that fits; None when not even the one of the least peak does. `ahead`:
+        levers that may be tried next, whose captures may begin where there is room.
+
+        The least peak is captured beside the first budget: it says early that nothing will do, and
+        teaches as much. Again, as long as nothing fits, where something was learnt.
+        """
         budget: int | None = self._first_budget
-        enough = Deadline(_ENOUGH_SECONDS)
-        while budget is not None and len(self.planned) < _MOST_ATTEMPTS:
-            best = self.best()
-            if best is not None and enough.passed and budget < _WASTEFUL * best.outcome.planned:
+        while len(self.planned) < _MOST_ATTEMPTS:
+            wanted = [] if budget is None else [budget]
+            if self._least is None and self.best() is None:
+                wanted.append(0)
+            if not self._try_all(wanted, ahead):
                 break
-            found = self._selection(budget)
-            if any(found[0] == done.selection for done in self.planned):
-                break
-            self._try(*found)
+            ahead = ()
             budget = next_budget([planned.outcome for planned in self.planned], self._card)
         return self.best()
+
+    def row(self, count: int) -> None:
+        """Captures plans for so many budgets, spread evenly between the least peak and the plain
+        one."""
+        least = Evaluator(self.graph).evaluate(self._selection(0)[0]).peak_bytes
+        budgets = np.linspace(least, plain_peak(self.graph), count + 1, endpoint=False)
+        self._try_all([0, *budgets[1:].astype(int).tolist()])
+
+    def _try_all(
+        self, budgets: Sequence[int], ahead: Sequence[Callable[[State], State]] = ()
+    ) -> bool:
+        """Side by side; whether there was anything new."""
+        known = [planned.selection for planned in self.planned]
+        plans = []
+        for wanted in budgets:
+            selection, budget = self._selection(wanted)
+            if selection in known:
+                continue
+            known.append(selection)
+            plan = self._plan(selection, budget)
+            least = min((p.outcome.planned for p in self.planned), default=math.inf)
+            if budget or plan.evaluation.peak_bytes < _LOWER * least:
+                plans.append(plan)
+                self._base.ahead(partial(State.trying, **plan.parts))
+        for lever in ahead:
+            self._base.ahead(lever)
+        for plan in plans:
+            self._try(plan)
+        return bool(plans)
 
     def best(self) -> Planned | None:
         """Of the plans captured so far that fit, the one that adds the least time."""
@@ -116,20 +144,27 @@ class Planner:
         """What to drop, and the budget that this keeps to: 0 where there is none for `budget`."""
         if budget > 0:
             seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
-            solution = self._solver.solve(self.graph, budget, deadline_seconds=seconds)
-            selection = _best_of(solution)
+            selection = self._solved(partial(self._solver.solve, self.graph, budget), seconds)
             if selection is not None:
                 return selection, budget
         if self._least is None:
-            solution = self._solver.least_peak(self.graph, deadline_seconds=_SOLVE_SECONDS)
-            self._least = _best_of(solution) or Selection()
+            least = partial(self._solver.least_peak, self.graph)
+            self._least = self._solved(least, _SOLVE_SECONDS) or Selection()
         return self._least, 0
 
-    def _try(self, selection: Selection, budget: int) -> None:
+    def _solved(self, solve: Callable[..., Solution[Selection]], most: float) -> Selection | None:
+        search, began = self._base.job.search, time.monotonic()
+        solution = solve(deadline_seconds=search.solving_seconds(most))
+        search.solved(began)
+        if isinstance(solution, Solved):
+            return solution.solution
+        return solution.best if isinstance(solution, TimedOut) else None
+
+    def _plan(self, selection: Selection, budget: int) -> _Plan:
         graph = self.graph
+        self._base.job.search.tried.append("recompute")
         evaluator = Evaluator(graph)
         evaluation = evaluator.evaluate(selection)
-
         part = to_part(
             graph,
             selection,
@@ -137,36 +172,39 @@ class Planner:
             peak_bytes=evaluation.peak_bytes,
             added_seconds=evaluation.added_seconds,
         )
-        made_from = msgspec.structs.replace(
-            self._base.plan.made_from, forward_ops=graph.forward_ops
+        made_from = self._base.plan.made_from
+        made_from = msgspec.structs.replace(made_from, forward_ops=graph.forward_ops)
+        return _Plan(
+            selection,
+            budget,
+            evaluation,
+            parts={"recompute": part, "made_from": made_from},
+            levers=recompute_levers(evaluator, selection, part),
         )
-        state = self._base.trying(recompute=part, made_from=made_from)
-        levers = recompute_levers(evaluator, selection, part)
-        state = replace(state, levers=(*state.levers, *levers))
-        trace, profile = state.captured.trace, state.job.profile
-        observed = step_graph(trace, profile)
-        self.graph = with_observed_lifetimes(graph, observed, selection.dropped)
-        learnt = self.graph is not graph
+
+    def _try(self, plan: _Plan) -> None:
+        selection, evaluation = plan.selection, plan.evaluation
+        state = self._base.trying(**plan.parts)
+        state = state.with_levers(*state.levers, *plan.levers)
+        state.attempted(plan.budget, evaluation.peak_bytes, evaluation.added_fraction)
+        before = self.graph
+        observed = step_graph(state.captured.trace, state.job.profile)
+        self.graph = with_observed_lifetimes(before, observed, selection.dropped)
+        learnt = self.graph is not before
         self._least = None if learnt else self._least
+        peak = plain_peak(observed) if learnt else evaluation.peak_bytes
         self.planned.append(
             Planned(
-                selection=selection,
-                evaluator=evaluator,
-                evaluation=evaluation,
-                state=state,
-                outcome=Outcome(
-                    budget=budget,
-                    planned=plain_peak(observed) if learnt else evaluation.peak_bytes,
-                    needed=least_card(trace, profile, state.verdict),
+                selection,
+                evaluation,
+                state,
+                Outcome(
+                    budget=plan.budget,
+                    planned=peak,
+                    needed=state.needed,
                     fits=state.fits,
                     added_fraction=evaluation.added_fraction,
-                    least=budget == 0 and not learnt,
+                    least=plan.budget == 0 and not learnt,
                 ),
             )
         )
-
-
-def _best_of(solution: Solution[Selection]) -> Selection | None:
-    if isinstance(solution, Solved):
-        return solution.solution
-    return solution.best if isinstance(solution, TimedOut) else None

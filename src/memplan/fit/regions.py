@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.fit.answer import Attempt, Lever
-from memplan.fit.judge import least_card
+from memplan.fit.answer import Lever
 from memplan.fit.state import State
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import CompiledRegion, RegionsPart
@@ -28,25 +27,9 @@ class Regions:
     """A job as captured with recomputation in its compiled graphs."""
 
     state: State
-    needed: int
-    """Bytes of the least card that it fits."""
     share: float
     added_seconds: float
     added_fraction: float
-
-    def attempt(self) -> Attempt:
-        estimate = self.state.verdict.estimate
-        return Attempt(
-            budget_bytes=0,
-            planned_bytes=estimate.requested_peak_bytes,
-            requested_bytes=estimate.requested_peak_bytes,
-            peak_bytes=estimate.peak_bytes,
-            high_bytes=estimate.high_bytes,
-            least_card_bytes=self.needed,
-            alloc_conf=self.state.verdict.alloc_conf,
-            fits=self.state.fits,
-            added_fraction=self.added_fraction,
-        )
 
 
 class RegionSearch:
@@ -68,23 +51,23 @@ class RegionSearch:
             found = self._search(self._base.step_seconds())
         except NoAnswerError:
             return self._base
-        return self._base if found is None else found.state.with_lever(self._lever(found))
+        return self._base if found is None else found.state
 
     def _search(self, plain: float) -> Regions | None:
         base = self._base
-        without = least_card(base.captured.trace, base.job.profile, base.verdict)
+        without = base.needed
         for share in _FIRST_SHARES:
             try:
                 least = self._try(share, plain)
             except CaptureFailedError:
                 return None
-            if not _regions(least):
+            if not _regions(least.state):
                 return None
             if least.state.fits:
                 break
         else:
-            least = min(self.tried, key=lambda one: one.needed)
-            return least if least.needed < without else None
+            least = min(self.tried, key=lambda one: one.state.needed)
+            return least if least.state.needed < without else None
         fits, low, low_needs = least, 0.0, without
         while len(self.tried) < _MOST_CAPTURES and fits.added_fraction > _WORTH_SECONDS:
             share = self._between(low, low_needs, fits)
@@ -94,49 +77,46 @@ class RegionSearch:
             if found.state.fits:
                 fits = found
             else:
-                low, low_needs = share, found.needed
+                low, low_needs = share, found.state.needed
         fitting = [one for one in self.tried if one.state.fits]
         return min(fitting, key=lambda one: one.added_seconds)
 
     def _between(self, low: float, needs: int, fits: Regions) -> float:
         """A share above `low`, which does not fit: in proportion, but never near either end."""
         over = max(needs - self._base.job.profile.total_memory_bytes, 0)
-        part = over / max(needs - fits.needed, 1) + _CAUTION
+        part = over / max(needs - fits.state.needed, 1) + _CAUTION
         return low + (fits.share - low) * min(max(part, 0.15), 0.85)
 
     def _try(self, share: float, plain_seconds: float) -> Regions:
+        self._base.job.search.tried.append("recompute")
         after = self._base.trying(regions=RegionsPart(share=share))
         added = max(after.step_seconds() - plain_seconds, 0.0)
+        fraction = added / plain_seconds if plain_seconds else 0.0
         part = RegionsPart(regions=after.captured.trace.meta.regions, added_seconds=added)
         after = after.with_parts(regions=part)
-        found = Regions(
-            after,
-            least_card(after.captured.trace, after.job.profile, after.verdict),
-            share,
-            added,
-            added / plain_seconds if plain_seconds else 0.0,
-        )
-        self.tried.append(found)
-        return found
+        after = after.with_lever(self._lever(after, added, fraction))
+        after.attempted(0, after.verdict.estimate.requested_peak_bytes, fraction)
+        self.tried.append(Regions(after, share, added, fraction))
+        return self.tried[-1]
 
-    def _lever(self, found: Regions) -> Lever:
-        inside = [region for region in _regions(found) if region.recomputed]
+    def _lever(self, after: State, added_seconds: float, added_fraction: float) -> Lever:
+        inside = [region for region in _regions(after) if region.recomputed]
         names = list(dict.fromkeys(region.name for region in inside))
         more = f" and {len(names) - 1} more" if names[1:] else ""
-        before, after = self._base.verdict.estimate, found.state.verdict.estimate
+        before, now = self._base.verdict.estimate, after.verdict.estimate
         return Lever(
             kind="recompute",
             name=f"compiled at {names[0]}{more}" if names else "compiled",
             groups=len(inside),
             values=sum(len(region.recomputed) for region in inside),
-            saved_bytes=max(before.requested_peak_bytes - after.requested_peak_bytes, 0),
-            added_seconds=found.added_seconds,
-            added_fraction=found.added_fraction,
+            saved_bytes=max(before.requested_peak_bytes - now.requested_peak_bytes, 0),
+            added_seconds=added_seconds,
+            added_fraction=added_fraction,
         )
 
 
-def _regions(found: Regions) -> list[CompiledRegion]:
-    part = found.state.plan.regions
+def _regions(state: State) -> list[CompiledRegion]:
+    part = state.plan.regions
     return part.regions if part else []
 
 

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from memplan import __version__
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.answer import Lever
-from memplan.fit.judge import Verdict, judge
+from memplan.fit.answer import Attempt, Lever
+from memplan.fit.judge import Verdict, judge, least_card, lowers
+from memplan.fit.search import Found, Search
 from memplan.phases import find_steps, request_signature, step_graph
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import Fingerprint, Plan
 from memplan.types.trace import Trace
-from memplan.worker.captures import Captured, CaptureProgram
+from memplan.worker.captures import Captured, CaptureProgram, NotYetError
+from memplan.worker.failure import CaptureFailedError
 
-Progress = Callable[[str], None]
 _PROMISING = ("recompute", "order", "regions", "loss", "state")
 """Parts of a plan that carry the promised peak."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked: a program and a card, and how the program is captured."""
+    """What is asked: a program and a card, how the program is captured, and what came of it."""
 
     program: ScriptTarget
     profile: DeviceProfile
     capture: CaptureProgram
-    progress: Progress
+    search: Search
+    ahead: CaptureProgram | None = None
+    """The same without waiting. Raises NotYetError: the capture begins when there is room."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,48 @@ class State:
         """Of a step, by all levers."""
         return sum(lever.added_seconds for lever in self.levers)
 
+    @cached_property
+    def needed(self) -> int:
+        """Bytes of the least card that it fits."""
+        return least_card(self.captured.trace, self.job.profile, self.verdict)
+
     def trying(self, **parts: Any) -> State:
         """The job, captured again with these parts of the plan, too. Raises CaptureFailedError."""
         plan = msgspec.structs.replace(self.plan, **parts)
         captured = self.job.capture(self.job.program, plan, quiet=True)
+        self.job.search.captured()
         verdict = judge(captured.trace, self.job.profile, captured.estimate)
         return replace(self, plan=plan, captured=captured, verdict=verdict)
+
+    def with_tried(
+        self, lever: Callable[[State], Lever], *parts: dict[str, Any], fails: str, said: str = ""
+    ) -> State:
+        """The job captured again with these parts of a plan, the first that the script does not
+        fail with, where they lower the high bound by 1 % or more; `lever`: what they do, but for
+        the bytes saved.
+
+        As it is where not: with `fails` where the script fails with each, and with what the capture
+        says of it, in a note that begins with `said`.
+        """
+        for one in parts:
+            with suppress(CaptureFailedError):
+                after = self.trying(**one)
+                break
+        else:
+            return self.with_note(f"{fails}: the script fails with it.")
+        if not lowers(self.verdict, after.verdict):
+            notes = after.captured.estimate.notes
+            return self.with_note(next((n for n in notes if said and n.startswith(said)), ""))
+        saved = self.verdict.estimate.high_bytes - after.verdict.estimate.high_bytes
+        return after.with_lever(msgspec.structs.replace(lever(after), saved_bytes=saved))
+
+    def ahead(self, work: Callable[[State], object]) -> None:
+        """Have the first capture that `work` asks for of this state begin, where there is room."""
+        if self.job.ahead is None:
+            return
+        job = replace(self.job, capture=self.job.ahead, search=Search())
+        with suppress(NotYetError, CaptureFailedError):
+            work(replace(self, job=job))
 
     def with_parts(self, **parts: Any) -> State:
         """The same capture, with more said in parts that are in effect."""
@@ -75,6 +116,36 @@ class State:
 
     def with_note(self, *notes: str) -> State:
         return replace(self, notes=(*self.notes, *filter(None, notes)))
+
+    def found(self) -> State:
+        """Itself, counted among the plans that the answer is chosen from."""
+        self.job.search.found.append(
+            Found(
+                plan=self.promised(),
+                levers=self.levers,
+                notes=self.notes,
+                verdict=self.verdict,
+                needed=self.needed,
+            )
+        )
+        return self
+
+    def attempted(self, budget: int, planned: int, added_fraction: float) -> None:
+        """It was captured for a plan: `found`, and as an `Attempt`, with the bytes of that."""
+        estimate = self.found().verdict.estimate
+        self.job.search.attempts.append(
+            Attempt(
+                budget_bytes=budget,
+                planned_bytes=planned,
+                requested_bytes=estimate.requested_peak_bytes,
+                peak_bytes=estimate.peak_bytes,
+                high_bytes=estimate.high_bytes,
+                least_card_bytes=self.needed,
+                alloc_conf=self.verdict.alloc_conf,
+                fits=self.fits,
+                added_fraction=added_fraction,
+            )
+        )
 
     def promised(self) -> Plan:
         """The plan with the peak of this capture, and the allocator's settings that it counts

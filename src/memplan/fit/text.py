@@ -24,6 +24,7 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     yield from _levers(answer)
     if answer.after is not None:
         yield from _difference(answer.before.breakdown, answer.after.breakdown)
+    yield from _others(answer)
     yield from _changes(answer)
     for text in (*answer.notes, *(answer.after or answer.before).notes):
         yield Text.assemble(("note  ", "dim"), clean(text))
@@ -35,13 +36,18 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
 
 
 def _verdict(answer: Fit) -> str:
+    so_far = "" if answer.complete else " (ended early: the best so far)"
     if answer.after is None:
-        return headline(answer.before)
+        return f"{headline(answer.before)}{so_far}"
+    peak, more = peak_text(answer.after), _percent(answer.added_fraction)
     if answer.fits:
-        more = _percent(answer.added_fraction)
-        return f"fits with a plan: {peak_text(answer.after)}, {more} time"
-    least = format_bytes(answer.least_card_bytes or 0)
-    return f"does not fit: least possible {peak_text(answer.after)}; a card of {least} would do"
+        return f"fits with a plan: {peak}, {more} time{so_far}"
+    card = format_bytes(answer.least_card_bytes or 0)
+    if answer.after.fits and answer.at_most is not None:
+        limit = _percent(answer.at_most)
+        return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
+    tried = ", ".join(answer.levers_tried)
+    return f"does not fit: least possible {peak} by {tried}; a card of {card} would do{so_far}"
 
 
 def _levers(answer: Fit) -> Iterator[Text]:
@@ -58,27 +64,32 @@ def _levers(answer: Fit) -> Iterator[Text]:
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
     if any(lever.numbers != "exact" for lever in answer.levers):
         yield Text("losses and gradients differ by rounding", style="yellow")
-        yield from _exact(answer)
-    whole = sum(lever.kind in ("order", "loss", "batches", "state") for lever in answer.levers)
-    if answer.attempts or whole:
-        captures = len(answer.attempts) + 1 + whole
+    if answer.captures > 1:
         yield Text(
             f"time by the card's data sheet; peak of the script captured again with the plan "
-            f"({captures} captures, {answer.seconds:.0f} s)",
+            f"({answer.captures} captures, {answer.seconds:.0f} s)",
             style="dim",
         )
 
 
-def _exact(answer: Fit) -> Iterator[Text]:
-    exact = answer.exact
-    if exact is None:
-        return
-    peak = interval_text(exact.low_bytes, exact.peak_bytes, exact.high_bytes)
-    if exact.fits:
-        text = f"the same bits: peak {peak}, {_percent(exact.added_fraction)} time"
-    else:
-        text = f"the same bits do not fit: peak {peak} at least"
-    yield Text(text, style="dim")
+def _others(answer: Fit) -> Iterator[Text]:
+    """What stands beside the answer."""
+    after = answer.after
+    rows = []
+    if answer.exact is not None:
+        rows.append(("the same bits", answer.exact))
+    if answer.least is not None and after and answer.least.peak_bytes < after.peak_bytes:
+        rows.append(("least memory", answer.least))
+    rows += [("frontier", point) for point in answer.frontier]
+    if rows:
+        yield Text()
+    for name, plan in rows:
+        peak = interval_text(plan.low_bytes, plan.peak_bytes, plan.high_bytes)
+        more = f"{_percent(plan.added_fraction)} {plan.bound}"
+        kinds = ", ".join(dict.fromkeys(lever.kind for lever in plan.levers)) or "no levers"
+        fits = "fits" if plan.fits else "does not fit"
+        path = f"  {clean(plan.plan)}" if plan.plan else ""
+        yield Text(f"  {name:<14}{peak:<32}{more:<18}{fits:<14}{kinds}{path}")
 
 
 def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from memplan.types.estimate import Estimate
 from memplan.types.plan import Plan
 from memplan.types.trace import Trace
 from memplan.worker.pool import Workers
+from memplan.worker.process import WorkerProcess
 from memplan.worker.request import Question
 
 
@@ -19,6 +21,10 @@ class Captured:
 
     trace: Trace
     estimate: Estimate
+
+
+class NotYetError(Exception):
+    """A capture that was asked for ahead has not ended, or not begun."""
 
 
 class CaptureProgram(Protocol):
@@ -34,15 +40,33 @@ class CaptureProgram(Protocol):
 
 @dataclass(frozen=True)
 class RankCapture:
-    """A `CaptureProgram` of one rank, each time in a fresh process: one can be captured once only,
-    and cleanly only then."""
+    """Captures of one rank, each in a fresh process: one can be captured once only, and cleanly
+    only then. Those that `workers`, which has been entered, made before are not made again."""
 
     question: Question
+    workers: Workers | None = None
 
     def __call__(
         self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
     ) -> Captured:
         asked = self.question.about(program, plan)
-        with Workers() as workers:
-            trace = workers.start(asked.request, quiet=quiet).trace()
-        return Captured(trace, asked.answer(trace))
+        with Workers() if self.workers is None else nullcontext(self.workers) as workers:
+            return self._captured(asked, workers.ended(asked.request, quiet=quiet), workers)
+
+    def ahead(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = True
+    ) -> Captured:
+        """What is known already. Raises NotYetError where nothing is: it begins when there is room
+        beside what is waited for."""
+        assert self.workers is not None
+        asked = self.question.about(program, plan)
+        process = self.workers.ahead(asked.request)
+        if process is None:
+            raise NotYetError
+        return self._captured(asked, process, self.workers)
+
+    def _captured(self, asked: Question, ended: WorkerProcess, workers: Workers) -> Captured:
+        trace = ended.trace()
+        estimate = asked.answer(trace)
+        workers.seen(estimate.capture_peak_bytes)
+        return Captured(trace, estimate)

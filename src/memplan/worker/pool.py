@@ -7,10 +7,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from memplan.worker.process import WorkerProcess, wait_for_any
+from memplan.worker.process import WorkerProcess, end_all, wait_for_any
 from memplan.worker.request import CaptureRequest
 
-_AT_A_TIME = 2
 _HOST_BYTES = 3 << 30
 """What a capture is taken to need before one has been seen."""
 
@@ -22,6 +21,8 @@ class Workers:
     def __init__(self) -> None:
         self.running: list[WorkerProcess] = []
         self._started: dict[str, WorkerProcess] = {}
+        self._waiting: dict[str, CaptureRequest] = {}
+        """Asked for ahead."""
         self._peak_bytes = 0
         self._stack = ExitStack()
 
@@ -31,31 +32,57 @@ class Workers:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stack.close()
+        with self._stack:
+            end_all(list(self._started.values()))
 
     def has_room(self) -> bool:
         """Whether another capture can run beside those that do."""
-        if not self.running:
+        running = sum(not one.ended for one in self.running)
+        if not running:
             return True
-        if len(self.running) >= min(_AT_A_TIME, os.cpu_count() or 1):
+        if running >= (os.cpu_count() or 1):
             return False
-        # The one that runs may not have taken its share yet.
-        return _available_bytes() > 2 * (self._peak_bytes or _HOST_BYTES)
+        # Those that run may not have taken their share yet.
+        return _available_bytes() > (1 + running) * (self._peak_bytes or _HOST_BYTES)
 
     def start(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
         """The process of this request; `quiet` as there."""
         key = request.key()
+        self._waiting.pop(key, None)
         if key not in self._started:
             process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
-            self._started[key] = self._stack.enter_context(process)
+            self._started[key] = process
             self.running.append(process)
         return self._started[key]
+
+    def ahead(self, request: CaptureRequest) -> WorkerProcess | None:
+        """The process of this request if it has ended. Else it starts, quietly, when there is room
+        beside what is waited for."""
+        process = self._started.get(request.key())
+        if process is None:
+            self._waiting[request.key()] = request
+            self._start_waiting()
+        return process if process is not None and process.ended else None
+
+    def ended(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
+        """The process of this request, which has ended."""
+        while request.key() not in self._started and not self.has_room():
+            self.next_ended()
+        process = self.start(request, quiet=quiet)
+        while not process.ended:
+            self._start_waiting()
+            self.next_ended()
+        return process
 
     def next_ended(self) -> WorkerProcess:
         """The first of those that run to end."""
         ended = wait_for_any(self.running)
         self.running.remove(ended)
         return ended
+
+    def _start_waiting(self) -> None:
+        while self._waiting and self.has_room():
+            self.start(next(iter(self._waiting.values())), quiet=True)
 
     def seen(self, peak_bytes: int) -> None:
         """A capture needed so much memory of this machine."""

@@ -26,7 +26,7 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class WorkerProcess:
-    """A capture, running in a process of its own. Leaving the block ends it.
+    """A capture, running in a process of its own. Leaving the block ends it, as `end_all` does.
 
     The trace is left at `path`. `quiet`: what the process writes to stderr is kept back, for
     `CaptureFailedError.wrote`.
@@ -39,7 +39,7 @@ class WorkerProcess:
         with tempfile.TemporaryFile() as asked:
             asked.write(request.encoded())
             asked.seek(0)
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "memplan.worker", str(self.path)],
                 stdin=asked,
                 stdout=self._out,
@@ -50,21 +50,21 @@ class WorkerProcess:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        try:
-            if self._process.poll() is None:
-                self._end()
-        finally:
-            self._out.close()
-            if self._kept is not None:
-                self._kept.close()
+        end_all([self])
+
+    def close(self) -> None:
+        """What it wrote can no longer be asked for."""
+        self._out.close()
+        if self._kept is not None:
+            self._kept.close()
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self.process.poll() is not None
 
     def trace(self) -> Trace:
         """What it has captured, once it has ended. Raises CaptureFailedError."""
-        code = self._process.wait()
+        code = self.process.wait()
         outcome = _ended_by_signal(code) or self._outcome()
         if outcome.kind != "captured":
             raise CaptureFailedError(outcome, _all_of(self._kept).decode(errors="replace"))
@@ -77,21 +77,24 @@ class WorkerProcess:
             message = f"error: the capture's answer cannot be read: {error}"
             return Outcome(kind="error", exit_code=1, message=message)
 
-    def _end(self) -> None:
-        """Terminated, not killed: it has temporary files and workers of its own."""
-        for ask, seconds in (
-            (None, _SECONDS_BY_ITSELF),
-            (self._process.terminate, _SECONDS_TO_END),
-        ):
-            if ask is not None:
-                ask()
-            try:
-                self._process.wait(timeout=seconds)
-                return
-            except subprocess.TimeoutExpired:
-                continue
-        self._process.kill()
-        self._process.wait()
+
+def end_all(processes: Sequence[WorkerProcess]) -> None:
+    """End those that run: terminated, not killed, for they have temporary files and workers of
+    their own. Another Ctrl-C meanwhile kills them."""
+
+    def all_ended() -> bool:
+        return all(one.ended for one in processes)
+
+    try:
+        if not Deadline(_SECONDS_BY_ITSELF).poll(all_ended, _SECONDS_BETWEEN_LOOKS):
+            for one in processes:
+                one.process.terminate()
+            Deadline(_SECONDS_TO_END).poll(all_ended, _SECONDS_BETWEEN_LOOKS)
+    finally:
+        for one in processes:
+            one.process.kill()
+            one.process.wait()
+            one.close()
 
 
 def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:

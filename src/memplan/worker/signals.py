@@ -25,11 +25,11 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def ended_by_signal(command: Callable[[], int], *, say: bool = True) -> int:
+def ended_by_signal(command: Callable[[], int], *, say: bool = True, answers: bool = False) -> int:
     """Run `command`; its exit code, or 128 + the signal that ended it. `say`: tell so on stderr.
 
-    A signal that the user's program swallows still counts once the program has ended, and a second
-    one, some seconds later, ends the process at once.
+    A signal that the user's program swallows still counts once the program has ended, unless the
+    command `answers` all the same. A second one, some seconds later, ends the process at once.
     """
     received: list[tuple[int, Deadline]] = []
 
@@ -46,6 +46,7 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True) -> int:
     _taken[:] = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
     for number in _taken:
         signal.signal(number, handle)
+    code = None
     try:
         code = command()
     except Terminated:
@@ -54,8 +55,8 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True) -> int:
         for number in _taken:
             signal.signal(number, before[number])
         _taken.clear()
-    if not received:
-        return code
+    if not received or (answers and code is not None):
+        return code or 0
     if say:
         sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
     return 128 + received[0][0]

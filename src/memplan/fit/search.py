@@ -1,0 +1,85 @@
+"""What a search has come to so far: every plan that was captured, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from memplan.fit.answer import Attempt, Lever
+from memplan.fit.judge import Verdict
+from memplan.types.deadline import PATIENCE
+from memplan.types.plan import Plan
+
+Progress = Callable[[str], None]
+_SOLVER_SECONDS = 60.0
+"""By the clock, of all solvers together."""
+_LEAST_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan that the script was captured with."""
+
+    plan: Plan
+    """With its promises."""
+    levers: tuple[Lever, ...]
+    notes: tuple[str, ...]
+    verdict: Verdict
+    needed: int
+    """Bytes of the least card that it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict.fits
+
+    @property
+    def added_seconds(self) -> float:
+        return sum(lever.added_seconds for lever in self.levers)
+
+    @property
+    def exact(self) -> bool:
+        return all(lever.numbers == "exact" for lever in self.levers)
+
+
+@dataclass
+class Search:
+    """Grows while a search goes on; the answer is chosen from it, whenever it ends."""
+
+    progress: Progress = lambda text: None
+    found: list[Found] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
+    """Kinds of levers."""
+    captures: int = 0
+    _solver_seconds: float = _SOLVER_SECONDS
+    _began: float = field(default_factory=time.monotonic)
+    _text: str = ""
+    _expected: int = 0
+
+    def say(self, text: str, captures: int) -> None:
+        """What is tried now, and how many captures that usually takes."""
+        self._text, self._expected = text, captures
+        self._show()
+
+    def captured(self) -> None:
+        self.captures += 1
+        self._expected -= 1
+        if self._expected > 0:
+            self._show()
+
+    def _show(self) -> None:
+        """With the time left, if what is tried now will do, by what captures took until now."""
+        left = ""
+        if self.captures:
+            seconds = self._expected * (time.monotonic() - self._began) / self.captures
+            left = f" (capture {self.captures + 1}, about {seconds:.0f} s left if that will do)"
+        self.progress(f"{self._text}{left}")
+
+    def solving_seconds(self, most: float) -> float:
+        """For the next solver, which may take `PATIENCE` times as long by the clock."""
+        return max(min(most, self._solver_seconds / PATIENCE), _LEAST_SECONDS)
+
+    def solved(self, began: float) -> None:
+        """A solver that began at that `time.monotonic()` has ended."""
+        self._solver_seconds -= time.monotonic() - began

@@ -1,0 +1,166 @@
+"""What stands beside the answer: bounded time, the least memory, the frontier, an early end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from memplan.capturing.options import ScriptTarget
+from memplan.fit.choice import Limits
+from memplan.fit.flow import Fitted, fit
+from memplan.fit.text import fit_lines
+from memplan.types.device import find_profile
+from memplan.types.plan import Plan
+from memplan.worker.captures import Captured
+from tests.fit.chain_job import MIB, ChainProgram, Greedy
+from tests.fit.test_command import memplan
+
+PROGRAM = ScriptTarget("script", "train.py", ("--lr", "1"))
+
+
+def chain(card: str, **options: object) -> ChainProgram:
+    return ChainProgram(find_profile(card), **options)  # type: ignore[arg-type]
+
+
+def found(job: ChainProgram, limits: Limits) -> Fitted:
+    return fit(PROGRAM, job.profile, job, Greedy(), limits=limits)
+
+
+def first_line(fitted: Fitted) -> str:
+    return next(fit_lines(fitted.answer)).plain
+
+
+def test_a_plan_beyond_the_time_allowed_is_not_the_answer() -> None:
+    free = found(chain("2600MiB"), Limits())
+    needs = free.answer.added_fraction
+    assert free.answer.fits and needs > 0.05
+    bounded = found(chain("2600MiB"), Limits(at_most=0.05))
+    answer = bounded.answer
+    assert not answer.fits and bounded.plan is None and answer.after is not None
+    assert answer.after.fits and answer.added_fraction == needs and not answer.changes
+    assert answer.least_card_bytes is not None
+    assert answer.least_card_bytes > answer.gpu.total_bytes, "within 5 % of the time"
+    assert first_line(bounded).startswith("does not fit within +5.0 % time, needs +")
+    enough = found(chain("2600MiB"), Limits(at_most=needs + 0.01))
+    assert enough.answer.fits and enough.plan is not None
+
+
+def test_the_least_memory_stands_beside_the_cheapest() -> None:
+    answer = found(chain("2600MiB"), Limits()).answer
+    assert answer.least is not None and answer.after is not None and answer.exact is None
+    assert answer.least.peak_bytes < answer.after.peak_bytes
+    assert answer.least.added_fraction > answer.added_fraction
+    assert answer.least.least_card_bytes == min(a.least_card_bytes for a in answer.attempts)
+    assert answer.least.bound == "compute"
+
+
+@pytest.mark.parametrize("card", ["2600MiB", "24GiB"])
+def test_a_frontier_of_captured_plans(card: str) -> None:
+    """Also for a job that fits."""
+    job = chain(card)
+    fitted = found(job, Limits(frontier=True))
+    points = fitted.answer.frontier
+    assert len(points) >= 4 and len(points) == len(fitted.frontier)
+    for before, after in pairwise(points):
+        assert after.added_fraction > before.added_fraction
+        assert after.peak_bytes < before.peak_bytes
+        assert after.least_card_bytes < before.least_card_bytes
+    asked = [plan.recompute.groups for _, plan in job.asked if plan and plan.recompute]
+    for point, plan in zip(points, fitted.frontier, strict=True):
+        recomputes = any(lever.kind == "recompute" for lever in point.levers)
+        assert recomputes == (plan.recompute is not None) == (point.bound == "compute")
+        if plan.recompute is not None:
+            assert plan.recompute.groups in asked, "captured, not guessed"
+    assert sum("frontier" in line.plain for line in fit_lines(fitted.answer)) == len(points)
+
+
+def test_least_possible_names_the_levers() -> None:
+    fitted = found(chain("1250MiB", weight=2 * MIB), Limits())
+    assert not fitted.answer.fits
+    assert fitted.answer.levers_tried == ["allocator", "order", "recompute", "state"]
+    assert "least possible peak" in first_line(fitted)
+    assert "by allocator, order, recompute, state; a card of" in first_line(fitted)
+
+
+class Interrupted(ChainProgram):
+    """Ctrl-C comes in the n-th capture."""
+
+    at = 0
+
+    def __call__(
+        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+    ) -> Captured:
+        if len(self.asked) == self.at:
+            raise KeyboardInterrupt
+        return super().__call__(program, plan, quiet=quiet)
+
+
+def test_an_early_end_gives_the_best_so_far() -> None:
+    job = Interrupted(find_profile("2600MiB"))
+    job.at = 2
+    fitted = found(job, Limits())
+    assert fitted.answer.fits and not fitted.answer.complete and fitted.plan is not None
+    assert "ended early" in first_line(fitted) and len(fitted.answer.attempts) == 1
+    job = Interrupted(find_profile("2600MiB"))
+    job.at = 1
+    fitted = found(job, Limits())
+    assert not fitted.answer.fits and not fitted.answer.complete and fitted.plan is None
+    job = Interrupted(find_profile("2600MiB"))
+    with pytest.raises(KeyboardInterrupt):
+        found(job, Limits())
+
+
+SCRIPT = """
+import os, time
+import torch
+
+while os.path.exists("wait"):
+    time.sleep(0.05)
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    model(torch.randn(200_000, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "code"),
+    [(signal.SIGTERM, 1, 3), (signal.SIGINT, 1, 3), (signal.SIGINT, 2, 130)],
+)
+def test_a_signal_gets_what_is_known(
+    tmp_path: Path, number: signal.Signals, times: int, code: int
+) -> None:
+    """Once there is a capture. A second Ctrl-C ends it at once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with memplan(tmp_path, "fit", "--json", "--gpu", "1GiB", "-o", "a.plan", "train.py") as process:
+        assert process.stderr is not None and process.stdout is not None
+        while "looking for a plan" not in process.stderr.readline():
+            assert process.poll() is None
+        (tmp_path / "wait").touch()
+        while not (captures := children(process.pid)):
+            time.sleep(0.05)
+        while times and process.poll() is None:
+            process.send_signal(number)
+            times -= 1
+            time.sleep(0.4)
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == code
+    if code == 3:
+        answer = json.loads(out)
+        assert answer["complete"] is False and answer["fits"] is False and answer["before"]
+    assert not list((tmp_path / "scratch").iterdir()) and not (tmp_path / "a.plan").exists()
+    for capture in captures:
+        with pytest.raises(ProcessLookupError):
+            os.kill(capture, 0)
