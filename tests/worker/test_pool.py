@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,31 +16,39 @@ from tests.worker.test_request import REQUEST
 
 
 class Started:
-    """Stands for a process; it has ended as soon as it began."""
-
-    ended = True
+    """Stands for a process; it has ended as soon as somebody waits for it."""
 
     def __init__(self, request: CaptureRequest, path: Path, *, quiet: bool) -> None:
         self.request, self.path, self.quiet = request, path, quiet
+        self.ended = False
         assert path.parent.is_dir() and path.name == f"{request.key()}.trace"
 
-    def __enter__(self) -> Started:
-        return self
 
-    def __exit__(self, *_error: object) -> None:
-        assert self.path.parent.is_dir(), "the folder goes last"
+def first_to_end(running: Sequence[Started]) -> Started:
+    running[0].ended = True
+    return running[0]
+
+
+def end_all(started: Sequence[Started]) -> None:
+    assert all(one.path.parent.is_dir() for one in started), "the folder goes last"
+
+
+def with_plan(parameters: int) -> CaptureRequest:
+    order = OrderPart(parameters=parameters, gradient_bytes=8)
+    return msgspec.structs.replace(REQUEST, plan=Plan(order=order))
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WorkerProcess", Started)
+    monkeypatch.setattr(pool, "wait_for_any", first_to_end)
+    monkeypatch.setattr(pool, "end_all", end_all)
+    monkeypatch.setattr(pool, "_available_bytes", lambda: 1 << 40)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
 
 def test_a_request_is_captured_once() -> None:
-    other = msgspec.structs.replace(
-        REQUEST, plan=Plan(order=OrderPart(parameters=1, gradient_bytes=8))
-    )
+    other = with_plan(1)
     with Workers() as workers:
         first = workers.start(REQUEST)
         assert workers.start(msgspec.structs.replace(REQUEST), quiet=True) is first
@@ -50,16 +59,32 @@ def test_a_request_is_captured_once() -> None:
     assert not first.path.parent.exists()
 
 
-@pytest.mark.parametrize(("available", "room"), [(7 << 30, True), (5 << 30, False)])
-def test_two_at_a_time_where_there_is_memory(
-    available: int, room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = 7 << 30
     monkeypatch.setattr(pool, "_available_bytes", lambda: available)
     with Workers() as workers:
         assert workers.has_room()
         workers.start(REQUEST)
-        assert workers.has_room() is room
+        assert workers.has_room()
+        available = 5 << 30
+        assert not workers.has_room()
         workers.seen(1 << 30)
         assert workers.has_room()
-        workers.start(msgspec.structs.replace(REQUEST, plan=None))
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
         assert not workers.has_room()
+
+
+def test_what_is_asked_for_ahead_begins_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with Workers() as workers:
+        asked = [with_plan(number) for number in range(4)]
+        assert [workers.ahead(request) for request in asked] == [None] * 4
+        assert [one.request for one in workers.running] == asked[:2]  # type: ignore[attr-defined]
+        wanted = workers.ended(asked[3])
+        assert wanted.ended and wanted.request == asked[3]  # type: ignore[attr-defined]
+        assert workers.ahead(asked[3]) is wanted
+        begun = [one.request for one in workers.running]  # type: ignore[attr-defined]
+        assert begun == [asked[2]], "it took the place of one that has ended"
+        assert workers.ended(asked[0]).quiet  # type: ignore[attr-defined]

@@ -35,12 +35,13 @@ class Workers:
         with self._stack:
             end_all(list(self._started.values()))
 
-    def has_room(self) -> bool:
-        """Whether another capture can run beside those that do."""
+    def has_room(self, beyond: int = 0) -> bool:
+        """Whether another capture can run beside those that do; `beyond`: with so many more than
+        there are CPUs."""
         running = sum(not one.ended for one in self.running)
         if not running:
             return True
-        if running >= (os.cpu_count() or 1):
+        if running >= (os.cpu_count() or 1) + beyond:
             return False
         # Those that run may not have taken their share yet.
         return _available_bytes() > (1 + running) * (self._peak_bytes or _HOST_BYTES)
@@ -66,7 +67,7 @@ class Workers:
 
     def ended(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
         """The process of this request, which has ended."""
-        while request.key() not in self._started and not self.has_room():
+        while request.key() not in self._started and not self.has_room(beyond=1):
             self.next_ended()
         process = self.start(request, quiet=quiet)
         while not process.ended:
