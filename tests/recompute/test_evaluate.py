@@ -25,7 +25,7 @@ from tests.recompute.graphs import (
 )
 
 
-def agree(graph: StepGraph, selection: Selection) -> None:
+def assert_agree(graph: StepGraph, selection: Selection) -> None:
     quick, slow = evaluate(graph, selection), evaluate_slowly(graph, selection)
     assert quick.peak_bytes == slow.peak_bytes
     assert quick.peak_row == slow.peak_row
@@ -41,7 +41,7 @@ def test_equal_to_the_state_machine_on_arbitrary_graphs(
     rng = random.Random(seed)
     graph = arbitrary_graph(rng, forward, backward)
     for _ in range(3):
-        agree(graph, arbitrary_selection(rng, graph))
+        assert_agree(graph, arbitrary_selection(rng, graph))
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,7 +50,7 @@ def test_equal_to_the_state_machine_on_training_steps(seed: int, shape: object) 
     rng = random.Random(seed)
     graph = shape(rng, 3)  # type: ignore[operator]
     for _ in range(3):
-        agree(graph, arbitrary_selection(rng, graph))
+        assert_agree(graph, arbitrary_selection(rng, graph))
 
 
 def test_nothing_dropped_is_the_plain_run() -> None:

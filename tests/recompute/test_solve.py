@@ -254,7 +254,8 @@ def test_a_search_ends_at_its_deadline() -> None:
     drops = np.flatnonzero(graph.values.droppable).tolist()
     limits = SearchSettings(0, drops, (), 1e-6, 1.0, 1e-3, 10**9, 0.1)
     evaluator = Evaluator(graph)
-    evaluator.evaluate(evaluator.search(Selection(), limits))
+    found = evaluator.evaluate(evaluator.search(Selection(), limits))
+    assert found.peak_bytes <= evaluate(graph, Selection()).peak_bytes
 
 
 def test_blocks_partition_forward_and_repeat() -> None:

@@ -91,13 +91,17 @@ def test_an_import_that_would_end_the_program_gets_the_stand_in() -> None:
 
 
 def test_a_handler_that_raises_is_no_guard() -> None:
+    imported: list[str] = []
+
     def job() -> None:
         try:
-            from flash_attn import flash_attn_func  # noqa: F401
+            from flash_attn import flash_attn_func
         except ImportError as error:
             raise RuntimeError("install flash-attn") from error
+        imported.append(flash_attn_func.__name__)
 
     run(job)
+    assert imported == ["flash_attn_func"]
 
 
 def test_the_script_is_told_of_what_it_did_without() -> None:

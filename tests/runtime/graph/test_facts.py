@@ -26,7 +26,13 @@ from memplan.runtime.graph.step_graph import Compiled
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.test_optimizers import OPTIMIZERS
-from tests.runtime.graph.training import Job, captured, captures_steps, classifier, run_both
+from tests.runtime.graph.training import (
+    Job,
+    assert_as_plain,
+    assert_captured,
+    captures_steps,
+    classifier,
+)
 
 pytestmark = captures_steps
 
@@ -146,8 +152,8 @@ def test_the_bits_are_the_same_in_any_order(
         return Ordering(graph.schedule(rows), len(rows), least, least, 0, 0.0)
 
     monkeypatch.setattr(stepping, "choose_order", any_order)
-    step, _ = run_both(JOBS[name], keep_gradients=bool(seed))
-    captured(step, 4)
+    step, _ = assert_as_plain(JOBS[name], keep_gradients=bool(seed))
+    assert_captured(step, 4)
 
 
 class Tracker(TorchDispatchMode):

@@ -16,11 +16,11 @@ from memplan.runtime.graph.step_graph import Compiled
 from memplan.types.errors import InfeasibleError, UsageError
 from tests.runtime.graph.training import (
     Job,
+    assert_as_plain,
     batches,
     captures_steps,
     classifier,
     perceptron,
-    run_both,
     snapshot,
 )
 
@@ -352,7 +352,7 @@ def test_releases_whose_guards_are_not_enough_run_plainly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("memplan.runtime.graph.step.unguarded", lambda: "guards leave out much")
-    step, _ = run_both(classifier)
+    step, _ = assert_as_plain(classifier)
     assert step.report().fallback == "guards leave out much"
     assert not step.report().programs
     assert sum("guards leave out much" in one for one in caplog.messages) == 1

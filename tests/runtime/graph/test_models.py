@@ -20,12 +20,12 @@ import memplan
 from memplan.runtime.graph.step import CompiledStep
 from tests.runtime.graph.training import (
     Job,
+    assert_as_plain,
+    assert_captured,
     batches,
-    captured,
     captures_steps,
     classifier,
     perceptron,
-    run_both,
 )
 
 pytestmark = captures_steps
@@ -194,8 +194,8 @@ def doubled() -> Job:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, keep: bool) -> None:
-    step, _ = run_both(MODELS[name], keep_gradients=keep)
-    captured(step, 4)
+    step, _ = assert_as_plain(MODELS[name], keep_gradients=keep)
+    assert_captured(step, 4)
 
 
 def language_model(tied: bool = True) -> Job:
@@ -212,8 +212,8 @@ def language_model(tied: bool = True) -> Job:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers(tied: bool) -> None:
-    step, _ = run_both(lambda: language_model(tied), keep_gradients=tied)
-    captured(step, 4)
+    step, _ = assert_as_plain(lambda: language_model(tied), keep_gradients=tied)
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "list"])
@@ -231,8 +231,8 @@ def test_a_loss_among_other_results(kind: str) -> None:
         job.loss_fn = loss_fn
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 def test_a_result_that_is_an_input_a_parameter_or_a_view_of_one() -> None:
@@ -246,21 +246,21 @@ def test_a_result_that_is_an_input_a_parameter_or_a_view_of_one() -> None:
         job.loss_fn = loss_fn
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 @pytest.mark.parametrize("clip", [0.01, 100.0])
 @pytest.mark.parametrize("keep", [False, True])
 def test_clipping(clip: float, keep: bool) -> None:
-    step, _ = run_both(
+    step, _ = assert_as_plain(
         lambda: classifier(Norm, adam, IMAGES), clip_grad_norm=clip, keep_gradients=keep
     )
-    captured(step, 4)
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_accumulation(keep: bool) -> None:
-    step, _ = run_both(
+    step, _ = assert_as_plain(
         lambda: classifier(Norm, adam, IMAGES, count=7), accumulate=3, keep_gradients=keep
     )
     assert not step.report().fallback, step.report()
@@ -268,7 +268,9 @@ def test_accumulation(keep: bool) -> None:
 
 
 def test_accumulation_with_clipping() -> None:
-    step, _ = run_both(lambda: classifier(Shared, adam, count=6), accumulate=2, clip_grad_norm=0.1)
+    step, _ = assert_as_plain(
+        lambda: classifier(Shared, adam, count=6), accumulate=2, clip_grad_norm=0.1
+    )
     assert not step.report().fallback, step.report()
 
 
@@ -288,7 +290,7 @@ def test_accumulation_with_parameters_that_only_some_calls_use() -> None:
         job.batches = [(*batch, number % 3 == 1) for number, batch in enumerate(job.batches)]
         return job
 
-    run_both(make, accumulate=2, keep_gradients=True)
+    assert_as_plain(make, accumulate=2, keep_gradients=True)
 
 
 def test_autocast() -> None:
@@ -303,8 +305,8 @@ def test_autocast() -> None:
         job.loss_fn = loss_fn
         return job
 
-    step, _ = run_both(make, keep_gradients=True)
-    captured(step, 4)
+    step, _ = assert_as_plain(make, keep_gradients=True)
+    assert_captured(step, 4)
 
 
 def test_autocast_around_the_calls() -> None:
@@ -323,8 +325,8 @@ def test_autocast_around_the_calls() -> None:
         job.between = between
         return job
 
-    step, _ = run_both(make)
-    captured(step, 6, programs=2)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 6, programs=2)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -337,8 +339,8 @@ def test_a_scaler_skips_what_overflows(clip: float | None) -> None:
         ]
         return job
 
-    step, job = run_both(make, clip_grad_norm=clip)
-    captured(step, 5)
+    step, job = assert_as_plain(make, clip_grad_norm=clip)
+    assert_captured(step, 5)
     assert job.scaler is not None
     assert job.scaler.get_scale() != 2.0**10
     assert all(one.isfinite().all() for one in job.model.parameters())
@@ -358,7 +360,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
         job.loss_fn = loss_fn
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 def test_evaluation_mode_in_some_calls() -> None:
@@ -367,8 +369,8 @@ def test_evaluation_mode_in_some_calls() -> None:
         job.between = lambda number: job.model.train(number not in (2, 3))
         return job
 
-    step, _ = run_both(make)
-    captured(step, 6, programs=2)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 6, programs=2)
 
 
 def test_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
@@ -377,8 +379,8 @@ def test_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
         job.batches = [*job.batches, *batches((2, 3, 8, 8), count=2), *job.batches[:2]]
         return job
 
-    step, _ = run_both(make)
-    captured(step, 8, programs=2)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 8, programs=2)
     assert sum("captured again" in record.message for record in caplog.records) == 1
 
 
@@ -396,8 +398,8 @@ def test_another_dtype_between_calls() -> None:
         ]
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4, programs=2)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4, programs=2)
 
 
 def test_parameters_that_are_frozen_between_calls() -> None:
@@ -407,7 +409,7 @@ def test_parameters_that_are_frozen_between_calls() -> None:
         job.between = lambda number: first.requires_grad_(number not in (2, 3))
         return job
 
-    step, _ = run_both(make)
+    step, _ = assert_as_plain(make)
     assert not step.report().fallback, step.report()
 
 
@@ -427,7 +429,7 @@ def test_parameters_that_are_replaced_between_calls() -> None:
         job.between = between
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 def test_forward_hooks_that_come_and_go() -> None:
@@ -445,7 +447,7 @@ def test_forward_hooks_that_come_and_go() -> None:
         job.between = between
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 def doubled_after(parameter: Tensor) -> None:
@@ -494,7 +496,7 @@ def test_hooks_on_gradients_run_plainly(hook: str, when: str, keep: bool) -> Non
         job.between = between
         return job
 
-    step, _ = run_both(make, keep_gradients=keep)
+    step, _ = assert_as_plain(make, keep_gradients=keep)
     assert "hook" in step.report().fallback
     assert len(held) == 2
 
@@ -506,8 +508,8 @@ def test_hooks_that_autograd_forgets_are_not_kept_alive() -> None:
         job.between = lambda _number: after_accumulation(first)
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -549,8 +551,8 @@ def test_several_models_in_one_step() -> None:
 
         return Job(both, [makes, judges], loss_fn, batches((5, 6)))
 
-    step, _ = run_both(make, keep_gradients=True)
-    captured(step, 4)
+    step, _ = assert_as_plain(make, keep_gradients=True)
+    assert_captured(step, 4)
 
 
 def test_a_parameter_that_no_optimizer_trains_gathers_gradients() -> None:
@@ -559,7 +561,7 @@ def test_a_parameter_that_no_optimizer_trains_gathers_gradients() -> None:
     def make() -> Job:
         return classifier(make=lambda m: torch.optim.SGD(list(m.parameters())[1:], 0.1))
 
-    torch_step, job = run_both(make)
+    torch_step, job = assert_as_plain(make)
     first = next(job.model.parameters())
     assert first.grad is not None
     assert not torch_step.report().fallback
@@ -583,14 +585,14 @@ def test_methods_and_modules_are_losses() -> None:
         return job
 
     for method in (False, True):
-        step, _ = run_both(lambda method=method: make(method))  # type: ignore[misc]
-        captured(step, 4, programs=2)
+        step, _ = assert_as_plain(lambda method=method: make(method))  # type: ignore[misc]
+        assert_captured(step, 4, programs=2)
 
 
 def test_in_order_and_with_another_seed() -> None:
     for options in ({"order": False}, {"seed": 5}):
-        step, _ = run_both(lambda: classifier(Norm, adam, IMAGES), **options)
-        captured(step, 4)
+        step, _ = assert_as_plain(lambda: classifier(Norm, adam, IMAGES), **options)
+        assert_captured(step, 4)
 
 
 class DrawsInBackward(torch.autograd.Function):
@@ -634,7 +636,7 @@ def test_random_numbers_that_nobody_wants_are_drawn(name: str, kind: str) -> Non
         if compiled and kind == "step":
             step = memplan.compile(loss_fn, optimizer=optimizer, order=False)
             step(x)
-            captured(step, 1)
+            assert_captured(step, 1)
         else:
             options: dict[str, Any] = {"codegen": "eager"}
             run: Any = torch.compile(loss_fn, backend="memplan", options=options)
@@ -704,6 +706,6 @@ def test_operators_before_the_first_step_are_those_of_the_second() -> None:
 
 def test_the_first_step_is_made_once() -> None:
     """Its updates are operators, and the order is searched once."""
-    step, _ = run_both(classifier)
+    step, _ = assert_as_plain(classifier)
     assert programs_of(step)[0].made_again == 0
     assert programs_of(step)[0].made.classes

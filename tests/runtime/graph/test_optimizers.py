@@ -16,11 +16,11 @@ from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
 from tests.runtime.graph.training import (
     Job,
-    captured,
+    assert_as_plain,
+    assert_captured,
     captures_steps,
     classifier,
     perceptron,
-    run_both,
 )
 
 pytestmark = captures_steps
@@ -93,8 +93,8 @@ if hasattr(torch.optim, "Muon"):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bits_of_the_plain_loop(name: str) -> None:
-    step, job = run_both(lambda: classifier(make=OPTIMIZERS[name], count=3))
-    captured(step, 3)
+    step, job = assert_as_plain(lambda: classifier(make=OPTIMIZERS[name], count=3))
+    assert_captured(step, 3)
     for optimizer in job.optimizers:
         names = list(optimizer.state_dict()["state"])
         assert names == sorted(names)
@@ -102,8 +102,10 @@ def test_bits_of_the_plain_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sgd nesterov", "adam foreach", "adamw fused amsgrad", "groups"])
 def test_gradients_are_there_until_the_next_call(name: str) -> None:
-    step, _ = run_both(lambda: classifier(make=OPTIMIZERS[name], count=3), keep_gradients=True)
-    captured(step, 3)
+    step, _ = assert_as_plain(
+        lambda: classifier(make=OPTIMIZERS[name], count=3), keep_gradients=True
+    )
+    assert_captured(step, 3)
 
 
 class OfTheUser(torch.optim.SGD):
@@ -118,8 +120,8 @@ class OfTheUser(torch.optim.SGD):
 
 
 def test_an_optimizer_of_the_user_runs_with_all_gradients_there() -> None:
-    step, _ = run_both(lambda: classifier(make=of(OfTheUser)), keep_gradients=True)
-    captured(step, 4)
+    step, _ = assert_as_plain(lambda: classifier(make=of(OfTheUser)), keep_gradients=True)
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -145,8 +147,8 @@ def test_step_hooks_are_called_once_for_each_step() -> None:
         job.optimizers[0].register_step_post_hook(lambda *_: calls.append("after"))
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
     assert calls == ["before", "after"] * 8
 
 
@@ -165,8 +167,8 @@ def test_learning_rate_schedules_work_from_outside(name: str) -> None:
         job.between = lambda number: schedule.step() if number else None
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 def test_groups_that_are_changed_by_hand() -> None:
@@ -182,8 +184,8 @@ def test_groups_that_are_changed_by_hand() -> None:
         job.between = between
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -201,7 +203,7 @@ def test_a_group_that_is_added_later(keep: bool) -> None:
         job.between = between
         return job
 
-    run_both(make, keep_gradients=keep)
+    assert_as_plain(make, keep_gradients=keep)
 
 
 def test_states_that_are_loaded_between_calls() -> None:
@@ -220,8 +222,8 @@ def test_states_that_are_loaded_between_calls() -> None:
         job.between = between
         return job
 
-    step, _ = run_both(make)
-    captured(step, 6)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 6)
 
 
 def test_an_optimizer_that_is_emptied_between_calls() -> None:
@@ -230,8 +232,8 @@ def test_an_optimizer_that_is_emptied_between_calls() -> None:
         job.between = lambda number: job.optimizers[0].state.clear() if number == 2 else None
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 def test_optimizers_that_share_parameters_both_update() -> None:
@@ -239,7 +241,7 @@ def test_optimizers_that_share_parameters_both_update() -> None:
         first = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         return [first, torch.optim.Adam(model.parameters(), 1e-2)]
 
-    run_both(lambda: classifier(make=make))
+    assert_as_plain(lambda: classifier(make=make))
 
 
 def test_parameters_that_change_their_group() -> None:
@@ -255,7 +257,7 @@ def test_parameters_that_change_their_group() -> None:
         job.between = between
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 def test_parameters_that_the_model_has_anew_are_not_the_optimizer_s() -> None:
@@ -273,7 +275,7 @@ def test_parameters_that_the_model_has_anew_are_not_the_optimizer_s() -> None:
         job.between = between
         return job
 
-    run_both(make)
+    assert_as_plain(make)
 
 
 @pytest.mark.parametrize("when", [0, 2])
@@ -290,7 +292,7 @@ def test_parameters_that_share_memory_run_plainly(when: int) -> None:
         job.between = between
         return job
 
-    step, _ = run_both(make)
+    step, _ = assert_as_plain(make)
     assert "share memory" in step.report().fallback
 
 
@@ -307,5 +309,5 @@ def test_parameters_in_one_buffer_are_captured() -> None:
             one.data = part.view_as(one)
         return job
 
-    step, _ = run_both(make)
-    captured(step, 4)
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)

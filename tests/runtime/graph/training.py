@@ -120,7 +120,7 @@ def course_of(job: Job, call: Callable[..., Any], gradients: bool) -> Course:
     return course
 
 
-def run_both(
+def assert_as_plain(
     make: Callable[[], Job], *, keep_gradients: bool = False, **options: Any
 ) -> tuple[CompiledStep[...], Job]:
     """Trains the job plainly and compiled from the same start, and holds one against the other
@@ -151,7 +151,7 @@ def run_both(
     return step, job
 
 
-def captured(step: CompiledStep[...], calls: int, programs: int = 1) -> None:
+def assert_captured(step: CompiledStep[...], calls: int, programs: int = 1) -> None:
     """That all calls ran in graphs, of which there are so many."""
     report = step.report()
     assert not report.fallback, report
