@@ -14,7 +14,7 @@ checked := src bench examples tests
 gpu_site := build/gpu-site
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-check compat outputs newest gpu clean
+.PHONY: help demo test stress lint format bench bench-check compat outputs newest gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -26,6 +26,9 @@ demo: $(VENV)/.built ## set up what is missing, then estimate examples/gpt2/trai
 # the most tests, and end on the few that take minutes, the other processes with nothing to do.
 test: $(VENV)/.dev ## set up what is missing, then run every test (ARGS="-k name" narrows)
 	$(py) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+stress: $(VENV)/.dev ## build the native stress programs with sanitizers, and run them
+	$(py) -m pytest -m stress tests/order tests/runtime/planned $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, import-linter
 	$(bin)/ruff check $(checked)

@@ -25,8 +25,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
-CLASSES, WIDTH, LENGTH = 20_000, 64, 256
 device = os.environ.get("DEVICE", "cuda")
+CLASSES, WIDTH, LENGTH = 20_000, 64, 256 if device == "cuda" else 8
 torch.manual_seed(0)
 model = torch.nn.Sequential(
     torch.nn.Embedding(CLASSES, WIDTH),

@@ -9,6 +9,9 @@ import pytest
 from tests.sanitized import build_stress, run_stress
 
 
+pytestmark = pytest.mark.stress
+
+
 @pytest.mark.parametrize(
     ("sanitizers", "rounds"),
     [("address,undefined", 500), ("thread", 100)],

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.sanitized import build_stress, run_stress
+
+pytestmark = pytest.mark.stress
 
 OPERATIONS = 100_000
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.sanitized import build_stress, run_stress
 
+pytestmark = pytest.mark.stress
+
 SANITIZERS = {"thread": 40_000, "address,undefined": 60_000}
 """And how many random requests and releases."""
 
