@@ -26,7 +26,7 @@ parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--accumulate", type=int, default=1)
 args = parser.parse_args()
 device = os.environ.get("DEVICE", "cuda")
-CLASSES, WIDTH, LENGTH = 20_000, 64, 256 if device == "cuda" else 8
+CLASSES, WIDTH, LENGTH = 20_000, 64, 256 if device == "cuda" else 72
 torch.manual_seed(0)
 model = torch.nn.Sequential(
     torch.nn.Embedding(CLASSES, WIDTH),
@@ -42,13 +42,14 @@ for step in range(3):
     for _ in range(args.accumulate):
         tokens = data[index : index + args.batch_size].to(device)
         index += args.batch_size
-        loss = F.cross_entropy(model(tokens).view(-1, CLASSES), tokens.view(-1)) / args.accumulate
+        logits = model(tokens).view(-1, CLASSES)
+        loss = F.cross_entropy(logits, tokens.view(-1)) / args.accumulate
         loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    print("loss", total, args.batch_size)
+    print("loss", total, args.batch_size, type(logits).__name__)
 """
 
 
@@ -60,8 +61,10 @@ def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def losses(out: str) -> list[list[float]]:
-    return [[float(word) for word in line.split()[1:]] for line in out.splitlines()]
+def losses(out: str) -> list[tuple[float, int, str]]:
+    """Of each step: the loss, the size of a batch, the class of the logits."""
+    lines = [line.split()[1:] for line in out.splitlines()]
+    return [(float(loss), int(size), kind) for loss, size, kind in lines]
 
 
 def test_a_loss_in_chunks_and_smaller_batches(tmp_path: Path) -> None:
@@ -81,8 +84,9 @@ def test_a_loss_in_chunks_and_smaller_batches(tmp_path: Path) -> None:
     planned = memplan(tmp_path, "run", "--plan", "job.plan", "train.py")
     assert plain.returncode == planned.returncode == 0, planned.stderr
     before, after = losses(plain.stdout), losses(planned.stdout)
-    assert [size for _, size in before] == [16] * 3 and [size for _, size in after] == [4] * 3
-    assert [loss for loss, _ in after] == pytest.approx([loss for loss, _ in before], rel=1e-4)
+    assert [how for _, *how in before] == [[16, "Tensor"]] * 3
+    assert [how for _, *how in after] == [[4, "Logits"]] * 3
+    assert [one[0] for one in after] == pytest.approx([one[0] for one in before], rel=1e-4)
 
 
 def test_a_plan_for_other_arguments_sets_none() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.sanitized import build_stress, run_stress
 
-
 pytestmark = pytest.mark.stress
 
 

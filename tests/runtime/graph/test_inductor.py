@@ -41,7 +41,7 @@ class Tied(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3)) for _ in range(4)]
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.3)) for _ in range(2)]
         self.net = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
