@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -88,6 +89,45 @@ class SavedTensor:
         if version_of(self.tensor) != self.version:
             raise modified_error(self.tensor, self.version, self.tensor.shape)
         return self.tensor
+
+
+class SavedWrapper:
+    """A tensor that holds others, such as a DTensor: these are saved, and it is made anew."""
+
+    __slots__ = (
+        "_context",
+        "_kind",
+        "_others",
+        "_saved",
+        "_size",
+        "_stride",
+        "_version",
+        "_witness",
+    )
+
+    def __init__(
+        self, tensor: Any, context: Any, held: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        """`context`, `held`: what `__tensor_flatten__` tells of. `saved`: of what is held, what
+        gives each tensor by `get()`."""
+        self._kind = type(tensor)
+        self._context, self._saved = context, saved
+        self._others = {name: one for name, one in held.items() if name not in saved}
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._version = version_of(tensor)
+        self._witness: Any = tensor.detach()
+        for name in saved:  # it has the version counter, and is not to keep their memory
+            setattr(self._witness, name, None)
+
+    def get(self) -> torch.Tensor:
+        """Raises RuntimeError, as autograd itself would, when it was modified in place."""
+        if version_of(self._witness) != self._version:
+            raise modified_error(self._witness, self._version, self._size)
+        inner = self._others | {name: saved.get() for name, saved in self._saved.items()}
+        made: torch.Tensor = self._kind.__tensor_unflatten__(
+            inner, self._context, self._size, self._stride
+        )
+        return made.detach()
 
 
 def modified_error(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:

@@ -7,9 +7,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from memplan.runtime.tape.bias import (
@@ -21,7 +25,7 @@ from memplan.runtime.tape.bias import (
 )
 from memplan.runtime.tape.decisions import HOLD, Choice, Decisions
 from memplan.runtime.tape.functions import top_hooks, watched_by
-from memplan.runtime.tape.groups import Group, Handle, SavedTensor, checksum_of
+from memplan.runtime.tape.groups import Group, Handle, SavedTensor, SavedWrapper, checksum_of
 from memplan.runtime.tape.needed import Needed, needed_by
 from memplan.runtime.tape.offload import AwayHandle, Pass
 from memplan.runtime.tape.op_effects import (
@@ -36,6 +40,9 @@ from memplan.runtime.tape.settings import current_stream, tensors_made_as_in_cap
 from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
 
+Saved = Handle | AwayHandle | SavedTensor | SavedWrapper
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+_no_dispatch = torch.Tensor.__torch_dispatch__
 _DEVICE_QUERY = torch.ops.prim.device.default  # only fake tensors ask
 
 
@@ -83,6 +90,8 @@ class Recording(TorchDispatchMode):
         self._product = 0
         """The key of the storage that the last op multiplied into; 0: it did something else."""
         self._symbolic = False
+        self._fake_mode: Any = None
+        """Under another one somebody works out shapes in advance (DTensor): no ops of the job."""
         self._stream: int | None = None
         """The CUDA stream that the call began on; None where there is none to heed."""
         self._stack = ExitStack()
@@ -107,7 +116,7 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> Recording:
         unshared_counts()  # not first inside an op, where `linear` is another
-        self._symbolic = tensors_are_fake()
+        self._symbolic, self._fake_mode = tensors_are_fake(), _fake_mode()
         with ExitStack() as stack:
             if self._on_cuda and not self._symbolic:
                 stack.enter_context(tensors_made_as_in_captures())
@@ -163,8 +172,11 @@ class Recording(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        for kind in types:
+            if kind.__torch_dispatch__ is not _no_dispatch and not issubclass(kind, FakeTensor):
+                return NotImplemented  # a wrapper (DTensor): it asks again for what it holds
         kwargs = kwargs or {}
-        if self._off:
+        if self._off or _fake_mode() is not self._fake_mode:
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return self.call_function(lambda: func(*args, **kwargs), args)
@@ -402,12 +414,14 @@ class Recording(TorchDispatchMode):
 
     # Autograd
 
-    def _pack(self, tensor: torch.Tensor) -> Handle | AwayHandle | SavedTensor:
-        if self._pass is not None and is_plain(tensor):
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        if not is_plain(tensor):
+            return self._pack_wrapper(tensor)
+        if self._pass is not None:
             place = self._storages.place_of(tensor)
             if place is not None and (sent := self._send(tensor, place, self._pass)):
                 return sent
-        value = self._storages.find(tensor) if is_plain(tensor) else None
+        value = self._storages.find(tensor)
         if value is not None and value.base is None:
             known = value.producer is not None and not value.uninitialised
             if value.group is not None and known and not self._on_another_stream():
@@ -419,11 +433,28 @@ class Recording(TorchDispatchMode):
             self._storages.keep(value, tensor)
             assert value.base is not None
             return SavedTensor(value.base, value.version)
-        return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
+        return _as_it_is(tensor)
+
+    def _pack_wrapper(self, tensor: torch.Tensor) -> SavedWrapper | SavedTensor:
+        """Where what it holds is dropped or offloaded. A collective's result is not, for it may not
+        have arrived, nor a nested tensor, whose sizes are those of one tensor of offsets."""
+        if (
+            not is_traceable_wrapper_subclass(tensor)
+            or tensor.is_nested
+            or hasattr(tensor, "trigger_wait")
+        ):
+            return _as_it_is(tensor)
+        names, context = tensor.__tensor_flatten__()
+        held = {name: getattr(tensor, name) for name in names}  # tensors, and a mesh of devices
+        saved = {n: self._pack(one) for n, one in held.items() if isinstance(one, torch.Tensor)}
+        if tensor.is_leaf or all(isinstance(one, SavedTensor) for one in saved.values()):
+            return _as_it_is(tensor)
+        return SavedWrapper(tensor, context, held, saved)
 
     def _send(self, tensor: torch.Tensor, place: int, of_pass: Pass) -> AwayHandle | None:
         """None: it stays on the card."""
-        if self._on_another_stream() or (tensor.is_leaf and tensor.requires_grad):
+        seen = tensor if tensor._base is None else tensor._base
+        if self._on_another_stream() or isinstance(seen, torch.nn.Parameter):
             return None
         value = self._storages.find(tensor) or Value(None, 0)
         if value.away is None:
@@ -448,9 +479,17 @@ class Recording(TorchDispatchMode):
         with self.pause_recording(), torch.no_grad():
             return checksum_of(tensor.detach())
 
-    def _unpack(self, saved: Handle | AwayHandle | SavedTensor) -> torch.Tensor:
+    def _unpack(self, saved: Saved) -> torch.Tensor:
         self.backward_began = True
         return saved.get()
+
+
+def _fake_mode() -> Any:
+    return torch._C._get_dispatch_mode(_FAKE_MODE)
+
+
+def _as_it_is(tensor: torch.Tensor) -> SavedTensor:
+    return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
 
 
 def tensors_are_fake() -> bool:
