@@ -198,6 +198,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._C._AutoDispatchBelowAutograd",
         "torch._C._DisableAutocast",
         "torch._C._dynamo.eval_frame.reset_code",
+        "torch._C._is_any_autocast_enabled",
         "torch._C._set_grad_enabled",
         "torch._dynamo.config.allow_rnn",
         "torch._dynamo.config.assume_dunder_attributes_remain_unchanged",
