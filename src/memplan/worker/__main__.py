@@ -12,7 +12,7 @@ from memplan.types.trace_file import save_trace
 from memplan.worker.failure import outcome_of, show_traceback, was_interrupted
 from memplan.worker.perform import perform
 from memplan.worker.request import Outcome, read_request
-from memplan.worker.signals import ended_by_signal
+from memplan.worker.signals import ended_by_signal, signals_now
 
 _EXIT_INTERRUPTED = 130
 
@@ -30,6 +30,7 @@ def main(path: Path) -> int:
     os.dup2(2, 1)
 
     def capture() -> int:
+        signals_now()
         trace = perform(read_request(encoded), only_writes=(path.parent,))
         save_trace(trace, path, overwrite=True)
         return 0

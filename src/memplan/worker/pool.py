@@ -9,6 +9,7 @@ from pathlib import Path
 
 from memplan.worker.process import WorkerProcess, end_all, wait_for_any
 from memplan.worker.request import CaptureRequest
+from memplan.worker.signals import signals_later
 
 _HOST_BYTES = 3 << 30
 """What a capture is taken to need before one has been seen."""
@@ -51,8 +52,9 @@ class Workers:
         key = request.key()
         self._waiting.pop(key, None)
         if key not in self._started:
-            process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
-            self._started[key] = process
+            with signals_later():
+                process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
+                self._started[key] = process
             self.running.append(process)
         return self._started[key]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from memplan.types.deadline import Deadline
@@ -60,6 +61,21 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True, answers: bo
     if say:
         sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
     return 128 + received[0][0]
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Those that end a command wait until the block has ended, for a process that was started but
+    is not known yet would be left behind. It inherits that: `signals_now`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def signals_now() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *_SIGNALS})
 
 
 def _forget_in_child() -> None:
