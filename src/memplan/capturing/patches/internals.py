@@ -231,6 +231,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch._dynamo.variables.constant.ConstantVariable",
         "torch._dynamo.variables.dicts.ConstDictVariable",
         "torch._dynamo.variables.dicts.DunderDictVariable",
+        "torch._dynamo.variables.functions.SkipFunctionVariable",
         "torch._dynamo.variables.functions.UserFunctionVariable",
         "torch._dynamo.variables.hashable.HashableTracker",
         "torch._dynamo.variables.lazy.LazyVariableTracker",
