@@ -523,3 +523,29 @@ def order_of_a_set() -> Holder:
         held.update((8, 0) if value > 1 else (0, 8))
 
     return lambda: next(1.0 + one / 8 for one in held), put
+
+
+@holder
+def order_of_what_hooks_do() -> Holder:
+    """Dynamo goes through these one by one."""
+    layer, one = nn.Identity(), torch.ones(())
+    layer.register_forward_hook(lambda _layer, _given, result: result + 1)
+    layer.register_forward_hook(lambda _layer, _given, result: result * 2)
+    first = next(iter(layer._forward_hooks))
+
+    def put(value: float) -> None:
+        hooks: Any = layer._forward_hooks
+        hooks.move_to_end(first, last=value > 1)
+
+    return lambda: layer(one) / 4, put
+
+
+@holder
+def kind_of_the_keys_of_two() -> Holder:
+    held: dict[Any, float] = {}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.update({(1.0 if value > 1 else True, 0): 0.0, (2, 0): 0.0})
+
+    return lambda: sum(KINDS[type(key[0])] + of for key, of in held.items()), put

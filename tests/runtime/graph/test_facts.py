@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
@@ -230,18 +230,35 @@ def test_live_bytes_are_those_that_are_predicted(
     assert compared > 10
 
 
-@pytest.mark.parametrize("name", [*MODELS, *OPTIMIZERS])
+def two_of_all(model: nn.Module) -> list[torch.optim.Optimizer]:
+    first = torch.optim.Adam(model.parameters(), 1e-2)
+    return [first, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipped": {"clip_grad_norm": 0.1},
+    "clipped and gathered": {"clip_grad_norm": 0.1, "accumulate": 2},
+    "gathered": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OPTIMIZERS, *OPTIONS, "two optimizers of all"])
 def test_what_is_measured_is_not_more_than_what_is_promised(name: str) -> None:
     torch.manual_seed(1)
-    job = MODELS[name]() if name in MODELS else classifier(make=OPTIMIZERS[name])
-    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
-    for batch in job.batches[:2]:
+    job = MODELS[name]() if name in MODELS else classifier(make=OPTIMIZERS.get(name, two_of_all))
+    options = OPTIONS.get(name, {})
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False, **options)
+    for batch in [*job.batches[:2], *job.batches[:1]][: 3 if "accumulate" in options else 2]:
         step(*batch)
-    states = [of for optimizer in job.optimizers for of in optimizer.state.items()]
-    for parameter, state in states:
-        real = sum(one.untyped_storage().nbytes() for one in tensors(list(state.values())))
+    states = [optimizer.state for optimizer in job.optimizers]
+    for parameter in {one for state in states for one in state}:
+        held = tensors([list(state.get(parameter, {}).values()) for state in states])
+        real = sum(one.untyped_storage().nbytes() for one in held)
         assert step._updates.state_bytes(parameter)[0] == real
-    there = [*job.model.parameters(), *job.model.buffers(), *job.batches[2], *tensors(states)]
+    parameters = list(job.model.parameters())
+    gradients = [one.grad for one in parameters]
+    held = tensors([[list(of.values()) for of in state.values()] for state in states])
+    there = [*parameters, *tensors(gradients), *job.model.buffers(), *job.batches[2], *held]
     measured = measure(lambda: step(*job.batches[2]), there).peak_bytes
     report = step.report()
     assert not report.fallback

@@ -197,10 +197,12 @@ class Part:
 class Memory:
     """What is held beside the code of a forward pass, and of its backward pass."""
 
-    def __init__(self, results: int | None, base_bytes: int = 0) -> None:
+    def __init__(self, results: int | None, base_bytes: int = 0, behind_bytes: int = 0) -> None:
         self._results = results
         """How many of forward's outputs its caller gets; None for all."""
         self._base_bytes = base_bytes
+        self._behind_bytes = behind_bytes
+        """What is asked for when backward has ended."""
         self._saved: dict[str, Given] = {}
         self._held: dict[str, int] = {}
         """Storages that the caller holds."""
@@ -250,7 +252,7 @@ class Memory:
             if of is not None and into is not None and of[:-1] != into[:-1]
         ]
         held = {**self._held, **{one.storage: one.bytes for one in given if one and one.lasts}}
-        end = sum(held.values()) + sum(gradients.values()) + max(copies, default=0)
+        end: int = sum(held.values()) + sum(gradients.values()) + max([*copies, self._behind_bytes])
         return self._base_bytes + max(kernels.peak_bytes + beside, end)
 
     def _forward(self, part: Part, given: Sequence[Given | None], kernels: Kernels) -> None:

@@ -111,6 +111,7 @@ class StepParts(Parts):
         *,
         keep: bool,
         base_bytes: int,
+        behind_bytes: int,
         budget: Budget,
         deadline_seconds: float,
         refuse: Callable[[fx.GraphModule, int], None],
@@ -118,6 +119,7 @@ class StepParts(Parts):
         without_gradient: Callable[[], Any],
     ) -> None:
         """`keep`: gradients stay. `base_bytes`: optimizer state, and gradients of earlier calls.
+        `behind_bytes`: what the optimizers' steps ask for where they come when backward has ended.
         `refuse` is told the joint graph, and how many results forward has, and raises where it is
         not the step; `wrap` gives what PyTorch is to call; `without_gradient` raises for a graph
         that has no backward."""
@@ -126,6 +128,7 @@ class StepParts(Parts):
         self._scaler = scaler
         self._keep = keep
         self._base_bytes = base_bytes
+        self._behind_bytes = behind_bytes
         self._refuse_graph = refuse
         self._wrap = wrap
         self._without_gradient = without_gradient
@@ -209,7 +212,7 @@ class StepParts(Parts):
         return forward, backward
 
     def _no_memory(self, results: int | None) -> Memory:
-        return Memory(results, self._base_bytes)
+        return Memory(results, self._base_bytes, self._behind_bytes)
 
     def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
         """Gradients are taken by backward itself, which returns nothing.

@@ -106,6 +106,19 @@ class LossGradient(Added):
         return one if self._scaler is None else self._scaler.scale(one).to(self._dtype)
 
 
+class UpdateBehind(Added):
+    """The optimizers' step behind the graph, for its memory. Called with all gradients."""
+
+    __name__ = "update_behind"
+    barrier = True
+
+    def __init__(self, scratch_bytes: int) -> None:
+        self.scratch_bytes = scratch_bytes
+
+    def __call__(self, *_gradients: torch.Tensor) -> None:
+        pass
+
+
 class Bernoulli(Added):
     """`Tensor.bernoulli_` of a tensor that does not lie in rows, as in a dropout of a transposed
     one. Functionalization makes an operator of it that draws for a result in rows: the same
@@ -133,10 +146,11 @@ def whole_step(
     primals: Sequence[Any],
     *,
     keep: bool,
+    behind: bool,
 ) -> fx.GraphModule:
     """Forward and backward in one graph, whose inputs are the primals and whose outputs those of
     forward; each gradient is taken by a `TakeGradient`. `keep`: gradients are outputs too, because
-    they stay.
+    they stay. `behind`: the optimizers' steps come after it.
 
     Raises UsageError where the graph has another gradient to start with than that of one number.
     """
@@ -152,8 +166,11 @@ def whole_step(
     with _disable_current_modes():
         root = constants(forward, backward)
         program_of(fx.GraphModule(root, graph))
-        _take(graph, gradients, updates, primals, keep=keep)
+        _take(graph, gradients, updates, primals, keep=keep, behind=behind)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
+    if behind:
+        update = graph.call_function(UpdateBehind(updates.behind_bytes()), tuple(kept))
+        update.meta = {"val": None, BACKWARD: True, UPDATE: True}
     graph.output((*outputs[: joint.results], *kept))
     module = fx.GraphModule(root, graph)
     graph.lint()
@@ -272,6 +289,7 @@ def _take(
     primals: Sequence[Any],
     *,
     keep: bool,
+    behind: bool,
 ) -> None:
     places = [node for node in graph.nodes if node.op == "placeholder"]
     shown = [facts_of(one).shows if isinstance(one, fx.Node) else None for one in gradients]
@@ -279,14 +297,18 @@ def _take(
     for place, gradient in enumerate(gradients):
         if not isinstance(gradient, fx.Node):
             continue
-        as_a_whole = keep or updates.whole or not updates.in_graph
-        made = None if as_a_whole else updates.arithmetic(primals[place])
+        made = (
+            None
+            if keep or updates.whole or not updates.in_graph
+            else updates.arithmetic(primals[place])
+        )
         if made is not None:
             _update(graph, places[place], gradient, updates, primals[place], *made)
             continue
         shared = shown.count(shown[place]) > 1 or shown[place] in lasting
         take = TakeGradient(updates, shared or not lies_as(gradient, primals[place]))
-        _, take.scratch_bytes = updates.state_bytes(primals[place])
+        if not behind:
+            _, take.scratch_bytes = updates.state_bytes(primals[place])
         node = graph.call_function(take, (places[place], gradient))
         node.meta = {"val": None, BACKWARD: True, UPDATE: True}
 

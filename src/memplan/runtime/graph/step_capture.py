@@ -175,6 +175,7 @@ class StepCapture:
                 self._scaler,
                 keep=self._keeps(),
                 base_bytes=self._held_bytes(),
+                behind_bytes=0 if self.can_update_in_graph() else self._updates.behind_bytes(),
                 budget=self._options.budget,
                 deadline_seconds=self._options.deadline_seconds,
                 refuse=refuse,
@@ -206,7 +207,13 @@ class StepCapture:
 
         def program(replays: tuple[Again, ...]) -> Program:
             module = whole_step(
-                joint, replays, self._updates, self._scaler, primals, keep=self._keeps()
+                joint,
+                replays,
+                self._updates,
+                self._scaler,
+                primals,
+                keep=self._keeps(),
+                behind=not self.can_update_in_graph(),
             )
             return program_of(module, self._held_bytes())
 
@@ -262,7 +269,7 @@ class StepCapture:
 
     def _held_bytes(self) -> int:
         """Optimizer state, and gradients of earlier calls."""
-        parameters = list(self._updates.parameters())
+        parameters = {id(one): one for one in self._updates.parameters()}.values()
         state = sum(self._updates.state_bytes(one)[0] for one in parameters)
         gradients = sum(one.numel() * one.element_size() for one in parameters)
         return state + (gradients if self._options.accumulate > 1 else 0)

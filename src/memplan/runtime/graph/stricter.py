@@ -34,8 +34,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch._C._dynamo.guards import DictGuardManager
 from torch._dynamo.exc import ObservedAttributeError
-from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import builtin, object_protocol
@@ -135,17 +137,28 @@ def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
     _guard(self, GuardBuilder.DICT_KEYS_MATCH)
 
 
-def _exactly(compare: Callable[..., None]) -> Callable[..., None]:
+def _exactly(
+    compare: Callable[..., None], is_inexact: Callable[[Any], bool]
+) -> Callable[..., None]:
     """A guard that compares also what `==` does not tell apart."""
 
     def guard_exactly(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         compare(self, guard, *args, **kwargs)
         value = self.get(guard)
-        if _is_inexact(value):
-            known = _exact(value)
-            self.get_guard_manager(guard).add_lambda_guard(
-                lambda now: _exact(now) == known, [f"{guard.name} exactly"], guard.user_stack
-            )
+        if not is_inexact(value):
+            return
+        known, words = _exact(value), [f"{guard.name} exactly"]
+
+        def same(now: Any) -> bool:
+            return bool(_exact(now) == known)
+
+        manager = self.get_guard_manager(guard)
+        if isinstance(manager, DictGuardManager):  # which takes no functions
+            of_guards = {**_get_closure_vars(), "___same": same}
+            code = [f"___same({self.arg_ref(guard)})"]
+            self.add_python_lambda_leaf_guard_to_root(code, words, of_guards)
+        else:
+            manager.add_lambda_guard(same, words, guard.user_stack)
 
     return guard_exactly
 
@@ -153,10 +166,14 @@ def _exactly(compare: Callable[..., None]) -> Callable[..., None]:
 def _is_inexact(value: Any) -> bool:
     """Whether another value may be equal to this one and of its type."""
     if isinstance(value, dict):
-        return isinstance(value, OrderedDict) or not all(isinstance(key, str) for key in value)
+        return not all(isinstance(key, str) for key in value)
     if isinstance(value, (complex, np.inexact)):
         return 0 in (value.real, value.imag)
     return isinstance(value, _SEVERAL) or (isinstance(value, float) and value == 0)
+
+
+def _is_ordered(value: Any) -> bool:
+    return isinstance(value, OrderedDict) and len(value) > 1
 
 
 def _exact(value: Any) -> Any:
@@ -164,6 +181,8 @@ def _exact(value: Any) -> Any:
         return [_exact(key) for key in value]
     if isinstance(value, _SEVERAL):
         return type(value), [_exact(one) for one in value]
+    if isinstance(value, torch.Tensor):
+        return id(value)
     return type(value), repr(value) if isinstance(value, _INEXACT) else value
 
 
@@ -195,6 +214,12 @@ def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
         install_guard(one.source.make_guard(how))
 
 
+_INEXACT_GUARDS = [
+    ("EQUALS_MATCH", _is_inexact),
+    ("DICT_KEYS_MATCH", _is_inexact),
+    ("CONSTANT_SUBCLASS_MATCH", _is_inexact),
+    ("SEQUENCE_LENGTH", _is_ordered),
+]
 PATCHES: list[tuple[Any, str, Any]] = [
     (builtin, _compare.__name__, _is),
     (object_protocol, _compare.__name__, _is),
@@ -205,9 +230,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
     (ConstDictVariable, _get_item.__name__, _getitem),
     (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
-    (GuardBuilder, "EQUALS_MATCH", _exactly(GuardBuilder.EQUALS_MATCH)),
-    (GuardBuilder, "DICT_KEYS_MATCH", _exactly(GuardBuilder.DICT_KEYS_MATCH)),
-    (GuardBuilder, "CONSTANT_SUBCLASS_MATCH", _exactly(GuardBuilder.CONSTANT_SUBCLASS_MATCH)),
+    *((GuardBuilder, name, _exactly(vars(GuardBuilder)[name], of)) for name, of in _INEXACT_GUARDS),
     (DunderDictVariable, "install_dict_keys_match_guard", _guard_all_keys),
     (DunderDictVariable, "install_dict_contains_guard", _guard_all_keys),
 ]

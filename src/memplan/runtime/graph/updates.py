@@ -53,7 +53,10 @@ class Updates:
         """Parameters that were updated in this call, by their ids."""
         self.ahead = False
         """Whether graphs are of the second step, where the first is another."""
+        self._every: dict[int, list[tuple[Optimizer, int]]] = {}
+        """Of a parameter's id: the optimizers that train it, each with the number of its group."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
+        """The last of them; where updates are part of the graph, there is one."""
         self._classes: list[SameArithmetic] = []
         """Of the parameters whose arithmetic is part of the graph that is made."""
         self._first_only = False
@@ -75,12 +78,12 @@ class Updates:
         self.done = set()
         self._begun = []
         self._scratch = {}
-        self._groups = {
-            id(parameter): (optimizer, number)
-            for optimizer in self.optimizers
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
+        self._every = {}
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    self._every.setdefault(id(parameter), []).append((optimizer, number))
+        self._groups = {key: of[-1] for key, of in self._every.items()}
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """That the optimizers train."""
@@ -297,31 +300,52 @@ class Updates:
                     optimizer.state[parameter] = optimizer.state.pop(parameter)
 
     def state_bytes(self, parameter: torch.Tensor) -> tuple[int, int]:
-        """What a parameter's update leaves in the optimizer's state, and what it asks for and frees
-        beside that, in bytes. (0, 0) where nobody updates it."""
-        found = self._groups.get(id(parameter))
-        if found is None:
-            return 0, 0
-        key = (*found, parameter.shape, parameter.stride(), parameter.dtype)
-        if key not in self._sizes:
-            with as_in_a_step():
-                self._sizes[key] = self._measure(*found, parameter)
-        return self._sizes[key]
+        """What a parameter's updates leave in the optimizers' states, and what one asks for and
+        frees beside that, in bytes. (0, 0) where nobody updates it."""
+        state = scratch = 0
+        for found in self._every.get(id(parameter), ()):
+            key = (*found, parameter.shape, parameter.stride(), parameter.dtype)
+            if key not in self._sizes:
+                with as_in_a_step():
+                    self._sizes[key] = self._measure(*found, parameter)
+            state += self._sizes[key][0]
+            scratch = max(scratch, self._sizes[key][1])
+        return state, scratch
+
+    def behind_bytes(self) -> int:
+        """What a step of the optimizers asks for and frees when all gradients are there, in bytes.
+        Each group is measured as a whole: of one tensor an optimizer's code may still hold
+        something when it comes to the next; foreach kernels work on all."""
+        most = len(self._every) * _OF_NUMBERS  # norms, where gradients are clipped
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                params = group["params"]
+                if all(one_tensor_at_a_time(group, one) for one in params):
+                    with as_in_a_step():
+                        _, scratch = self._measure(optimizer, number, *params)
+                else:
+                    scratch = sum(self.state_bytes(one)[1] for one in params)
+                most = max(most, scratch)
+        return most
 
     def _measure(
-        self, optimizer: Optimizer, number: int, parameter: torch.Tensor
+        self, optimizer: Optimizer, number: int, *parameters: torch.Tensor
     ) -> tuple[int, int]:
-        model = nn.Parameter(without_memory(parameter))
-        model.grad = torch.empty_like(model)
+        """As `state_bytes`, of a step of these alone."""
+        models = [nn.Parameter(without_memory(one)) for one in parameters]
+        for model in models:
+            model.grad = torch.empty_like(model)
         group = optimizer.param_groups[number]
         group = {**group, **{key: None for key in ("foreach", "fused") if key in group}}
-        shell = alone(optimizer, group, model)  # such kernels are not there
+        shell = alone(optimizer, group, *models)  # such kernels are not there
         shell.state = defaultdict(dict)
         meter = Meter()
         with meter:
             plain_step(_of_torch(type(optimizer)))(shell)
-        state = sum(storage_bytes(one) for one in tensors(list(shell.state.values())))
-        return state, max(0, meter.peak - state) + _OF_NUMBERS
+        held = tensors(list(shell.state.values()))
+        seen = sum(storage_bytes(one) for one in held if one.is_meta)  # counts of steps are not
+        state = sum(map(storage_bytes, held))
+        return state, max(0, meter.peak - seen) + _OF_NUMBERS
 
 
 class TakeGradient(Added):
