@@ -10,9 +10,10 @@ import pytest
 
 from memplan.phases import step_graph
 from memplan.phases.passes import alive_after, step_passes
-from memplan.recompute.selection import op_output
+from memplan.recompute.selection import Selection, op_output, to_part
+from memplan.recompute.transfers import Saves, Schedule
 from memplan.runtime.apply import AppliedEverywhere
-from memplan.types.plan import OffloadPart
+from memplan.types.plan import OffloadPart, RecomputePart
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import HostEventKind, Trace
 from tests.capturing.jobs import record
@@ -24,11 +25,13 @@ def droppable(graph: StepGraph) -> list[int]:
     return np.flatnonzero(graph.values.droppable).tolist()[::-1]
 
 
-def offloaded(job: Callable[[], None], part: OffloadPart) -> Trace:
+def offloaded(
+    job: Callable[[], None], part: OffloadPart, recompute: RecomputePart | None = None
+) -> Trace:
     notes: list[str] = []
 
     def applied() -> None:
-        with AppliedEverywhere(None, notes.append, part):
+        with AppliedEverywhere(recompute, notes.append, part):
             job()
 
     trace = record(applied)
@@ -63,8 +66,33 @@ def test_what_is_sent_is_on_the_host_and_not_on_the_card(job: Callable[[], None]
     planned = offloaded(job, OffloadPart(values=names, out_bytes=0, ahead_bytes=0))
     released = when_backward_begins(plain) - when_backward_begins(planned)
     assert sum(sizes) - released in sizes  # the last one stays
-    assert peak(planned) <= peak(plain)
-    assert sum(sizes) <= on_host(planned) <= sum(sizes) + on_host(plain)
 
     window = OffloadPart(values=names, out_bytes=sum(sizes), ahead_bytes=0)
     assert when_backward_begins(offloaded(job, window)) == when_backward_begins(plain)
+
+
+@pytest.mark.parametrize("job", SEVERAL.values(), ids=SEVERAL.keys())
+@pytest.mark.parametrize("recomputing", [False, True])
+def test_a_capture_has_the_peak_that_the_planner_judged(
+    job: Callable[[], None], recomputing: bool
+) -> None:
+    plain = record(job)
+    graph = step_graph(plain)
+    saves = Saves(graph, bytes_per_second=1e10)
+    dropped = frozenset(saves.values[::2] if recomputing else ())
+    schedule = Schedule(saves, Selection(tuple(frozenset({value}) for value in dropped)))
+    sent = frozenset(saves.values) - dropped
+    total = sum(saves.bytes[value] for value in sent)
+    for window in (0, total // 10, total // 3):
+        judged = schedule.judge(sent, window, window)
+        part = OffloadPart(
+            values=[op_output(graph, value) for value in schedule.order(sent)],
+            out_bytes=window,
+            ahead_bytes=window,
+        )
+        recompute = to_part(
+            graph, schedule.selection, budget_bytes=0, peak_bytes=0, added_seconds=0.0
+        )
+        planned = offloaded(job, part, recompute if recomputing else None)
+        assert peak(planned) == judged.peak_bytes
+        assert judged.host_bytes <= on_host(planned) <= judged.host_bytes + on_host(plain)

@@ -1,0 +1,224 @@
+"""Each lever of `fit` on a GPU, what is promised beside what happens: `make gpu SUITE=fit`.
+
+    python -m bench.gpu_fit [--budget 600] [--only TEXT] [--dry-run]
+
+For each job and lever: a plan of the lever alone, the job captured with it (the promise), its steps
+for real with and without it, and the bits of its weights both times on deterministic kernels.
+Unattended, no network; `bench/results/gpu_fit.json` is written after every lever.
+
+A lever is a function in LEVERS: what a captured trace leads to, or None where it has nothing to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.gpu_jobs.jobs import JOBS
+from bench.gpu_suite import (
+    CUBLAS_WORKSPACE,
+    NO_TIME,
+    TimedSuite,
+    failure,
+    gpu_is_missing,
+    last_line,
+    suite_parser,
+)
+from bench.results import ROOT, write_result
+from memplan import __version__
+from memplan.fit.loss import heads_of
+from memplan.phases.step_graph import plain_peak, step_graph
+from memplan.recompute.offload import Link, OffloadSearch, to_offload_part
+from memplan.recompute.selection import Selection, to_part
+from memplan.recompute.transfers import Saves, Schedule
+from memplan.types.deadline import Deadline
+from memplan.types.device import DeviceProfile, find_profile
+from memplan.types.plan import LossPart, Plan, StatePart
+from memplan.types.plan_file import save_plan
+from memplan.types.trace import Trace
+from memplan.types.trace_file import load_trace
+
+SCRIPT = ROOT / "bench" / "gpu_jobs" / "train.py"
+NAMES = ("gpt2-fp32-adamw", "llama1b-bf16-fused", "resnet50-fp32-sgd", "vit-ampbf16-fused")
+BUDGET_SECONDS = 600.0
+CAPTURE_SECONDS, STEP_SECONDS = 90.0, 90.0
+SEARCH_SECONDS = 20.0
+WINDOW_BYTES = 256 << 20
+LEAST_BYTES = 1 << 20
+CHUNK_ROWS = 512
+
+
+def offload_all(trace: Trace, profile: DeviceProfile) -> Plan | None:
+    """All that autograd saves: the link is the bound."""
+    graph, link = step_graph(trace, profile), Link(profile.host_link_bytes_per_second)
+    saves = Saves(graph, link.bytes_per_second)
+    sent = frozenset(value for value in saves.values if saves.bytes[value] >= LEAST_BYTES)
+    judged = Schedule(saves, Selection()).judge(sent, WINDOW_BYTES, WINDOW_BYTES)
+    return Plan(offload=to_offload_part(graph, judged, link)) if sent else None
+
+
+def offload_half(trace: Trace, profile: DeviceProfile) -> Plan | None:
+    """The cheapest of keeping, recomputing and offloading, half way to the least peak."""
+    graph, link = step_graph(trace, profile), Link(profile.host_link_bytes_per_second)
+    search = OffloadSearch(graph, link, Deadline(SEARCH_SECONDS))
+    budget = (plain_peak(graph) + search.lowest().peak_bytes) // 2
+    best = search.within(budget)
+    if best is None:
+        return None
+    recompute = to_part(
+        graph,
+        best.plan.selection,
+        budget_bytes=budget,
+        peak_bytes=best.peak_bytes,
+        added_seconds=best.replay_seconds,
+    )
+    return Plan(recompute=recompute, offload=to_offload_part(graph, best, link))
+
+
+def state_on_host(_trace: Trace, _profile: DeviceProfile) -> Plan:
+    return Plan(state=StatePart(share=1.0))
+
+
+def loss_in_chunks(trace: Trace, _profile: DeviceProfile) -> Plan | None:
+    heads = heads_of(trace)
+    return Plan(loss=LossPart(heads=heads, rows=CHUNK_ROWS)) if heads else None
+
+
+LEVERS: dict[str, Callable[[Trace, DeviceProfile], Plan | None]] = {
+    "offload-all": offload_all,
+    "offload-half": offload_half,
+    "state": state_on_host,
+    "loss": loss_in_chunks,
+}
+
+
+@dataclass
+class Suite(TimedSuite):
+    """One run of the suite, and what it has found so far."""
+
+    budget: float = BUDGET_SECONDS
+    gpu: str = ""
+    """As `memplan estimate --gpu` takes it; empty: the card of this machine."""
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def run_job(self, name: str) -> None:
+        """The job plainly, then under each lever; saved after each."""
+        words = [str(SCRIPT), *shlex.split(JOBS[name])]
+        trace = self.work / f"{name}.trace"
+        found = self.jobs[name] = {"plain": self.try_plan(f"{name}-plain", Plan(), words, trace)}
+        self.tell(f"{name} plain", found["plain"])
+        if not trace.exists():
+            return
+        captured = load_trace(trace)
+        profile = find_profile(captured.meta.gpu)
+        for lever, make in LEVERS.items():
+            plan = make(captured, profile)
+            if plan is not None:
+                found[lever] = self.try_plan(f"{name}-{lever}", plan, words, None)
+                self.tell(f"{name} {lever}", found[lever])
+
+    def try_plan(self, name: str, plan: Plan, words: list[str], trace: Path | None) -> Any:
+        """`promised`, `measured` and `deterministic`, each with `error` where it failed."""
+        path = self.work / f"{name}.plan"
+        save_plan(msgspec.structs.replace(plan, memplan_version=__version__), path)
+        parts = [getattr(plan, part) for part in ("recompute", "offload", "state", "loss")]
+        added = sum(getattr(part, "added_seconds", 0.0) for part in parts)
+        return {
+            "added_seconds": added,
+            "promised": self.estimate(path, words, trace),
+            "measured": self.steps(path, words),
+            "deterministic": self.steps(path, words, "--deterministic"),
+        }
+
+    def estimate(self, plan: Path, words: list[str], trace: Path | None) -> dict[str, Any]:
+        seconds = self.time_for(CAPTURE_SECONDS)
+        if not seconds:
+            return {"error": NO_TIME}
+        command = [sys.executable, "-m", "memplan", "estimate", "--json", "--plan", str(plan)]
+        command += ["--gpu", self.gpu] if self.gpu else []
+        command += ["-o", str(trace)] if trace is not None else []
+        code, stdout, stderr = self.run([*command, *words], dict(os.environ), seconds)
+        if code not in (0, 3):
+            return {"error": failure(code, stderr)}
+        answer = json.loads(stdout)
+        return {name: answer[name] for name in ("allocated_peak_bytes", "host_peak_bytes", "notes")}
+
+    def steps(self, plan: Path, words: list[str], *options: str) -> dict[str, Any]:
+        out = plan.with_name(f"{plan.stem}{''.join(options)}.json")
+        command = [sys.executable, "-m", "bench.gpu_fit_steps", *options, str(out), str(plan)]
+        return self.ask([*command, *words], out, STEP_SECONDS, CUBLAS_WORKSPACE)
+
+    def tell(self, name: str, found: dict[str, Any]) -> None:
+        print(f"{name:36s} {line(found)}", flush=True)
+        write_result("gpu_fit", {**summarize(self.jobs), "jobs": self.jobs})
+
+
+def line(found: dict[str, Any]) -> str:
+    """For a person."""
+    promised, measured = found["promised"], found["measured"]
+    if "error" in promised or "error" in measured:
+        return last_line(promised.get("error") or measured.get("error"))
+    return (
+        f"peak {measured['allocated_peak_bytes'] / 2**30:.2f} GiB "
+        f"(promised {promised['allocated_peak_bytes'] / 2**30:.2f}), "
+        f"step {1e3 * measured['seconds']:.1f} ms"
+    )
+
+
+def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of every lever that was captured and run: the worst error of its peak, and the time that it
+    added beside what was promised; whether the weights have the bits of the plain run."""
+    rows = []
+    for name, levers in jobs.items():
+        plain = levers["plain"]
+        for lever, found in levers.items():
+            promised, measured = found["promised"], found["measured"]
+            if "error" in promised or "error" in measured or "error" in plain["measured"]:
+                continue
+            exact, bits = (one["deterministic"].get("weights") for one in (plain, found))
+            rows.append(
+                {
+                    "job": name,
+                    "lever": lever,
+                    "peak_error": promised["allocated_peak_bytes"]
+                    / measured["allocated_peak_bytes"]
+                    - 1,
+                    "added_seconds": measured["seconds"] - plain["measured"]["seconds"],
+                    "promised_seconds": found["added_seconds"],
+                    "same_bits": exact is not None and exact == bits,
+                }
+            )
+    worst = max((abs(row["peak_error"]) for row in rows), default=None)
+    return {"levers": rows, "worst_peak_error": worst}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = suite_parser(__doc__, BUDGET_SECONDS)
+    parser.add_argument("--gpu", default="", help="the card, as memplan estimate takes it")
+    options = parser.parse_args(arguments)
+    names = [name for name in NAMES if options.only in name]
+    if options.dry_run:
+        for name in names:
+            print(f"{name}: {SCRIPT} {JOBS[name]}; levers {', '.join(LEVERS)}")
+        return 0
+    if gpu_is_missing():
+        return 2
+    with tempfile.TemporaryDirectory() as work:
+        suite = Suite(Path(work), budget=options.budget, gpu=options.gpu)
+        for name in names:
+            suite.run_job(name)
+    rows = summarize(suite.jobs)["levers"]
+    return 0 if len(rows) >= len(names) * 2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
