@@ -18,7 +18,7 @@ from memplan.runtime.apply import AppliedEverywhere
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 from tests.capturing.jobs import record
-from tests.phases.test_step_graph import JOBS, Two, training
+from tests.phases.step_jobs import JOBS, Two, training
 
 ROWS_A_GROUP = 25
 

@@ -15,7 +15,8 @@ from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.graph import Graph
 from memplan.types.trace import EventKind, Phase, Role, Trace, TraceMeta
 from tests.capturing.jobs import record
-from tests.phases.test_step_graph import Hand, Residual, mlp, true_peak
+from tests.phases.step_jobs import Residual, mlp, true_peak
+from tests.phases.test_step_graph import Hand
 
 # By hand
 

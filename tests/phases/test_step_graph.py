@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from memplan.phases import find_steps, plain_peak, step_graph
 from memplan.phases.step_graph import alive_rows
@@ -16,8 +13,9 @@ from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import StepGraph
-from memplan.types.trace import EventKind, Phase, Provenance, Trace, TraceMeta
+from memplan.types.trace import EventKind, Phase, Provenance, TraceMeta
 from tests.capturing.jobs import record
+from tests.phases.step_jobs import JOBS, by_module, mlp, training, true_peak
 
 # By hand
 
@@ -179,105 +177,6 @@ def test_what_is_let_go_while_an_operator_runs_does_not_meet_its_result() -> Non
     assert plain_peak(hand.graph()) == 510
 
 
-# Real captures
-
-
-def true_peak(trace: Trace, step: int) -> int:
-    """Most bytes alive at once in a step, event by event."""
-    start, stop = find_steps(trace)[step]
-    alive = best = 0
-    for index, (kind, nbytes) in enumerate(
-        zip(trace.events.kind.tolist(), trace.events.bytes.tolist(), strict=True)
-    ):
-        if index == start:
-            best = alive
-        if index == stop:
-            break
-        alive += nbytes if kind == EventKind.ALLOC else -nbytes if kind == EventKind.FREE else 0
-        best = max(best, alive) if index >= start else best
-    return best
-
-
-def training(
-    make: Callable[[], nn.Module],
-    shape: tuple[int, ...],
-    *,
-    micro_batches: int = 1,
-    loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
-    autocast: bool = False,
-) -> Callable[[], None]:
-    def job() -> None:
-        model = make().to("cuda")
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(4):
-            for _ in range(micro_batches):
-                x = torch.randn(shape, device="cuda")
-                with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                    value = loss(model(x))
-                value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return job
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
-
-
-class Residual(nn.Module):
-    """In-place operators, batch norm, and a convolution with a workspace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.two = nn.Conv2d(8, 8, 3, padding=1)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.relu(self.norm(self.one(x)))
-        z = self.two(y)
-        z += y
-        return self.relu(z).square()
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.layer(x))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool = False, function: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(mlp() for _ in range(3))
-        self.reentrant, self.function = reentrant, function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_() if self.reentrant else x
-        for block in self.blocks:
-            run = (lambda y, b=block: b[3](F.gelu(b[0](y)))) if self.function else block
-            x = x.mul(2.0) + checkpoint(run, x, use_reentrant=self.reentrant)
-        return x
-
-
-JOBS = {
-    "mlp": training(mlp, (32, 64)),
-    "autocast": training(mlp, (32, 64), autocast=True),
-    "residual": training(Residual, (4, 3, 16, 16)),
-    "attention": training(Attention, (4, 32, 64)),
-    "accumulation": training(mlp, (32, 64), micro_batches=3),
-    "checkpoint": training(Checkpointed, (32, 64)),
-    "reentrant checkpoint": training(lambda: Checkpointed(reentrant=True), (32, 64)),
-    "checkpointed function": training(lambda: Checkpointed(function=True), (32, 64)),
-    "recurrent": training(lambda: nn.LSTMCell(64, 64), (32, 64), loss=lambda out: out[0].sum()),
-}
-
-
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
 def test_the_plain_peak_is_the_step_s_to_the_byte(job: Callable[[], None]) -> None:
     trace = record(job)
@@ -303,177 +202,6 @@ def test_the_graph_agrees_with_itself(job: Callable[[], None]) -> None:
         assert all(ops.replayable[row] and ops.call[row] >= 0 for row in writers)
     assert not ops.replayable[graph.forward_ops :].any()
     assert (ops.seconds >= 0).all() and ops.seconds.sum() > 0
-
-
-def by_module(graph: StepGraph) -> dict[str, int]:
-    """Droppable bytes by the operator and module that make them."""
-    found: dict[str, int] = {}
-    for value in np.flatnonzero(graph.values.droppable).tolist():
-        row = int(graph.values.alloc[value])
-        key = graph.ops.name[row].split(".")[1]
-        found[key] = found.get(key, 0) + int(graph.values.bytes[value])
-    return found
-
-
-def test_what_autograd_saves_can_be_dropped() -> None:
-    graph = step_graph(record(JOBS["mlp"]))
-    hidden = 32 * 256
-    assert by_module(graph) == {
-        "addmm": 4 * hidden,  # gelu's input
-        "native_dropout": 4 * hidden + hidden,  # the next layer's input, and the mask
-    }
-
-
-def test_in_place_operators_are_part_of_a_value() -> None:
-    graph = step_graph(record(JOBS["residual"]))
-    size = 4 * 4 * 8 * 16 * 16
-    found = by_module(graph)
-    assert found["convolution"] == 2 * size  # batch norm's input; z, added to and rectified
-    value = next(
-        v
-        for v in np.flatnonzero(graph.values.droppable).tolist()
-        if sum(v in graph.ops.writes_of(row) for row in range(graph.forward_ops)) == 3
-    )
-    names = [graph.ops.name[r] for r in range(len(graph)) if value in graph.ops.writes_of(r)]
-    assert names == ["aten.convolution.default", "aten.add_.Tensor", "aten.relu_.default"]
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "reentrant checkpoint", "checkpointed function"])
-def test_inputs_of_checkpointed_blocks_are_held_by_python(name: str) -> None:
-    graph = step_graph(record(JOBS[name]))
-    assert by_module(graph) == {}
-
-
-class Kept(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x).tanh()
-        self.seen = [hidden]
-        return self.two(hidden).tanh()
-
-
-def test_what_python_holds_cannot_be_dropped() -> None:
-    # `hidden` stays in a list until the next forward; the output is what the script squares.
-    def squared(out: torch.Tensor) -> torch.Tensor:
-        return out.square().sum()
-
-    graph = step_graph(record(training(Kept, (32, 64), loss=squared)))
-    assert by_module(graph) == {}
-    assert sum(name == "aten.tanh.default" for name in graph.ops.name) == 2
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.held = x.exp()
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * ctx.held
-
-
-class WithFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.two(Doubled.apply(self.one(x).tanh()).sin())
-        return out
-
-
-def test_a_function_s_own_tensors_are_left_alone() -> None:
-    graph = step_graph(record(training(WithFunction, (32, 64))))
-    assert set(by_module(graph)) == {"tanh", "sin"}
-    assert "aten.exp.default" in graph.ops.name
-
-
-class Scattered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.one(x)
-        index = torch.zeros(32, dtype=torch.long, device=x.device)
-        return torch.zeros_like(hidden).index_add(0, index, hidden).sigmoid().sin()
-
-
-def test_operators_that_race_are_not_replayed() -> None:
-    graph = step_graph(record(training(Scattered, (32, 64))))
-    replayable = dict(zip(graph.ops.name, graph.ops.replayable.tolist(), strict=True))
-    assert not replayable["aten.index_add.default"]
-    assert replayable["aten.sigmoid.default"]
-    assert "index_add" not in by_module(graph)
-
-
-class Raw(nn.Module):
-    def __init__(self, *, filled: bool) -> None:
-        super().__init__()
-        self.one, self.filled = nn.Linear(64, 64), filled
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raw = torch.empty_like(x)
-        if self.filled:
-            raw.copy_(x)
-        return (self.one(x) * raw).sin()
-
-
-@pytest.mark.parametrize("filled", [True, False])
-def test_memory_that_nobody_wrote_is_not_made_again(filled: bool) -> None:
-    graph = step_graph(record(training(lambda: Raw(filled=filled), (32, 64))))
-    row = graph.ops.name.index("aten.empty_like.default")
-    assert bool(graph.ops.replayable[row]) is filled
-    assert ("empty_like" in by_module(graph)) is filled
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            scale = x.abs().amax()
-        return (self.inner(x / scale).sin() + self.inner(x).sin()).tanh()
-
-
-def test_operators_are_counted_in_their_call() -> None:
-    def job() -> None:
-        model, other = Two().to("cuda"), nn.Linear(64, 64).to("cuda")
-        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
-        for _ in range(3):
-            x = torch.randn(32, 64, device="cuda")
-            with torch.no_grad():
-                model(x)
-            other(model(x)).sin().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    graph = step_graph(record(job))
-    ops = graph.ops
-    places = [
-        (int(ops.call[row]), int(ops.nth[row]))
-        for row, name in enumerate(ops.name[: graph.forward_ops])
-        if name == "aten.addmm.default" and ops.call[row] >= 0
-    ]
-    assert places == [(0, 0), (0, 1), (1, 0)]
-    sines = [
-        (int(ops.call[row]), int(ops.nth[row]))
-        for row, name in enumerate(ops.name[: graph.forward_ops])
-        if name == "aten.sin.default"
-    ]
-    assert sines[-3:] == [(0, 0), (0, 1), (-1, -1)]
-    # What the call does without gradients before anything else is in the pass, and counted.
-    row = max(r for r in range(graph.forward_ops) if ops.name[r] == "aten.amax.default")
-    assert (int(ops.call[row]), int(ops.nth[row])) == (0, 0)
-    # The model's output is read outside its call: it may be saved there.
-    assert "tanh" not in by_module(graph)
 
 
 def test_micro_batches_are_passes_alike() -> None:

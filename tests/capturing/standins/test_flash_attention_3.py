@@ -15,7 +15,7 @@ from memplan.capturing.session import CaptureSession
 from memplan.types.device import find_profile
 from memplan.types.trace import Trace
 from tests.capturing.jobs import assumed
-from tests.capturing.standins.test_packages import bytes_alive_at_the_end, made
+from tests.capturing.standins.packages import bytes_alive_at_the_end, made
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn_interface") is not None,

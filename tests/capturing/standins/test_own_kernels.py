@@ -14,7 +14,7 @@ import memplan
 from memplan.capturing.standins import registry
 from memplan.types.errors import CaptureError
 from tests.capturing.jobs import allocations, assumed, operators, record
-from tests.capturing.standins.test_packages import absent, made
+from tests.capturing.standins.packages import absent, made
 
 KERNEL = 'extern "C" __global__ void twice(const float* x, float* out, int n) {}'
 

@@ -9,17 +9,22 @@ import pytest
 from torch import Tensor
 
 from memplan.types.errors import OptimizerInBackwardError
-from tests.runtime.optimizer_in_backward import test_later, test_served, test_updates
+from tests.runtime.optimizer_in_backward import (
+    refused_loops,
+    served_loops,
+    test_later,
+    test_served,
+)
 from tests.runtime.optimizer_in_backward.loop import STEPS, Applied, Loop, later, same
 
-SERVED = dict.fromkeys(loop for loop, _ in test_updates.SERVED + test_served.SERVED)
+SERVED = dict.fromkeys(loop for loop, _ in served_loops.SERVED + test_served.SERVED)
 del SERVED[test_served.UnderAMode]  # which state made in backward would not be under
 OTHERS = dict.fromkeys(
     itertools.chain(
-        test_updates.REFUSED,
-        test_updates.NOTICED,
-        test_updates.UNDONE,
-        map(later, test_updates.UNDONE),
+        refused_loops.REFUSED,
+        refused_loops.NOTICED,
+        refused_loops.UNDONE,
+        map(later, refused_loops.UNDONE),
         (loop for loop, *_ in test_later.NOTICED),
         [test_served.UnderAMode],
     )

@@ -1,0 +1,288 @@
+"""What is seen after the steps that repeat, and what is said not to be."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memplan.capturing.job.oom_handlers import oom_note
+from memplan.capturing.options import CaptureOptions, ScriptTarget
+from memplan.capturing.session import CaptureSession
+from memplan.capturing.training.ending import Ending
+from memplan.simulate import simulate
+from memplan.types.device import find_profile
+from tests.capturing.training.scripts import EPOCHS, run
+
+
+def test_memory_that_grows_is_said(tmp_path: Path) -> None:
+    body = """
+kept = []
+while True:
+    kept.append(torch.zeros(1 << 20, device="cuda"))
+    forward(torch.randn(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    grown = [a for a in run(tmp_path, body).meta.assumptions if a.kind == "growth"]
+    assert len(grown) == 1
+    assert f"{4 << 20:,} bytes more" in grown[0].text
+
+
+def test_an_optimizer_around_another_steps_once(tmp_path: Path) -> None:
+    body = """
+class Sharpness(torch.optim.Optimizer):
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base = base
+    def step(self, closure=None):
+        self.base.step()
+
+outer = Sharpness(optimizer)
+while True:
+    forward(torch.randn(4, 512)).backward()
+    outer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_a_checkpoint_from_disk_is_loaded_onto_the_device(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(512, 512), "step": 7}, tmp_path / "old.pt")
+    body = f"""
+saved = torch.load({str(tmp_path / "old.pt")!r}, map_location="cuda")
+assert saved["step"] == 7 and saved["weight"].is_cuda
+model.load_state_dict(saved, strict=False)
+while True:
+    forward(torch.randn(4, 512)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_a_padded_transformer_encoder(tmp_path: Path) -> None:
+    body = """
+layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+encoder = nn.TransformerEncoder(layer, 2).cuda()
+optimizer = torch.optim.SGD(encoder.parameters(), 0.1)
+padded = (torch.arange(16) > 9).expand(2, 16).cuda()
+while True:
+    encoder(torch.randn(2, 16, 64).cuda(), src_key_padding_mask=padded).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert run(tmp_path, body).meta.optimizer_steps == 3
+
+
+def test_workers_that_outlive_their_epoch_do_not_keep_it_waiting(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(512, 512).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = DataLoader(
+        TensorDataset(torch.randn(256, 512)), batch_size=4, num_workers=1,
+        persistent_workers=True, multiprocessing_context="spawn",
+    )
+    for epoch in range(100):
+        for (batch,) in batches:
+            model(batch.cuda()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+""")
+    command = [sys.executable, "-m", "memplan", "estimate", "--json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_evaluation_is_seen_where_workers_outlive_their_epoch(tmp_path: Path) -> None:
+    body = """
+loaders = [
+    DataLoader(TensorDataset(torch.randn(64 * size, 512)), size, num_workers=1,
+               persistent_workers=True)
+    for size in (4, 32)
+]
+with torch.no_grad():  # an evaluation before the training: its iterator is used again after it
+    for (batch,) in loaders[1]:
+        forward(batch[:1])
+for epoch in range(10_000):
+    for (batch,) in loaders[0]:
+        forward(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for (batch,) in loaders[1]:
+            forward(batch)
+"""
+    trace = run(tmp_path, body)
+    assert trace.meta.optimizer_steps <= 4
+    sizes = trace.events.bytes[trace.events.bytes > 0].tolist()
+    assert sizes.count(32 * 512 * 4) >= 3
+
+
+@pytest.mark.parametrize(
+    ("handler", "line"),
+    [
+        ("except torch.cuda.OutOfMemoryError:", 18),
+        ("except (ValueError, torch.OutOfMemoryError) as error:", 18),
+        ("except RuntimeError as error:\n    assert 'out of memory' in str(error)", 19),
+        ("except RuntimeError:  # not 'out of memory'", 0),
+    ],
+)
+def test_a_handler_of_out_of_memory_is_said_not_to_be_exercised(
+    tmp_path: Path, handler: str, line: int
+) -> None:
+    body = f"""
+try:
+    while True:
+        forward(torch.randn(4, 512)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+{handler}
+    print("smaller batches")
+"""
+    said = [note for note in run(tmp_path, body).meta.notes if "not exercised" in note]
+    assert [f"train.py:{line}: what" in note for note in said] == ([True] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--auto_find_batch_size", "True"), True),
+        (("--auto-find-batch-size=true",), True),
+        (("--auto_find_batch_size=False",), False),
+        (("--batch_size", "8"), False),
+    ],
+)
+def test_a_search_for_a_batch_size_may_be_asked_for_by_argument(
+    tmp_path: Path, arguments: tuple[str, ...], said: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')\n")
+    assert bool(oom_note(ScriptTarget("script", str(script), arguments))) == said
+
+
+def test_a_loop_on_the_loss_ends_where_nothing_ends_the_job(tmp_path: Path) -> None:
+    """`with memplan.capture():` runs the block to its end. The loop is in a file of its own: a loop
+    is understood by its source, and this file may be edited while it runs."""
+    script = tmp_path / "loop.py"
+    script.write_text(
+        """
+import torch
+steps = 0
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = torch.full((), 9.0).cuda() + torch.randn((), device="cuda")
+while loss > 0.01:
+    loss = model(torch.randn(4, 64).cuda()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+"""
+    )
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    with CaptureSession(options, stop=False):
+        steps = runpy.run_path(str(script))["steps"]
+    assert steps == 3
+
+
+TRAINING = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def train(width):
+    model = nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for (batch,) in DataLoader(TensorDataset(torch.randn(256, 512)), batch_size=4):
+        model(batch.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if {evaluate}:
+        with torch.no_grad():
+            for (batch,) in DataLoader(TensorDataset(torch.randn(64, 512)), batch_size=8):
+                model(batch.cuda())
+"""
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_a_larger_model_that_is_trained_afterwards_is_seen(tmp_path: Path, evaluate: bool) -> None:
+    """As folds of a cross-validation, stages, a pretraining before the finetuning."""
+    head = TRAINING.format(evaluate=evaluate)
+    both = run(tmp_path, "for width in (512, 4096):\n    train(width)", head=head)
+    larger = run(tmp_path, "train(4096)", head=head)
+    assert simulate(both).requested_peak_bytes >= simulate(larger).requested_peak_bytes
+    again = run(tmp_path, "for width in (4096, 512, 4096):\n    train(width)", head=head)
+    assert again.meta.optimizer_steps <= 4
+
+
+def test_trainings_without_end_are_said(tmp_path: Path) -> None:
+    body = "for stage in range(1, 100):\n    train(2048 * stage)"
+    trace = run(tmp_path, body, head=TRAINING.format(evaluate=False))
+    (said,) = [item.text for item in trace.meta.assumptions if item.kind == "trainings"]
+    assert "the job trained 8 times over" in said
+
+
+COLLECTED = """
+for (batch,) in loader:
+    forward(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+outputs = []
+with torch.no_grad():
+    for (batch,) in DataLoader(TensorDataset(torch.randn(40 * 1024, 512)), batch_size=1024):
+        outputs.append(model(batch.cuda()))
+torch.cat(outputs)
+"""
+
+
+def test_predictions_that_are_collected_are_seen_to_the_end(tmp_path: Path) -> None:
+    assert run(tmp_path, COLLECTED).events.bytes.max() == 40 * 1024 * 512 * 4
+    freed = COLLECTED.replace("(model(batch.cuda()))", "(model(batch.cuda()).cpu())")
+    assert (run(tmp_path, freed).events.bytes == 1024 * 512 * 4).sum() < 20
+
+
+def test_predictions_that_are_not_all_seen_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memplan.capturing.training.ending._SECONDS_AFTER", 0.0)
+    monkeypatch.setattr("memplan.capturing.training.ending.Ending._watch_time", _after_five_batches)
+    trace = run(tmp_path, COLLECTED)
+    (said,) = [item.text for item in trace.meta.assumptions if item.kind == "growth"]
+    assert "leaves 2,097,152 bytes behind" in said
+
+
+def _after_five_batches(ending: Ending) -> None:
+    if max(ending._batches.values(), default=0) > 5:
+        ending.stop()
+
+
+def test_parameters_without_a_gradient_are_said(tmp_path: Path) -> None:
+    body = (
+        """
+other = nn.Linear(512, 1024).cuda()
+optimizer.add_param_group({"params": other.parameters()})
+"""
+        + EPOCHS
+    )
+    said = [item.text for item in run(tmp_path, body).meta.assumptions if item.kind == "optimizer"]
+    assert [
+        "2 parameters of the optimizer (2,101,248 bytes) had no gradient" in it for it in said
+    ] == [True]
+
+
+def test_a_loader_of_larger_batches_that_was_not_read_is_said(tmp_path: Path) -> None:
+    body = "other = DataLoader(TensorDataset(torch.randn(512, 512)), batch_size={size})\n" + EPOCHS
+    for size, times in ((4096, 1), (4, 0)):
+        once = body.replace("{size}", str(size)).replace("range(10)", "range(1)")
+        notes = run(tmp_path, once).meta.notes
+        assert sum("batches of 4,096 was made and not read" in note for note in notes) == times

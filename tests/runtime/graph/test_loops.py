@@ -1,0 +1,417 @@
+"""What a loop does around its steps: results, clipping, accumulation, autocast, changes."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memplan
+from memplan.runtime.graph.step import CompiledStep
+from tests.runtime.graph.test_models import IMAGES, Norm, Shared, adam
+from tests.runtime.graph.training import (
+    Job,
+    assert_as_plain,
+    assert_captured,
+    batches,
+    captures_steps,
+    classifier,
+    perceptron,
+)
+
+pytestmark = captures_steps
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list"])
+def test_a_loss_among_other_results(kind: str) -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Any:
+            out = job.model(x)
+            loss, best = F.cross_entropy(out, y), out.detach().argmax(-1)
+            if kind == "dict":
+                return {"loss": loss, "best": best, "part": {"x": x.sum(), "n": 3, "none": None}}
+            return [best, loss] if kind == "list" else (loss, best, "text")
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
+
+
+def test_a_result_that_is_an_input_a_parameter_or_a_view_of_one() -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+        first = next(job.model.parameters())
+
+        def loss_fn(x: Tensor, y: Tensor) -> Any:
+            return F.cross_entropy(job.model(x), y), x, x[0], first.detach(), first.detach()[1:]
+
+        job.loss_fn = loss_fn
+        return job
+
+    assert_as_plain(make)
+
+
+@pytest.mark.parametrize("clip", [0.01, 100.0])
+@pytest.mark.parametrize("keep", [False, True])
+def test_clipping(clip: float, keep: bool) -> None:
+    step, _ = assert_as_plain(
+        lambda: classifier(Norm, adam, IMAGES), clip_grad_norm=clip, keep_gradients=keep
+    )
+    assert_captured(step, 4)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_accumulation(keep: bool) -> None:
+    step, _ = assert_as_plain(
+        lambda: classifier(Norm, adam, IMAGES, count=7), accumulate=3, keep_gradients=keep
+    )
+    assert not step.report().fallback, step.report()
+    assert step.report().plain_calls == 0
+
+
+def test_accumulation_with_clipping() -> None:
+    step, _ = assert_as_plain(
+        lambda: classifier(Shared, adam, count=6), accumulate=2, clip_grad_norm=0.1
+    )
+    assert not step.report().fallback, step.report()
+
+
+def test_accumulation_with_parameters_that_only_some_calls_use() -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=6)
+        extra = nn.Linear(4, 4)
+        job.optimizers[0].add_param_group({"params": list(extra.parameters())})
+        job.model.add_module("extra", extra)
+        plain = job.model[:5]  # type: ignore[index]
+
+        def loss_fn(x: Tensor, y: Tensor, also: bool) -> Tensor:
+            out = plain(x)
+            return F.cross_entropy(extra(out) if also else out, y)
+
+        job.loss_fn = loss_fn
+        job.batches = [(*batch, number % 3 == 1) for number, batch in enumerate(job.batches)]
+        return job
+
+    assert_as_plain(make, accumulate=2, keep_gradients=True)
+
+
+def test_autocast() -> None:
+    def make() -> Job:
+        job = classifier(make=adam)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = job.model(x)
+            return F.cross_entropy(out.float(), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make, keep_gradients=True)
+    assert_captured(step, 4)
+
+
+def test_autocast_around_the_calls() -> None:
+    """In some calls only: those that are captured without it do not fit the others."""
+
+    def make() -> Job:
+        job = classifier(make=adam, count=6)
+        around = torch.autocast("cpu", torch.bfloat16)
+
+        def between(number: int) -> None:
+            if number in (2, 4):
+                around.__enter__()
+            if number in (3, 5):
+                around.__exit__(None, None, None)
+
+        job.between = between
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 6, programs=2)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_scaler_skips_what_overflows(clip: float | None) -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=5)
+        job.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        job.batches = [
+            (x * 1e38 * 1e3 if number == 2 else x, y) for number, (x, y) in enumerate(job.batches)
+        ]
+        return job
+
+    step, job = assert_as_plain(make, clip_grad_norm=clip)
+    assert_captured(step, 5)
+    assert job.scaler is not None
+    assert job.scaler.get_scale() != 2.0**10
+    assert all(one.isfinite().all() for one in job.model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant: bool) -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES)
+        model: Any = job.model
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            h = model.first(x)
+            h = checkpoint(lambda t: model.drop(model.norm(t).relu()), h, use_reentrant=reentrant)
+            return F.cross_entropy(model.last(h.mean((2, 3))), y)
+
+        job.loss_fn = loss_fn
+        return job
+
+    assert_as_plain(make)
+
+
+def test_evaluation_mode_in_some_calls() -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES, count=6)
+        job.between = lambda number: job.model.train(number not in (2, 3))
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 6, programs=2)
+
+
+def test_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Job:
+        job = classifier(Norm, adam, IMAGES)
+        job.batches = [*job.batches, *batches((2, 3, 8, 8), count=2), *job.batches[:2]]
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 8, programs=2)
+    assert sum("captured again" in record.message for record in caplog.records) == 1
+
+
+def test_another_dtype_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=lambda m: torch.optim.SGD(m.parameters(), 0.1), count=4)
+
+        def between(number: int) -> None:
+            if number == 2:
+                job.model.double()
+
+        job.between = between
+        job.batches = [
+            (x.double() if number >= 2 else x, y) for number, (x, y) in enumerate(job.batches)
+        ]
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4, programs=2)
+
+
+def test_parameters_that_are_frozen_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=adam, count=5)
+        first = next(job.model.parameters())
+        job.between = lambda number: first.requires_grad_(number not in (2, 3))
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert not step.report().fallback, step.report()
+
+
+def test_parameters_that_are_replaced_between_calls() -> None:
+    def make() -> Job:
+        job = classifier(make=lambda m: torch.optim.SGD(m.parameters(), 0.1), count=5)
+        model: Any = job.model
+
+        def between(number: int) -> None:
+            if number == 2:
+                with torch.no_grad():
+                    model[0].weight.data = model[0].weight.data.clone() * 2
+            if number == 3:
+                model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+                job.optimizers[0].param_groups[0]["params"][0] = model[0].weight
+
+        job.between = between
+        return job
+
+    assert_as_plain(make)
+
+
+def test_several_models_in_one_step() -> None:
+    def make() -> Job:
+        both = nn.ModuleDict({"g": perceptron(), "d": nn.Linear(4, 4)})
+        makes = torch.optim.Adam(both["g"].parameters(), 0.01)
+        judges = torch.optim.SGD(both["d"].parameters(), 0.1)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(both["d"](both["g"](x)), y)
+
+        return Job(both, [makes, judges], loss_fn, batches((5, 6)))
+
+    step, _ = assert_as_plain(make, keep_gradients=True)
+    assert_captured(step, 4)
+
+
+def test_a_parameter_that_no_optimizer_trains_gathers_gradients() -> None:
+    """The plain loop adds to its gradient in each call: nobody clears it."""
+
+    def make() -> Job:
+        return classifier(make=lambda m: torch.optim.SGD(list(m.parameters())[1:], 0.1))
+
+    torch_step, job = assert_as_plain(make)
+    first = next(job.model.parameters())
+    assert first.grad is not None
+    assert not torch_step.report().fallback
+
+
+def test_methods_and_modules_are_losses() -> None:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = perceptron()
+            self.factor = 1.0
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.model(x), y) * self.factor
+
+    def make(method: bool) -> Job:
+        trainer = Trainer()
+        loss_fn: Any = trainer.forward if method else trainer
+        job = Job(trainer, [adam(trainer)], loss_fn, batches((5, 6)))
+        job.between = lambda number: setattr(trainer, "factor", 1.0 + number // 2)
+        return job
+
+    for method in (False, True):
+        step, _ = assert_as_plain(lambda method=method: make(method))  # type: ignore[misc]
+        assert_captured(step, 4, programs=2)
+
+
+def test_in_order_and_with_another_seed() -> None:
+    for options in ({"order": False}, {"seed": 5}):
+        step, _ = assert_as_plain(lambda: classifier(Norm, adam, IMAGES), **options)
+        assert_captured(step, 4)
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.rand(3)
+        return gradient * 2
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {
+    "numbers": lambda y: torch.rand(5),
+    "a dropout": lambda y: F.dropout(y),
+    "a chain": lambda y: torch.rand(3) * 2 + torch.randn(3),
+    "in place": lambda y: torch.empty(3).exponential_(),
+    "a permutation": lambda y: torch.randperm(7),
+    "attention": lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWS, "in backward"])
+@pytest.mark.parametrize("kind", ["step", "region"])
+def test_random_numbers_that_nobody_wants_are_drawn(name: str, kind: str) -> None:
+    """PyTorch's compiler drops them, and generators are then others than they would be."""
+    draw = DRAWS.get(name, lambda _: None)
+    states = []
+    for compiled in (False, True):
+        model = nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(x: Tensor, model: nn.Module = model) -> Tensor:
+            y = DrawsInBackward.apply(model(x)) if name == "in backward" else model(x)
+            draw(y)
+            return y.mean()
+
+        torch.manual_seed(2)
+        x = torch.ones(5, 6)
+        if compiled and kind == "step":
+            step = memplan.compile(loss_fn, optimizer=optimizer, order=False)
+            step(x)
+            assert_captured(step, 1)
+        else:
+            options: dict[str, Any] = {"codegen": "eager"}
+            run: Any = torch.compile(loss_fn, backend="memplan", options=options)
+            run = run if compiled else loss_fn
+            run(x).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def programs_of(step: CompiledStep[...]) -> list[Any]:
+    return list(step._capture.programs)
+
+
+def test_what_was_compiled_before_is_let_go() -> None:
+    """Captures that no call can come back to hold no graph."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    class Scale:
+        def of(self, loss: Tensor) -> Tensor:
+            return loss
+
+    scale = Scale()
+    step = memplan.compile(lambda x: scale.of(model(x).mean()), optimizer=optimizer, order=False)
+    seen, files = [], set()
+    for number in range(12):  # shapes, methods, and then more than PyTorch captures
+        if number == 2:
+            Scale.of = lambda self, loss: loss * 2  # type: ignore[method-assign]
+        step(torch.ones(number % 4 + number // 4 * 4 + 1, 6))
+        seen += [weakref.ref(one.made.executable) for one in programs_of(step)]
+        files |= {one.made.executable._file for one in programs_of(step)}
+        if number == 2:
+            gc.collect()
+            assert [one() is None for one in seen] == [True, True, True, False]
+    report = step.report()
+    assert report.fallback
+    assert len(report.programs) == 10
+    assert report.compiled_calls + report.plain_calls == 12
+    torch._dynamo.reset()
+    gc.collect()
+    assert not step._capture.programs
+    assert all(one() is None for one in seen)
+    assert not {name for name in linecache.cache if name in files}
+
+
+def test_a_step_that_is_dropped_lets_its_model_go() -> None:
+    job = classifier()
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
+    step(*job.batches[0])
+    held = weakref.ref(job.model), weakref.ref(programs_of(step)[0].made.executable)
+    del job, step
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+
+
+def test_operators_before_the_first_step_are_those_of_the_second() -> None:
+    job = classifier(make=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
+    before = step.operators(*job.batches[0]).graph.name
+    assert not job.optimizers[0].state
+    for batch in job.batches[:2]:
+        step(*batch)
+    graph = programs_of(step)[0].made.ordering
+    assert graph.operators == len(before)
+    assert not any("take_gradient" in name for name in before)
+
+
+def test_the_first_step_is_made_once() -> None:
+    """Its updates are operators, and the order is searched once."""
+    step, _ = assert_as_plain(classifier)
+    assert programs_of(step)[0].made_again == 0
+    assert programs_of(step)[0].made.classes
