@@ -108,30 +108,10 @@ def _capture(
                     session.notes += oom_note(target)  # while its folder is on the path
     except EnoughSeen:
         pass
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            cause = memplan_cause(stop)
-            if cause is not None:
-                raise cause from stop
-            if elsewhere:
-                raise device_error(elsewhere[0]) from stop
-            reported = stop.__context__ if isinstance(stop.__context__, Exception) else None
-            if not session.ending.draining:
-                raise _stopped(stop, reported, target, options, box.refused) from stop
-            _assume_nothing_follows(session, reported or stop, target)
     except MemplanError:
         raise
     except BaseException as error:
-        cause = memplan_cause(error)
-        if cause is not None:
-            raise cause from error
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        if elsewhere:
-            raise device_error(elsewhere[0]) from error
-        if not session.ending.draining:
-            raise _script_failed(error, target, options, box.refused) from error
-        _assume_nothing_follows(session, error, target)
+        _judge_end(error, session, target, elsewhere, box.refused)
     finally:
         watched.undo()
         sys.argv, sys.path[:] = argv_before, path_before
@@ -144,6 +124,33 @@ def _capture(
         raise device_error(elsewhere[0])
     _check_content(trace, target, options)
     return trace
+
+
+def _judge_end(
+    error: BaseException,
+    session: CaptureSession,
+    target: ScriptTarget,
+    elsewhere: list[str],
+    refused: list[str],
+) -> None:
+    """What ended the program: raises what it means, unless its training had been seen."""
+    stop = error if isinstance(error, SystemExit) else None
+    if stop is not None and stop.code in (None, 0):
+        return
+    cause = memplan_cause(error)
+    if cause is not None:
+        raise cause from error
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if elsewhere:
+        raise device_error(elsewhere[0]) from error
+    reported = error.__context__ if isinstance(error.__context__, Exception) else None
+    if session.ending.draining:
+        _assume_nothing_follows(session, (stop and reported) or error, target)
+    elif stop is not None:
+        raise _stopped(stop, reported, target, session.options, refused) from stop
+    else:
+        raise _script_failed(error, target, session.options, refused) from error
 
 
 def _run(target: ScriptTarget) -> None:

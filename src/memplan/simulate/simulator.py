@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import memplan._native as _native
@@ -55,31 +57,8 @@ def simulate(
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     limits = _native_settings(settings, capacity_bytes, device_bytes or capacity_bytes)
-    events = trace.events
     segments, blocks = initial_rows(trace, settings, device)
-    columns = {
-        name: np.empty(len(trace), dtype=np.int64)
-        for name in ("requested", "allocated", "active", "reserved", "address")
-    }
-    try:
-        summary = _native.replay(
-            kind=np.ascontiguousarray(events.kind),
-            storage=np.ascontiguousarray(events.storage),
-            bytes=np.ascontiguousarray(getattr(events, BOUNDS[bounds])),
-            least=least_bytes(trace, bounds),
-            stream=np.ascontiguousarray(events.stream),
-            device=np.ascontiguousarray(events.device),
-            aux=np.ascontiguousarray(events.aux),
-            segments=segments,
-            blocks=blocks,
-            settings=limits,
-            storages=len(trace.storages),
-            device_index=device,
-            reuse_early=reuse == "earliest",
-            **columns,
-        )
-    except (ValueError, OverflowError) as error:
-        raise FormatError(f"trace: {error}", "the file is damaged or not a memory trace") from None
+    columns, summary = _replay(trace, limits, segments, blocks, bounds, reuse, device)
     alloc_event, free_event = _lifetimes(trace, blocks, device)
     start = summary["start"]
     initial = segments.reshape(-1, 5)
@@ -103,6 +82,43 @@ def simulate(
         alloc_event=alloc_event,
         free_event=free_event,
     )
+
+
+def _replay(
+    trace: Trace,
+    limits: Any,
+    segments: I64,
+    blocks: I64,
+    bounds: str,
+    reuse: str,
+    device: int,
+) -> tuple[dict[str, Any], _native.ReplaySummary]:
+    """By column, what holds after each event; and what the native replay sums up."""
+    events = trace.events
+    columns = {
+        name: np.empty(len(trace), dtype=np.int64)
+        for name in ("requested", "allocated", "active", "reserved", "address")
+    }
+    try:
+        summary = _native.replay(
+            kind=np.ascontiguousarray(events.kind),
+            storage=np.ascontiguousarray(events.storage),
+            bytes=np.ascontiguousarray(getattr(events, BOUNDS[bounds])),
+            least=least_bytes(trace, bounds),
+            stream=np.ascontiguousarray(events.stream),
+            device=np.ascontiguousarray(events.device),
+            aux=np.ascontiguousarray(events.aux),
+            segments=segments,
+            blocks=blocks,
+            settings=limits,
+            storages=len(trace.storages),
+            device_index=device,
+            reuse_early=reuse == "earliest",
+            **columns,
+        )
+    except (ValueError, OverflowError) as error:
+        raise FormatError(f"trace: {error}", "the file is damaged or not a memory trace") from None
+    return columns, summary
 
 
 def least_bytes(trace: Trace, bounds: str) -> I64:

@@ -47,7 +47,7 @@ def _generator_class(api: FakeCuda) -> Any:
 
         def __new__(cls, device: Any = "cpu") -> Any:
             wanted = torch.device(device)
-            made: Any = real.__new__(_OnDevice if wanted.type == "cuda" else cls, "cpu")  # type: ignore[call-arg]
+            made: Any = real.__new__(OnDevice if wanted.type == "cuda" else cls, "cpu")  # type: ignore[call-arg]
             made._memplan_device = wanted
             made._memplan_state = [_DEFAULT_SEED, 0]
             return made
@@ -62,60 +62,69 @@ def _generator_class(api: FakeCuda) -> Any:
                 return torch.device("cuda", api.index)
             return wanted
 
-    class _OnDevice(Generator):
-        """`_memplan_state`, seed and offset, is a list that several generators may share."""
-
-        def manual_seed(self, seed: int) -> Any:
-            self._memplan_state[:] = [int(seed) & (1 << 64) - 1, 0]
-            return self
-
-        def seed(self) -> int:
-            seed = random.SystemRandom().getrandbits(53)
-            self.manual_seed(seed)
-            return seed
-
-        def initial_seed(self) -> int:
-            return int(self._memplan_state[0])
-
-        def get_offset(self) -> int:
-            return int(self._memplan_state[1])
-
-        def set_offset(self, offset: int) -> None:
-            self._memplan_state[1] = offset
-
-        def get_state(self) -> torch.Tensor:
-            data = b"".join(number.to_bytes(8, "little") for number in self._memplan_state)
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-        def set_state(self, state: torch.Tensor) -> Any:
-            if state.dtype != torch.uint8 or state.device.type != "cpu":
-                raise TypeError("RNG state must be a torch.ByteTensor")
-            data = bytes(state.tolist())
-            if len(data) not in (_STATE_BYTES, _STATE_BYTES - 8):
-                raise RuntimeError("RNG state is wrong size")
-            numbers = (int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little"))
-            self._memplan_state[:] = numbers
-            return self
-
-        def clone_state(self) -> Any:
-            return self._sharing(list(self._memplan_state))
-
-        def graphsafe_get_state(self) -> Any:
-            return self._sharing(self._memplan_state)
-
-        def graphsafe_set_state(self, other: Any) -> Any:
-            self._memplan_state = other._memplan_state
-            return self
-
-        def _sharing(self, state: list[int]) -> Any:
-            other: Any = Generator(self._memplan_device)
-            other._memplan_state = state
-            return other
-
-        def __reduce__(self) -> Any:
-            return _rebuilt, (str(self.device), self.get_state())
+    class OnDevice(_OnDevice, Generator):
+        pass
 
     return Generator
+
+
+class _OnDevice:
+    """What a generator of the device answers. `_memplan_state`, seed and offset, is a list that
+    several generators may share."""
+
+    device: torch.device
+    _memplan_device: torch.device
+    _memplan_state: list[int]
+
+    def manual_seed(self, seed: int) -> Any:
+        self._memplan_state[:] = [int(seed) & (1 << 64) - 1, 0]
+        return self
+
+    def seed(self) -> int:
+        seed = random.SystemRandom().getrandbits(53)
+        self.manual_seed(seed)
+        return seed
+
+    def initial_seed(self) -> int:
+        return int(self._memplan_state[0])
+
+    def get_offset(self) -> int:
+        return int(self._memplan_state[1])
+
+    def set_offset(self, offset: int) -> None:
+        self._memplan_state[1] = offset
+
+    def get_state(self) -> torch.Tensor:
+        data = b"".join(number.to_bytes(8, "little") for number in self._memplan_state)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        if state.dtype != torch.uint8 or state.device.type != "cpu":
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        data = bytes(state.tolist())
+        if len(data) not in (_STATE_BYTES, _STATE_BYTES - 8):
+            raise RuntimeError("RNG state is wrong size")
+        numbers = (int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little"))
+        self._memplan_state[:] = numbers
+        return self
+
+    def clone_state(self) -> Any:
+        return self._sharing(list(self._memplan_state))
+
+    def graphsafe_get_state(self) -> Any:
+        return self._sharing(self._memplan_state)
+
+    def graphsafe_set_state(self, other: Any) -> Any:
+        self._memplan_state = other._memplan_state
+        return self
+
+    def _sharing(self, state: list[int]) -> Any:
+        other: Any = torch.Generator(self._memplan_device)
+        other._memplan_state = state
+        return other
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (str(self.device), self.get_state())
 
 
 def _rebuilt(device: str, state: torch.Tensor) -> torch.Generator:
