@@ -8,24 +8,15 @@ from memplan.capturing.kernels import workspaces as ws
 
 A100, H100, B200, RTX5090 = (8, 0), (9, 0), (10, 0), (12, 0)
 LARGE = 32 << 20
+APART = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "size"),
-    [
-        ((7, 5), (2, 13, 0), 8_519_680),
-        (A100, (2, 13, 0), 8_519_680),
-        (H100, (2, 13, 0), LARGE),
-        (H100, (2, 6, 0), LARGE),
-        (B200, (2, 13, 0), LARGE),
-        (RTX5090, (2, 13, 0), LARGE),
-        (B200, (2, 9, 0), 8_519_680),
-    ],
+    ("capability", "size"),
+    [((7, 5), 8_519_680), (A100, 8_519_680), (H100, LARGE), (B200, LARGE), (RTX5090, LARGE)],
 )
-def test_default_size(
-    capability: tuple[int, int], version: tuple[int, int, int], size: int
-) -> None:
-    assert ws.cublas_workspace_bytes(capability, {}, version) == size
+def test_default_size(capability: tuple[int, int], size: int) -> None:
+    assert ws.cublas_workspace_bytes(capability, {}) == size
 
 
 @pytest.mark.parametrize(
@@ -49,7 +40,7 @@ def test_cublaslt_shares_the_workspace_and_is_capped_by_it() -> None:
     assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "2048"}) == 2 << 20
     assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "999999"}) == 8_519_680
     assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "x"}) == 8_519_680
-    assert ws.cublaslt_workspace_bytes(A100, {}, (2, 6, 0)) == 1 << 20
+    assert ws.cublaslt_workspace_bytes(A100, APART) == 1 << 20
 
 
 def linear(**changes: object) -> bool:
@@ -73,17 +64,15 @@ def test_which_products_use_cublaslt() -> None:
     assert not ws.uses_cublaslt("aten.mm", mat1=(32, 64), mat2=(64, 128))
 
 
-def requests(op: str, version: tuple[int, int, int], lt: bool = True) -> list[tuple[str, bool]]:
-    found = ws.workspace_requests(op, lt=lt, capability=A100, env={}, torch_version=version)
-    return [(request.pool, request.kept) for request in found]
+def requests(op: str, env: dict[str, str], lt: bool = True) -> list[tuple[str, int]]:
+    return ws.workspace_requests(op, lt=lt, capability=A100, env=env)
 
 
-def test_requests_by_release() -> None:
-    assert requests("aten.addmm", (2, 13, 0)) == [("cublas", True)]
-    assert requests("aten.addmm", (2, 9, 0)) == [("cublas", True), ("cublaslt", True)]
-    assert requests("aten.addmm", (2, 6, 0)) == [("cublas", True), ("cublaslt", False)]
-    assert requests("aten.mm", (2, 6, 0), lt=False) == [("cublas", True)]
-    assert requests("aten.add", (2, 13, 0), lt=False) == []
+def test_requests() -> None:
+    assert requests("aten.addmm", {}) == [("cublas", 8_519_680)]
+    assert requests("aten.addmm", APART) == [("cublas", 8_519_680), ("cublaslt", 1 << 20)]
+    assert requests("aten.mm", APART, lt=False) == [("cublas", 8_519_680)]
+    assert requests("aten.add", {}, lt=False) == []
 
 
 def test_no_workspace_is_requested_where_the_environment_forbids_one() -> None:

@@ -1,8 +1,8 @@
 """Which kernel `scaled_dot_product_attention` takes on a CUDA device, by PyTorch's own checks.
 
 Source: pytorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`,
-`can_use_{flash,mem_efficient,cudnn}_attention`) and `transformers/sdp_utils_cpp.h`, releases 2.6 to
-2.13, CUDA builds for Linux. Nested tensors and float8 are not covered. See docs/kernels.md.
+`can_use_{flash,mem_efficient,cudnn}_attention`) and `transformers/sdp_utils_cpp.h`, releases 2.11
+to 2.13, CUDA builds for Linux. Nested tensors and float8 are not covered. See docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from memplan.capturing.kernels.model import HALF, Shape
 DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
 CUDNN_FIRST_ORDER = ("cudnn", "flash", "efficient", "math")
 ALL_KERNELS = frozenset(DEFAULT_ORDER)
-
-# cuDNN that the default Linux wheel of a PyTorch release requires.
-_WHEEL_CUDNN: tuple[tuple[tuple[int, int], int], ...] = (
-    ((2, 12), 92000),
-    ((2, 11), 91900),
-    ((2, 8), 91002),
-    ((2, 7), 90501),
-    ((0, 0), 90100),
-)
+_NEWEST_SUPPORTED = (12, 1)
 
 
 @dataclass(frozen=True)
@@ -95,16 +87,15 @@ _Check = Callable[[SdpaCall, SdpaEnvironment], str]
 
 def wheel_cudnn_version(torch_version: Sequence[int]) -> int:
     """cuDNN of a release's default wheel, as `torch.backends.cudnn.version()` would say."""
-    return next(v for since, v in _WHEEL_CUDNN if tuple(torch_version[:2]) >= since)
+    return 92000 if tuple(torch_version[:2]) >= (2, 12) else 91900
 
 
 def prefers_cudnn(env: SdpaEnvironment) -> bool:
-    """True where the release puts cuDNN before flash (`check_prefer_cudnn_attention`).
-
-    From 2.10 on: capability 9.x or 10.x and cuDNN after 9.15.0, unless deprioritized by the
-    environment; builds against CUDA 12 only for 9.0, 9.3, 10.0 and 10.3. Before that, opt-in.
+    """True where PyTorch puts cuDNN before flash (`check_prefer_cudnn_attention`): capability 9.x
+    or 10.x and cuDNN after 9.15.0, unless deprioritized by the environment; builds against CUDA 12
+    only for 9.0, 9.3, 10.0 and 10.3.
     """
-    if env.torch_version < (2, 10) or env.cudnn_deprioritized or env.cudnn <= 91500:
+    if env.cudnn_deprioritized or env.cudnn <= 91500:
         return False
     major, minor = env.capability
     return major in (9, 10) and (env.cuda_version >= (13, 0) or minor in (0, 3))
@@ -156,12 +147,6 @@ def _flash_head_size(call: SdpaCall, env: SdpaEnvironment) -> str:
     return "head size above 256" if call.q[-1] > 256 else ""
 
 
-def _newest_supported(env: SdpaEnvironment) -> tuple[int, int]:
-    if env.torch_version < (2, 7):
-        return (9, 0)
-    return (12, 0) if env.torch_version < (2, 9) else (12, 1)
-
-
 def _flash_hardware(call: SdpaCall, env: SdpaEnvironment) -> str:
     return _capability_within(env, (8, 0))
 
@@ -171,18 +156,15 @@ def _efficient_hardware(call: SdpaCall, env: SdpaEnvironment) -> str:
 
 
 def _capability_within(env: SdpaEnvironment, oldest: tuple[int, int]) -> str:
-    newest = _newest_supported(env)
-    if oldest <= env.capability <= newest:
+    if oldest <= env.capability <= _NEWEST_SUPPORTED:
         return ""
-    low, high = ("sm{}{}".format(*cap) for cap in (oldest, newest))
+    low, high = ("sm{}{}".format(*cap) for cap in (oldest, _NEWEST_SUPPORTED))
     return f"compute capability {env.capability[0]}.{env.capability[1]} is outside {low} to {high}"
 
 
 def _flash_backward_head_size(call: SdpaCall, env: SdpaEnvironment) -> str:
     """The backward kernel needs more shared memory than the smaller chips have."""
-    small = (8, 6) <= env.capability <= (8, 9) or (
-        env.torch_version >= (2, 7) and (12, 0) <= env.capability <= (12, 1)
-    )
+    small = (8, 6) <= env.capability <= (8, 9) or (12, 0) <= env.capability <= (12, 1)
     size = call.q[-1]
     if not (call.requires_grad and small) or size <= 192:
         return ""
@@ -335,7 +317,7 @@ def _cudnn_shapes(call: SdpaCall, env: SdpaEnvironment) -> str:
         return "a head size is not a multiple of 8"
     if call.k[-2] == 1:
         return "key sequence of length 1"
-    if call.q[-2] == 1 and (call.dropout_p > 0.0 or env.torch_version < (2, 7)):
+    if call.q[-2] == 1 and call.dropout_p > 0.0:
         return "query sequence of length 1"
     return ""
 

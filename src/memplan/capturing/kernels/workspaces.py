@@ -9,8 +9,7 @@ and a workspace to a (handle, stream). It is allocated at the first call and fre
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from memplan.capturing.kernels.model import MIB, Shape
 
@@ -18,7 +17,6 @@ _KIB = 1 << 10
 _DEFAULT = 4096 * 2 * _KIB + 16 * 8 * _KIB
 _LARGE = 32 * MIB
 _PAIR = re.compile(r":([0-9]+):([0-9]+)")
-_SHARED_SINCE = (2, 11)
 
 BLAS_OPS = frozenset(
     f"aten.{name}"
@@ -53,23 +51,7 @@ BLAS_OPS = frozenset(
 """Operator packets whose CUDA kernels ask for a cuBLAS handle, as long as nothing is empty."""
 
 
-@dataclass(frozen=True)
-class WorkspaceRequest:
-    """A workspace that a call needs."""
-
-    pool: str
-    """`cublas` or `cublaslt`."""
-    bytes: int
-    kept: bool
-    """Kept for this (thread, stream, pool), so that later calls find it; else freed after the
-    call."""
-
-
-def cublas_workspace_bytes(
-    capability: tuple[int, int],
-    env: Mapping[str, str],
-    torch_version: Sequence[int] = (2, 13, 0),
-) -> int:
+def cublas_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str]) -> int:
     """Size of one cuBLAS workspace (`parseChosenWorkspaceSize`).
 
     `CUBLAS_WORKSPACE_CONFIG` is a list of `:KiB:count`; unreadable text means the default.
@@ -77,33 +59,18 @@ def cublas_workspace_bytes(
     pairs = _PAIR.findall(env.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * _KIB * int(count) for size, count in pairs)
-    return _LARGE if _wants_large(capability, torch_version) else _DEFAULT
+    return _LARGE if capability[0] in (9, 10, 11, 12) else _DEFAULT
 
 
-def _wants_large(capability: tuple[int, int], torch_version: Sequence[int]) -> bool:
-    if tuple(torch_version[:2]) < _SHARED_SINCE:
-        return capability == (9, 0)
-    return capability[0] in (9, 10, 11, 12)
+def _lt_shares_workspace(env: Mapping[str, str]) -> bool:
+    return env.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") != "0"
 
 
-def lt_shares_workspace(env: Mapping[str, str], torch_version: Sequence[int]) -> bool:
-    """True when cuBLASLt uses the cuBLAS workspace. TORCH_CUBLASLT_UNIFIED_WORKSPACE decides; the
-    default is yes since 2.11. Before that the workspace was its own, and until 2.6 one a call."""
-    value = env.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    if value in ("0", "1"):
-        return value == "1" and tuple(torch_version[:2]) >= (2, 7)
-    return tuple(torch_version[:2]) >= _SHARED_SINCE
-
-
-def cublaslt_workspace_bytes(
-    capability: tuple[int, int],
-    env: Mapping[str, str],
-    torch_version: Sequence[int] = (2, 13, 0),
-) -> int:
+def cublaslt_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str]) -> int:
     """Largest workspace that cuBLASLt may use; `CUBLASLT_WORKSPACE_SIZE` is in KiB."""
-    shared = lt_shares_workspace(env, torch_version)
-    cublas = cublas_workspace_bytes(capability, env, torch_version)
-    size = cublas if shared and tuple(torch_version[:2]) >= _SHARED_SINCE else MIB
+    shared = _lt_shares_workspace(env)
+    cublas = cublas_workspace_bytes(capability, env)
+    size = cublas if shared else MIB
     text = env.get("CUBLASLT_WORKSPACE_SIZE", "")
     if re.match(r"\s*\d+", text):
         size = int(re.findall(r"\d+", text)[0]) * _KIB
@@ -148,18 +115,13 @@ def workspace_requests(
     lt: bool,
     capability: tuple[int, int],
     env: Mapping[str, str],
-    torch_version: Sequence[int] = (2, 13, 0),
-) -> list[WorkspaceRequest]:
-    """Workspaces of one non-empty call of a `BLAS_OPS` operator; none for another operator.
-
-    A kept workspace is to be allocated only where its (thread, stream, pool) has none yet.
+) -> list[tuple[str, int]]:
+    """Pool (`cublas` or `cublaslt`) and bytes of the workspaces that one non-empty call of an
+    operator needs. One is allocated where its (thread, stream, pool) has none yet, and kept.
     """
     if op not in BLAS_OPS:
         return []
-    cublas = cublas_workspace_bytes(capability, env, torch_version)
-    requests = [WorkspaceRequest("cublas", cublas, kept=True)] if cublas else []
-    if lt and not lt_shares_workspace(env, torch_version):
-        size = cublaslt_workspace_bytes(capability, env, torch_version)
-        kept = tuple(torch_version[:2]) >= (2, 7)
-        requests += [WorkspaceRequest("cublaslt", size, kept)] if size else []
-    return requests
+    requests = [("cublas", cublas_workspace_bytes(capability, env))]
+    if lt and not _lt_shares_workspace(env):
+        requests.append(("cublaslt", cublaslt_workspace_bytes(capability, env)))
+    return [(pool, size) for pool, size in requests if size]

@@ -24,7 +24,7 @@ from memplan.capturing.kernels.convolution import (
     conv_workspace,
 )
 from memplan.capturing.kernels.cudnn_norm import BatchNorm, batch_norm_backend, batch_norm_scratch
-from memplan.capturing.kernels.model import Scratch, version_tuple
+from memplan.capturing.kernels.model import Scratch
 from memplan.capturing.kernels.reduction import reduction_scratch
 from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
 from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
@@ -42,7 +42,6 @@ class KernelMemory:
     def __init__(self, state: CaptureState, profile: DeviceProfile) -> None:
         self.state = state
         self.profile = profile
-        self.version = version_tuple(torch.__version__)
         self._workspaces: set[tuple[int, int, int, str]] = set()
         self._device = 0
         """Number in the trace of the device that the operator runs on."""
@@ -172,22 +171,12 @@ class KernelMemory:
                 dtype=_dtype(mat1),
                 env=os.environ,
             )
-        requests = workspace_requests(
-            name,
-            lt=lt,
-            capability=self.profile.capability,
-            env=os.environ,
-            torch_version=self.version,
-        )
-        for request in requests:
-            if not request.kept:
-                self.add([Scratch(request.pool, request.bytes, request.bytes, request.bytes)])
-                continue
-            key = (threading.get_ident(), self._device, state.recorder.stream, request.pool)
+        capability = self.profile.capability
+        for pool, size in workspace_requests(name, lt=lt, capability=capability, env=os.environ):
+            key = (threading.get_ident(), self._device, state.recorder.stream, pool)
             if key not in self._workspaces:
                 self._workspaces.add(key)
-                size = request.bytes
-                name = f"{request.pool} workspace"
+                name = f"{pool} workspace"
                 state.recorder.scratch(size, size, size, self._device, name=name)
 
     # Convolutions
