@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import memplan
+from memplan.order import solve
+from memplan.runtime.graph import inductor
 from memplan.runtime.graph.step import CompiledStep
 from memplan.runtime.graph.step_graph import Compiled
 from memplan.types.errors import InfeasibleError, UsageError
@@ -38,6 +43,13 @@ def of(change: Callable[[Tensor], Any]) -> Job:
     plain = job.loss_fn
     job.loss_fn = lambda x, y: change(plain(x, y))
     return job
+
+
+def changed_in_compiler() -> list[Any]:
+    """What of PyTorch's compiler is another while a step is captured."""
+    from memplan.runtime.graph.stricter import PATCHES  # releases before 2.13 do not have it
+
+    return [getattr(owner, name) for owner, name, _ in PATCHES]
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -207,6 +219,69 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseExcept
         step(*job.batches[1])
     assert snapshot(job, None, gradients=True) == before
     assert "as before the call" in caught.value.__notes__[0]
+    step(*job.batches[1])
+
+
+@captures_steps
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_ctrl_c_while_a_step_is_captured(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is as it was, PyTorch's compiler too, and the next call captures the step."""
+
+    def interrupted(*_args: Any, **_options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    job = classifier(dropped)
+    step = compiled(job, codegen=codegen)
+    of_compiler = changed_in_compiler()
+    before = snapshot(job, None, gradients=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(solve, "early_updates", interrupted)
+        patched.setattr(inductor, "early_updates", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            step(*job.batches[0])
+    assert "as before the call" in caught.value.__notes__[0]
+    assert snapshot(job, None, gradients=True) == before
+    assert changed_in_compiler() == of_compiler
+    step(*job.batches[0])
+    assert not step.report().fallback
+
+
+@captures_steps
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_calls_of_several_threads_wait_for_each_other(codegen: str) -> None:
+    torch.manual_seed(1)
+    job = classifier()
+    torch.manual_seed(1)
+    plain = classifier()
+    step = compiled(job, codegen=codegen)
+    of_compiler = changed_in_compiler()
+    batch, losses = job.batches[0], list[Tensor]()
+    with ThreadPoolExecutor(3) as pool:
+        losses = list(pool.map(lambda _number: step(*batch), range(9)))
+    assert changed_in_compiler() == of_compiler
+    assert not step.report().fallback
+    wanted = []
+    for _number in range(9):
+        plain.optimizers[0].zero_grad()
+        loss = plain.loss_fn(*batch)
+        loss.backward()
+        plain.optimizers[0].step()
+        wanted.append(loss.detach())
+    torch.testing.assert_close(sorted(losses, reverse=True), wanted)
+
+
+@captures_steps
+def test_a_compiled_model_and_its_optimizer_are_copied_and_pickled_but_not_the_step() -> None:
+    job = classifier()
+    step = compiled(job)
+    step(*job.batches[0])
+    before = snapshot(job, None, gradients=True)
+    for again in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        model, optimizers = again((job.model, job.optimizers))
+        assert snapshot(Job(model, optimizers, job.loss_fn, []), None, gradients=True) == before
+    for refused in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="cannot be copied or pickled"):
+            refused(step)
     step(*job.batches[1])
 
 

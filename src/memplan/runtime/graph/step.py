@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,10 @@ from memplan.types.errors import MemplanError, UsageError
 log = logging.getLogger("memplan")
 
 P = ParamSpec("P")
+
+_one_at_a_time = threading.RLock()
+"""Calls of several threads wait for each other, also of different steps: PyTorch's compiler is
+changed as long as one of them runs (`strict`)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,16 @@ class CompiledStep(Generic[P]):
             log.warning("memplan: %s runs plainly: %s", self.__name__, self._fallback)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        with _one_at_a_time:
+            return self._step(args, kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise UsageError(
+            "a compiled step cannot be copied or pickled",
+            "memplan.compile, with a copy of the model and an optimizer of its parameters",
+        )
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             raise no_gradient()
         if self._micro == 0:
@@ -119,6 +134,10 @@ class CompiledStep(Generic[P]):
 
         Raises UsageError where PyTorch cannot capture it in one graph.
         """
+        with _one_at_a_time:
+            return self._look(args, kwargs)
+
+    def _look(self, args: Any, kwargs: Any) -> Operators:
         self._updates.begin()
         self._updates.in_graph = self._capture.can_update_in_graph()
         self._capture.only_looks = self._updates.ahead = True
