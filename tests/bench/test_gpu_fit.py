@@ -16,7 +16,7 @@ from memplan.types.plan import Plan, StatePart
 from memplan.types.plan_file import load_plan, save_plan
 from memplan.types.trace_file import save_trace
 from tests.capturing.jobs import record
-from tests.phases.test_step_graph import JOBS
+from tests.phases.step_jobs import JOBS
 
 GIB = 2**30
 
