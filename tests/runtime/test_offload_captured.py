@@ -7,17 +7,20 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from memplan.phases import step_graph
 from memplan.phases.passes import alive_after, step_passes
 from memplan.recompute.selection import Selection, op_output, to_part
 from memplan.recompute.transfers import Saves, Schedule
 from memplan.runtime.apply import AppliedEverywhere
-from memplan.types.plan import OffloadPart, RecomputePart
+from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import HostEventKind, Trace
 from tests.capturing.jobs import record
 from tests.phases.test_droppable_applied import SEVERAL
+from tests.phases.test_step_graph import training
 
 
 def droppable(graph: StepGraph) -> list[int]:
@@ -96,3 +99,23 @@ def test_a_capture_has_the_peak_that_the_planner_judged(
         planned = offloaded(job, part, recompute if recomputing else None)
         assert peak(planned) == judged.peak_bytes
         assert judged.host_bytes <= on_host(planned) <= judged.host_bytes + on_host(plain)
+
+
+def test_what_another_stream_makes_or_saves_stays() -> None:
+    class Net(nn.Module):
+        def __init__(self, side: bool) -> None:
+            super().__init__()
+            self.layer, self.side = nn.Linear(64, 64), side
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x).exp()
+            stream = torch.cuda.Stream() if self.side else torch.cuda.current_stream()
+            with torch.cuda.stream(stream):
+                y = x.sigmoid()
+            return y * x
+
+    names = [OpOutput(f"aten.{name}.default", 0) for name in ("exp", "sigmoid")]
+    part = OffloadPart(values=names, out_bytes=0, ahead_bytes=0)
+    for side, away in ((False, 2), (True, 1)):
+        job = training(lambda side=side: Net(side), (64, 64))  # type: ignore[misc]
+        assert on_host(offloaded(job, part)) == away * 64 * 64 * 4

@@ -95,9 +95,7 @@ class Lane:
         self, part: OffloadPart, buffers: HostBuffers, lock: threading.RLock, device: torch.device
     ) -> None:
         self.part, self.buffers, self.lock = part, buffers, lock
-        on_cuda = device.type == "cuda"
-        self.out = torch.cuda.Stream(device) if on_cuda else None
-        self.back = torch.cuda.Stream(device) if on_cuda else None
+        self.out, self.back = _new_stream(device), _new_stream(device)
         self._held: deque[tuple[ref[Value], int]] = deque()
         self._bytes = 0
 
@@ -154,7 +152,7 @@ class Away:
         self._lane = lane
         self._pass = of_pass
         self._dtype, self._device = base.dtype, base.device
-        self._stream = torch.cuda.current_stream(base.device) if lane.out is not None else None
+        self._stream = _current(base.device)
         """On which the value is computed on."""
         self._buffer: Buffer | None = buffer
         self._block: Tensor | None = None
@@ -301,6 +299,10 @@ def _witness(base: Tensor) -> Tensor | None:
 
 def _on(stream: Any) -> Any:
     return torch.cuda.stream(stream) if stream is not None else nullcontext()
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _current(device: torch.device) -> Any:

@@ -118,9 +118,10 @@ class Recording(TorchDispatchMode):
         unshared_counts()  # not first inside an op, where `linear` is another
         self._symbolic, self._fake_mode = tensors_are_fake(), _fake_mode()
         with ExitStack() as stack:
-            if self._on_cuda and not self._symbolic:
-                stack.enter_context(tensors_made_as_in_captures())
-                self._stream = current_stream()
+            if self._on_cuda:
+                if not self._symbolic:
+                    stack.enter_context(tensors_made_as_in_captures())
+                self._stream = self._current_stream()
             stack.enter_context(saved_tensors_hooks(*self.hooks))
             stack.enter_context(watched_by(self))
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -266,7 +267,12 @@ class Recording(TorchDispatchMode):
                 if isinstance(choice, int):
                     self.found += 1
                     self._storages.set(tensor, None)
-                    self._storages.offload(tensor, choice)
+                    self._note_place(tensor, choice)
+
+    def _note_place(self, tensor: torch.Tensor, place: int) -> None:
+        """The block of a tensor that another stream makes is not this one's to release."""
+        if not self._on_another_stream():
+            self._storages.offload(tensor, place)
 
     def _known(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor for tensor in tensors if self._storages.find(tensor) is not None]
@@ -274,7 +280,10 @@ class Recording(TorchDispatchMode):
     def _on_another_stream(self) -> bool:
         """A replay runs on one stream, that of the node of autograd which asks for it first, and
         nothing makes others wait for it: what others make is kept, and what they save."""
-        return self._stream is not None and current_stream() != self._stream
+        return self._stream is not None and self._current_stream() != self._stream
+
+    def _current_stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream if self._symbolic else current_stream()
 
     def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
@@ -381,7 +390,7 @@ class Recording(TorchDispatchMode):
             value = Value(record, position) if can else None
             self._storages.set(tensor, value)
             if isinstance(choice, int):
-                self._storages.offload(tensor, choice)
+                self._note_place(tensor, choice)
             if value is None:
                 continue
             value.uninitialised = traits.uninitialised
