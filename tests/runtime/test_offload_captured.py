@@ -19,8 +19,8 @@ from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import HostEventKind, Trace
 from tests.capturing.jobs import record
+from tests.phases.step_jobs import training
 from tests.phases.test_droppable_applied import SEVERAL
-from tests.phases.test_step_graph import training
 
 
 def droppable(graph: StepGraph) -> list[int]:
