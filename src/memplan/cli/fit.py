@@ -22,7 +22,7 @@ from memplan.cli.files import output_path
 from memplan.cli.job import ALL_RANKS, Job, add_packages_option, add_rank_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.streams import write_json, write_lines
-from memplan.types.device import find_profile
+from memplan.types.device import find_profile, parse_size
 from memplan.types.errors import UsageError
 from memplan.worker.signals import ended_by_signal
 from memplan.worker.streams import progress_line
@@ -52,6 +52,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="the most that a plan may add to a step's time: 5%%")  # fmt: skip
     add("--frontier", action="store_true", help="peak against time: a row of plans, each captured")
     add("--plans", metavar="FOLDER", help="of --frontier: write each of its plans to this folder")
+    add("--host-memory", metavar="SIZE",
+        help="page-locked memory of each host that levers may use; its ranks share it")  # fmt: skip
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
@@ -92,7 +94,8 @@ def _run(args: argparse.Namespace) -> int:
     from memplan.worker.pool import Workers
 
     check_settings(args.alloc_conf or "", os.environ | job.environment)
-    limits = Limits(args.allow, args.at_most, args.frontier)
+    host_bytes = _host_bytes(args.host_memory, job)
+    limits = Limits(args.allow, args.at_most, args.frontier, host_bytes)
     with Workers() as workers, progress_line(stages=True) as progress:
         capture = RankCapture(job.question(args, profile), workers)
         fitted = fit(program, profile, capture, solve, progress, limits, capture.ahead)
@@ -128,6 +131,13 @@ def _fraction(text: str) -> float:
     if not percent or rest or not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a percentage, such as 5%")
     return value
+
+
+def _host_bytes(text: str | None, job: Job) -> int | None:
+    """For one process: the ranks of a host share it."""
+    if text is None:
+        return None
+    return parse_size(text) // (job.world.local_size if job.world is not None else 1)
 
 
 def _notes(job: Job) -> list[str]:

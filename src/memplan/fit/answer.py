@@ -19,7 +19,7 @@ Bound = Literal["", "compute", "link", "host"]
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the plan does."""
 
-    kind: Literal["recompute", "order", "allocator", "loss", "batches", "state"]
+    kind: Literal["recompute", "order", "allocator", "loss", "batches", "state", "offload"]
     numbers: Numbers = "exact"
     name: str
     """Recompute: where the values are made, with modules whose paths differ in numbers only folded
@@ -123,6 +123,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     added_seconds: float
     added_fraction: float
     levers: list[Lever]
+    host_bytes: int = 0
+    """Of the host's page-locked memory that the levers use, in each process."""
     at_most: float | None = None
     """The most that a plan may add, as a fraction, where that was asked for."""
     exact: Alternative | None = None

@@ -23,6 +23,8 @@ class Limits:
     at_most: float | None = None
     """Added time, as a fraction of the step."""
     frontier: bool = False
+    host_bytes: int | None = None
+    """Page-locked memory of the host that a process may use; None: no bound."""
 
     def allows(self, numbers: Numbers) -> bool:
         return NUMBERS.index(self.allow) >= NUMBERS.index(numbers)
@@ -64,6 +66,9 @@ def answer_of(
         added_seconds=chosen.added_seconds,
         added_fraction=_fraction(chosen, plain_seconds),
         levers=_levers(chosen, plain_seconds),
+        host_bytes=sum(
+            part.host_bytes for part in (chosen.plan.state, chosen.plan.offload) if part
+        ),
         at_most=limits.at_most,
         exact=None if chosen.exact else _alternative(exact, plain_seconds),
         least=_alternative(least, plain_seconds) if search.found[1:] else None,

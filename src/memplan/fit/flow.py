@@ -20,6 +20,7 @@ from memplan.fit.host_state import with_state_on_host
 from memplan.fit.loss import with_loss_in_chunks
 from memplan.fit.micro_batches import with_micro_batches
 from memplan.fit.nearest import nearest_changes
+from memplan.fit.offload import OffloadPlanner
 from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
 from memplan.fit.plans import Planner, Solver
 from memplan.fit.regions import RegionSearch
@@ -34,6 +35,8 @@ from memplan.worker.failure import CaptureFailedError
 
 _USUAL_CAPTURES = 3
 """Of a lever with recomputation on top."""
+_WORTH_OFFLOAD = 0.01
+"""Time that recomputation adds, as a fraction of the step, up to which nothing is offloaded."""
 _ROW = 4
 """Budgets that a frontier is captured for, beside the least peak, for each set of levers."""
 
@@ -103,7 +106,9 @@ def fit(
     search.captured()
     if plain.estimate.fits is None:
         raise UsageError("there is no card to fit", "--gpu h100, or a size such as --gpu 24GiB")
-    first = first_state(Job(program, profile, capture, search, ahead), plain).found()
+    first = first_state(
+        Job(program, profile, capture, search, ahead, limits.host_bytes), plain
+    ).found()
     finder = _Finder(first, solver, limits)
     changes: list[Change] = []
     tried: list[str] = []
@@ -150,11 +155,15 @@ class _Finder:
             self._routes.append(_Route(base, base))
         else:
             self._routes.append(self._first_route(base))
+            if self._limits.frontier or not self._is_good(_WORTH_OFFLOAD):
+                self._offload(self._routes[-1])
         for lever in self._levers:
             if self._limits.frontier or not self._is_good(lever.beyond):
                 self._try(lever)
         if hopeless and len(self._routes) == 1:
             self._routes.append(self._first_route(base))
+        if not self.best().end.fits:
+            self._offload(self.best())
         if self._limits.frontier:
             self._capture_rows()
 
@@ -186,6 +195,22 @@ class _Finder:
             self._routes.append(self._route(changed))
         except CaptureFailedError:
             self.notes.append(f"With {lever.words}, recomputation fails.")
+
+    def _offload(self, route: _Route) -> None:
+        """Beside a route that recomputes: values may be offloaded instead, where that is
+        cheaper."""
+        planner = route.planner
+        if planner is None or route.end.plan.offload is not None:
+            return
+        self._search.say("trying activations on the host", _USUAL_CAPTURES)
+        self._search.tried.append("offload")
+        try:
+            end = OffloadPlanner(route.base, planner.graph).search(planner.best())
+        except CaptureFailedError:
+            self.notes.append("With activations on the host, the script fails.")
+            return
+        if end is not None:
+            self._routes.append(_Route(route.base, end, planner))
 
     def _with(self, lever: Callable[[State], State], base: State) -> State:
         changed = lever(base)

@@ -22,12 +22,14 @@ def with_state_on_host(state: State) -> State:
     done meanwhile.
     """
     total = _state_bytes(state.captured.trace)
-    if not total:
+    most = state.job.host_bytes
+    largest = 1.0 if most is None or not total else min(1.0, most / total)
+    if not total or not largest:
         return state
     share = _CAUTION * (state.needed - state.job.profile.total_memory_bytes) / total
-    found = _tried(state, total, share if 0 < share <= _MOSTLY else 1.0)
-    if not found.fits and found.plan.state is not None and found.plan.state.share < 1:
-        found = _tried(state, total, 1.0)
+    found = _tried(state, total, min(largest, share if 0 < share <= _MOSTLY else 1.0))
+    if not found.fits and found.plan.state is not None and found.plan.state.share < largest:
+        found = _tried(state, total, largest)
     return found
 
 

@@ -22,7 +22,7 @@ from memplan.types.trace import Trace
 from memplan.worker.captures import Captured, CaptureProgram, NotYetError
 from memplan.worker.failure import CaptureFailedError
 
-_PROMISING = ("recompute", "order", "regions", "loss", "state")
+_PROMISING = ("recompute", "order", "regions", "loss", "state", "offload")
 """Parts of a plan that carry the promised peak."""
 
 
@@ -36,6 +36,8 @@ class Job:
     search: Search
     ahead: CaptureProgram | None = None
     """The same without waiting. Raises NotYetError: the capture begins when there is room."""
+    host_bytes: int | None = None
+    """Of the host's page-locked memory that levers may use; None: no bound."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ def _levers(answer: Fit) -> Iterator[Text]:
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
         yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
+    if answer.host_bytes:
+        text = f"page-locked memory of the host: {format_bytes(answer.host_bytes)} a process"
+        yield Text(text, style="dim")
     if any(lever.numbers != "exact" for lever in answer.levers):
         yield Text("losses and gradients differ by rounding", style="yellow")
     if answer.captures > 1:

@@ -32,16 +32,20 @@ from memplan.types.trace import I64
 
 SMALL = 24
 """Values that can be offloaded, up to which all three choices are annealed."""
-LEVELS = (0.0, 0.9, 0.6, 0.3, 1.2, 2.0)
+LEVELS = (0.0, 0.6, 0.9, 0.3, 0.45, 1.2, 2.0)
 """By how much looser the budgets are whose selections are filled up, in bytes that the link moves
 during forward."""
 EFFORT, SMALL_EFFORT = 4, 400
 """Annealing steps a droppable value, of the recompute solver."""
-WINDOWS = (1, 2, 4, 8, 16)
-"""Windows that are tried, in values of the median size."""
+WINDOWS = ((0, 1), (1, 2), (2, 2), (2, 8), (4, 4), (8, 8))
+"""Windows out and ahead that are tried, in values of the median size."""
 SHARES = (0.0, 0.3, 0.6, 0.8, 0.9)
 """Parts of the bytes that are cheapest to recompute, which are kept on the card."""
+SEEDS = 2
+"""Sets of offloaded values for which the recompute solver is asked first."""
 HALVINGS = 6
+STRETCHES = 32
+"""Parts of backward: what is needed by more than one part later is recomputed by itself."""
 LEAST_BYTES = 1 << 16
 """Of large graphs' values: smaller ones are not worth a copy."""
 MOVES = 2500
@@ -96,20 +100,14 @@ class OffloadSearch:
 
     def within(self, budget_bytes: int) -> Judged | None:
         """The plan that adds the least time within a budget; None where none was found."""
-        most = None
         self.bound = self.planner.bounds.least_seconds(budget_bytes, self.link.bytes_per_second)
         for schedule in self._levels(budget_bytes):
-            best = self.best(budget_bytes)
-            if self._is_proved(best):
+            self._improve(schedule, budget_bytes)
+            if self._is_proved(best := self.best(budget_bytes)):
                 return best
-            if best is None or schedule.replay_seconds * self.graph.passes < best.added_seconds:
-                self._fill(schedule, budget_bytes)
-        for _ in range(2):
-            best = self.best(budget_bytes) or self.lowest()
-            if best == most or not best.away or self.deadline.passed or self._is_proved(best):
-                break
-            most = best
-            self._again(best, budget_bytes)
+        for seed in (self.best(budget_bytes), *self._without_waiting(budget_bytes)):
+            if seed is not None and seed.away and not self.deadline.passed:
+                self._again(seed, budget_bytes)
         if self.small and not self._is_proved(self.best(budget_bytes)):
             self._anneal(budget_bytes)
         return self.best(budget_bytes)
@@ -156,22 +154,44 @@ class OffloadSearch:
                 seen.add(found.selection)
                 yield self.schedule(found.selection)
 
+    def _without_waiting(self, budget_bytes: int) -> list[Judged]:
+        """Plans that only offload, and keep the link busy with what is dearest to recompute; those
+        first that spare most of that."""
+        plain = self.schedule(Selection())
+        kept = self._helpful(plain, budget_bytes)
+        found: dict[frozenset[int], Judged] = {}
+        for out, ahead in self._windows():
+            for top in self._tops(kept):
+                slack = out / self.link.bytes_per_second
+                chosen = self._spread(plain, top, slack, self._largest_share(top))
+                if chosen not in found:
+                    found[chosen] = self.try_(plain, chosen, out, ahead)
+
+        def spared(one: Judged) -> float:
+            gone = [value for value, _, _ in one.away]
+            return sum(self.prices[v] * self.saves.bytes[v] for v in gone) - one.stall_seconds
+
+        return sorted(found.values(), key=spared, reverse=True)[:SEEDS]
+
     def _fill(self, schedule: Schedule, budget_bytes: int) -> None:
         """Offload what the selection keeps until the peak is within the budget."""
         kept = self._helpful(schedule, budget_bytes)
         tops = self._tops(kept)
-        every = self._spread(kept, math.inf, self._largest_share(kept))
+        every = self._spread(schedule, kept, math.inf, self._largest_share(kept))
         if self.try_(schedule, every, 0, 0).peak_bytes > budget_bytes:
             return
-        for window in (count * self.unit for count in WINDOWS):
+        for windows in self._windows():
             for top in tops:
-                for slack in (window / self.link.bytes_per_second, math.inf):
+                for slack in (windows[0] / self.link.bytes_per_second, math.inf):
                     if self.deadline.passed:
                         return
-                    self._thin(schedule, top, slack, window, budget_bytes)
+                    self._thin(schedule, top, slack, windows, budget_bytes)
         best = self.best(budget_bytes)
         if best is not None and best.plan.selection == schedule.selection:
             self._trim(schedule, best, budget_bytes)
+
+    def _windows(self) -> list[tuple[int, int]]:
+        return [(out * self.unit, ahead * self.unit) for out, ahead in WINDOWS]
 
     def _helpful(self, schedule: Schedule, budget_bytes: int) -> list[int]:
         """What the selection keeps and could be away at a row above the budget."""
@@ -196,15 +216,20 @@ class OffloadSearch:
         return [top for place, top in enumerate(tops) if top and top not in tops[:place]]
 
     def _thin(
-        self, schedule: Schedule, values: list[int], slack: float, window: int, budget: int
+        self,
+        schedule: Schedule,
+        values: list[int],
+        slack: float,
+        windows: tuple[int, int],
+        budget: int,
     ) -> None:
         """Of the values as few, spread evenly, as keep the peak within the budget; none that would
         wait for others' copies longer than `slack` seconds."""
         low, high = 0.0, self._largest_share(values)
         for number in range(HALVINGS + 1):
             share = high if number == 0 else (low + high) / 2
-            chosen = self._spread(values, slack, share)
-            judged = self.try_(schedule, chosen, window, window)
+            chosen = self._spread(schedule, values, slack, share)
+            judged = self.try_(schedule, chosen, *windows)
             best = self.best(budget)
             if judged.peak_bytes <= budget:
                 high = share
@@ -218,7 +243,11 @@ class OffloadSearch:
         """That the host has room for."""
         return min(1.0, self.most / max(1, sum(self.saves.bytes[value] for value in values)))
 
-    def _spread(self, values: list[int], slack: float, share: float) -> frozenset[int]:
+    def _spread(
+        self, schedule: Schedule, values: list[int], slack: float, share: float
+    ) -> frozenset[int]:
+        """So large a share of every stretch of the values, but for those whose copies would be late
+        by more than `slack` seconds, out or back."""
         saves, link, before, chosen = self.saves, 0.0, 0, 0
         result = []
         for value in values:
@@ -228,7 +257,15 @@ class OffloadSearch:
                 chosen += saves.bytes[value]
                 link = max(link, now) + saves.copy_seconds[value]
                 result.append(value)
-        return frozenset(result)
+        if slack == math.inf:
+            return frozenset(result)
+        link = saves.ends[self.graph.forward_ops - 1]
+        in_time = []
+        for value in schedule.order(result):
+            if link + saves.copy_seconds[value] - schedule.asks[value].seconds <= slack:
+                link += saves.copy_seconds[value]
+                in_time.append(value)
+        return frozenset(in_time)
 
     def _trim(self, schedule: Schedule, best: Judged, budget_bytes: int) -> None:
         """Leave out values without which the peak stays within the budget, and narrow or widen the
@@ -240,15 +277,15 @@ class OffloadSearch:
             judged = self.try_(schedule, plan.offloaded - {value}, plan.out_bytes, plan.ahead_bytes)
             if judged.peak_bytes <= budget_bytes and _cost(judged) <= _cost(best):
                 best = judged
-        for out in (0, *WINDOWS):
-            for ahead in (0, *WINDOWS):
+        for out in (0, 1, 2, 4, 8):
+            for ahead in (0, 1, 2, 4, 8):
                 if not self.deadline.passed:
                     self.try_(schedule, best.plan.offloaded, out * self.unit, ahead * self.unit)
 
     def _again(self, best: Judged, budget_bytes: int) -> None:
         """Ask the recompute solver, given what is offloaded, and fill up what it says."""
         graph = without_offloaded(self.graph, best)
-        share = self.deadline.part(3)
+        share = self.deadline.part(2)
         planner = Planner(graph, share)
         effort = SMALL_EFFORT if planner.small else EFFORT
         planner.improve(budget_bytes, share, effort, rounds=2)
@@ -256,10 +293,16 @@ class OffloadSearch:
         count = len(self.graph.values)
         held = frozenset(value for value in found.selection.held if value < count)
         schedule = self.schedule(replace(found.selection, held=held))
-        plan = best.plan
-        again = self.try_(schedule, plan.offloaded, plan.out_bytes, plan.ahead_bytes)
-        if again.peak_bytes > budget_bytes or _cost(again) < _cost(best):
-            self._fill(schedule, budget_bytes)
+        self.try_(schedule, best.plan.offloaded, best.plan.out_bytes, best.plan.ahead_bytes)
+        self._improve(schedule, budget_bytes)
+
+    def _improve(self, schedule: Schedule, budget_bytes: int) -> None:
+        """Fill it up, unless what it recomputes takes longer than the best plan; also with groups
+        that are not recomputed all at once, which asks for what was offloaded later."""
+        for each in (schedule, self.schedule(_by_need(schedule.selection, self.saves))):
+            best = self.best(budget_bytes)
+            if best is None or each.replay_seconds * self.graph.passes < best.added_seconds:
+                self._fill(each, budget_bytes)
 
     def _anneal(self, budget_bytes: int) -> None:
         """Of small graphs: single changes from the best, worse ones at first, too."""
@@ -331,12 +374,12 @@ def in_order(graph: StepGraph, budget_bytes: int, link: Link) -> Judged | None:
     schedule = Schedule(saves, Selection())
     unit = _median(graph.values.bytes[saves.values])
     found = []
-    for window in (0, *WINDOWS):
+    for out, ahead in WINDOWS:
         low, high = 0, len(saves.values) + 1
         while high - low > 1:
             middle = (low + high) // 2
             chosen = frozenset(saves.values[:middle])
-            judged = schedule.judge(chosen, window * unit, window * unit)
+            judged = schedule.judge(chosen, out * unit, ahead * unit)
             if judged.peak_bytes <= budget_bytes:
                 high = middle
                 found.append(judged)
@@ -351,6 +394,21 @@ def _cost(one: Judged) -> tuple[float, int, int]:
 
 def _sorted(selection: Selection) -> Selection:
     return replace(selection, groups=tuple(sorted(selection.groups, key=min)))
+
+
+def _by_need(selection: Selection, saves: Saves) -> Selection:
+    """Groups cut where backward needs the next value much later."""
+    gap = (len(saves.graph) - saves.graph.forward_ops) // STRETCHES
+    groups: list[list[int]] = []
+    for group in selection.groups:
+        before = None
+        for value in sorted(group, key=lambda value: int(saves.first_use[value])):
+            row = int(saves.first_use[value])
+            if before is None or row - before > gap:
+                groups.append([])
+            groups[-1].append(value)
+            before = row
+    return replace(selection, groups=tuple(map(frozenset, groups)))
 
 
 def _median(size: I64) -> int:
