@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -120,9 +121,13 @@ def place(model: Any, args: argparse.Namespace) -> Any:
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Split parameters apart from whole ones: PyTorch cannot update both in one operation."""
+    split = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    groups = [{"params": group} for group in (split, whole) if group]
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4)
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=True if name == "adamw-fused" else None)
+        return torch.optim.SGD(groups, lr=1e-4)
+    return torch.optim.AdamW(groups, lr=1e-5, fused=True if name == "adamw-fused" else None)
 
 
 def parse() -> argparse.Namespace:

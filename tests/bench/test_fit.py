@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,31 @@ def test_the_table_has_a_line_for_each_job() -> None:
     text = fit.table({"a": row(), "b": row(group="many", fits=False, exact=False)})
     assert text.count("`train.py --batch-size 8`") == 2
     assert "6.0 GiB | 4.0 GiB | recompute | +10.0%" in text and "**does not fit**" in text
+
+
+def test_an_answer_is_asked_with_exact_levers_first_and_held_to_its_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def memplan(words: Sequence[str], folder: Path) -> tuple[str, float]:
+        asked.append(words[:4] if words[0] == "fit" else words[:1])
+        sizes = {"peak_bytes": 100, "high_bytes": 110, "alloc_conf": ""}
+        if words[0] == "estimate":
+            return json.dumps(sizes | {"peak_bytes": 103}), 1.0
+        exact = "exact" in words
+        lever = {"kind": "recompute" if exact else "loss", "numbers": "rounding"}
+        said = {
+            "fits": not exact, "before": sizes, "after": sizes, "levers": [lever],
+            "tried": ["this"], "attempts": [1], "gpu": {"total_bytes": 120},
+            "added_fraction": 0.5, "plan": "job.plan",
+        }  # fmt: skip
+        return json.dumps(said), 2.0
+
+    monkeypatch.setattr(fit, "memplan", memplan)
+    found = fit.fit(JOB, tmp_path / "job.plan")
+    assert [words[3] for words in asked[:2]] == ["exact", "rounding"] and len(asked) == 3
+    assert (found["fits"], found["exact"], found["captures"]) == (True, False, 4)
+    assert found["over_promise"] == pytest.approx(0.03)
+    refused = {"high_bytes": 110, "levers": ["recompute"], "tried": ["this"]}
+    assert found["refused"] == {"exact": refused}
