@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.estimation.host import host_memory
 from memplan.phases import step_graph
 from memplan.phases.passes import alive_after, step_passes
 from memplan.recompute.selection import Selection, op_output, to_part
 from memplan.recompute.transfers import Saves, Schedule
 from memplan.runtime.apply import AppliedEverywhere
+from memplan.simulate import AllocatorSettings
 from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import HostEventKind, Trace
@@ -67,6 +69,8 @@ def test_what_is_sent_is_on_the_host_and_not_on_the_card(job: Callable[[], None]
     sizes = graph.values.bytes[values].tolist()
     names = [op_output(graph, value) for value in values]
     planned = offloaded(job, OffloadPart(values=names, out_bytes=0, ahead_bytes=0))
+    host = [host_memory(trace, AllocatorSettings()) for trace in (plain, planned)]
+    assert [one.pinned for one in host if one is not None] == [0, sum(sizes)]
     released = when_backward_begins(plain) - when_backward_begins(planned)
     assert sum(sizes) - released in sizes  # the last one stays
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from memplan.simulate import AllocatorSettings
 from memplan.types.estimate import HostBreakdown
-from memplan.types.trace import HostEventKind, Role, Trace
+from memplan.types.trace import PAGE_LOCKED, HostEventKind, Role, Trace
 
 MIB = 1 << 20
 PROCESS_BYTES = (422 * MIB, 1112 * MIB, 2816 * MIB)
@@ -68,7 +68,7 @@ def host_memory(trace: Trace, settings: AllocatorSettings) -> HostAnswer | None:
         strict=True,
     )
     for kind, nbytes, pinned, role in rows:
-        now.apply(kind, nbytes, pinned=bool(pinned), role=role)
+        now.apply(kind, nbytes, pinned=pinned, role=role)
         total = now.total()
         heap_peak = max(heap_peak, now.heap)
         highest = max(highest, total + heap_peak - now.heap)
@@ -115,7 +115,7 @@ class _Now:
     def __post_init__(self) -> None:
         self.pinned = PinnedBlocks(self.settings)
 
-    def apply(self, kind: int, nbytes: int, *, pinned: bool, role: int) -> None:
+    def apply(self, kind: int, nbytes: int, *, pinned: int, role: int) -> None:
         if kind == HostEventKind.RESIDENT:
             self.resident = nbytes
         elif kind == HostEventKind.WORKERS:
@@ -124,7 +124,7 @@ class _Now:
             change = nbytes if kind == HostEventKind.ALLOC else -nbytes
             self.by_role[_OF_ROLE.get(Role(role), "tensors")] += change
             if pinned:
-                self.pinned.change(change)
+                self.pinned.change(change, exact=pinned == PAGE_LOCKED)
             elif nbytes < _LARGEST_FROM_HEAP:
                 self.heap += change
 
@@ -153,8 +153,14 @@ class PinnedBlocks:
         """Bytes of all blocks, free ones too."""
         self.peak = 0
 
-    def change(self, nbytes: int) -> None:
-        """A storage of so many bytes begins, or ends where the number is negative."""
+    def change(self, nbytes: int, *, exact: bool = False) -> None:
+        """A storage of so many bytes begins, or ends where the number is negative. `exact`: its own
+        memory is page-locked, outside the allocator."""
+        if exact:
+            self.requested += nbytes
+            self.held += nbytes
+            self.peak = max(self.peak, self.held)
+            return
         size = self.block_bytes(abs(nbytes))
         self.requested += nbytes
         if nbytes < 0:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
+from memplan.types.trace import PAGE_LOCKED
+
 _CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
@@ -91,7 +93,9 @@ class HostBuffers:
 
     def _new(self, nbytes: int, card: Tensor) -> Tensor:
         if isinstance(card, FakeTensor):
-            return card.new_empty((nbytes,), dtype=torch.uint8, device="cpu")
+            host = card.new_empty((nbytes,), dtype=torch.uint8, device="cpu")
+            _tell_capture(host)
+            return host
         # Pages of its own: two locked blocks must not share one.
         host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         if card.is_cuda and not self._pageable:
@@ -101,6 +105,14 @@ class HostBuffers:
                 self._pageable = True
                 self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
         return host
+
+
+def _tell_capture(host: Tensor) -> None:
+    """That a fake tensor's memory is page-locked."""
+    from memplan.capturing import session
+
+    if session._active is not None:
+        session._active.state.host.pin(host, PAGE_LOCKED)
 
 
 def available_bytes() -> int | None:

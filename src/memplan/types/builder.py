@@ -213,7 +213,7 @@ class TraceBuilder:
         storage: int,
         nbytes: int,
         *,
-        pinned: bool = False,
+        pinned: int = 0,
         role: Role = Role.UNKNOWN,
     ) -> int:
         """Append one event in the host's RAM; returns its row."""
@@ -233,9 +233,9 @@ class TraceBuilder:
         """Say what a host storage is for; `row` is that of its allocation."""
         self._host["role"][row] = role
 
-    def set_host_pinned(self, row: int) -> None:
+    def set_host_pinned(self, row: int, pinned: int = 1) -> None:
         """The host storage whose allocation is `row` turned out to be page-locked."""
-        self._host["pinned"][row] = 1
+        self._host["pinned"][row] = pinned
 
     def nbytes(self) -> int:
         """Memory that the columns hold."""

@@ -93,6 +93,10 @@ class Provenance(IntEnum):
     """Depends on values of data that do not exist here; the assumption is in `TraceMeta`."""
 
 
+PAGE_LOCKED = 2
+"""Of `HostEvents.pinned`."""
+
+
 class HostEventKind(IntEnum):
     """What happens to the memory of the job's process in the host's RAM."""
 
@@ -318,7 +322,8 @@ class HostEvents:
     """Number of the host storage (not a row of `Storages`); -1 where none is meant."""
     bytes: I64
     pinned: U8
-    """1 for page-locked memory, which PyTorch's host allocator rounds up and keeps."""
+    """1 for page-locked memory of PyTorch's host allocator, which rounds it up and keeps it;
+    PAGE_LOCKED for memory that is page-locked as it is."""
     role: U8
     event: I64
     """Index of the first device event at or after it."""

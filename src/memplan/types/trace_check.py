@@ -45,7 +45,7 @@ def _check_host(trace: Trace, where: str) -> None:
         "kind": (0, max(HostEventKind) + 1),
         "storage": (-1, max(len(host), 1)),
         "bytes": (0, MAX_BYTES),
-        "pinned": (0, 2),
+        "pinned": (0, 3),
         "role": (0, max(Role) + 1),
         "event": (0, len(trace.events) + 1),
         "phase": (0, max(Phase) + 1),

@@ -44,7 +44,8 @@ class _Live:
     row: int
     """Of its allocation, likewise."""
     nbytes: int
-    pinned: bool
+    pinned: int
+    """As in a trace: 0, 1 or `PAGE_LOCKED`."""
     role: Role
     references: list[object]
     address: int = 0
@@ -131,19 +132,20 @@ class HostMemory:
         if absent:
             self._begin(storage, absent)
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        """The tensor's storage is page-locked."""
+    def pin(self, tensor: torch.Tensor, how: int = 1) -> None:
+        """The tensor's storage is page-locked, by PyTorch's allocator or (`PAGE_LOCKED`) as it
+        is."""
         if not self.enabled or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         with self._lock:
-            found = self._begin(storage, storage.nbytes(), pinned=True)
+            found = self._begin(storage, storage.nbytes(), pinned=how)
             if found is None:
                 return
             if not found.pinned:
-                found.pinned = True
+                found.pinned = how
                 if found.row >= 0:
-                    self._builder.set_host_pinned(found.row)
+                    self._builder.set_host_pinned(found.row, how)
             if not isinstance(tensor, FakeTensor) and found.nbytes >= _SMALLEST:
                 found.address = storage.data_ptr()
 
@@ -155,7 +157,7 @@ class HostMemory:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         self.flush()
         found = self._live.get(tensor.untyped_storage()._cdata)
-        return found is not None and found.pinned
+        return found is not None and bool(found.pinned)
 
     def role_of(self, tensor: torch.Tensor, role: Role) -> None:
         """Say what a live storage is for."""
@@ -182,7 +184,7 @@ class HostMemory:
         nbytes: int,
         role: Role = Role.UNKNOWN,
         *,
-        pinned: bool = False,
+        pinned: int = 0,
         later: bool = False,
     ) -> _Live | None:
         """The storage's entry, a new one where it has none; None for one without bytes. `later`: it
