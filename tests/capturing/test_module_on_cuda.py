@@ -70,6 +70,7 @@ def test_planning_for_a_module_on_cuda() -> None:
         sample(16384),
         loss=lambda output: functional.cross_entropy(output, targets),
         gpu="h100",
+        search_seconds=3.0,
     )
     assert applied.part.groups
     assert applied.peak_bytes < applied.plain_peak_bytes

@@ -124,7 +124,7 @@ def test_what_is_kept_between_forward_and_backward_is_proved_optimal(share: floa
 
 
 def test_never_worse_than_the_simple_ways_and_monotone() -> None:
-    graph = llama(6)
+    graph = llama(3)
     points = frontier(graph, deadline_seconds=30)
     assert len(points) == 11
     for smaller, larger in pairwise(points):
