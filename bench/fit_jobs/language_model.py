@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="each layer by itself")
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args()
 
@@ -150,9 +150,11 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.manual_seed(0)
-    model = place(make_model(args), args)
-    if args.compile:
-        model.compile()
+    model = make_model(args)
+    if args.compile:  # each layer by itself: compiled once for all of them
+        for layer in model.get_decoder().layers:
+            layer.compile()
+    model = place(model, args)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(args.optimizer, parameters)
     micro_batches = args.gradient_accumulation_steps
