@@ -131,6 +131,28 @@ def test_leaves_lower_what_the_search_leaves(monkeypatch: pytest.MonkeyPatch) ->
     assert found.peak_bytes == answer_of(graph).cost < peak(graph, program_order(graph))
 
 
+def test_leaves_are_left_alone_where_they_would_gain_a_thousandth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take seconds."""
+    graph = training_step(4, batch=1)
+    most = 1_000_000
+    asked: list[int] = []
+
+    def as_it_is(graph: Graph, order: Any, floor: int, deadline: Deadline) -> Improved:
+        return Improved(order, most, floor)
+
+    def leaves(_graph: Graph, found: Improved, *_rest: Any) -> Any:
+        asked.append(found.bound_bytes)
+        return found.order
+
+    monkeypatch.setattr(refine, "improve", as_it_is)
+    monkeypatch.setattr(refine, "_with_leaves", leaves)
+    for floor in (999_500, 998_000):
+        refine.refine(graph, program_order(graph), floor, Deadline(30.0), seed=0)
+    assert asked[:1] == [998_000] and 999_500 not in asked
+
+
 def test_the_same_seed_gives_the_same_order() -> None:
     graph = random_graph(40)
     first, second = answer_of(graph, seed=3), answer_of(graph, seed=3)

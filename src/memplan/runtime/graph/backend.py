@@ -22,7 +22,7 @@ from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.inductor import unavailable
-from memplan.runtime.graph.joint import Joint
+from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import program_of
@@ -196,7 +196,7 @@ class _Parts:
     def inference(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         """What runs a graph without a backward."""
         try:
-            graph = operators(in_place(program_of(_own(module))))
+            graph = operators(in_place(program_of(copied(module))))
         except ValueError as error:
             self._refuse(error)
             return _plainly(module)
@@ -238,13 +238,6 @@ class _Parts:
         if self._options.budget is not None:
             raise UsageError(f"no budget for this graph: {why}", "no budget") from why
         log.warning("memplan: a graph runs in its own order: %s", why)
-
-
-def _own(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph, to be changed."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
 
 
 def _boxed(executable: Executable) -> Callable[[list[Any]], list[Any]]:

@@ -127,7 +127,7 @@ class StepCapture:
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
             written.update(_written(joint))
-            if _checkpoints(joint) and (results > _results(module) or _writes_inputs(joint)):
+            if _checkpoints(joint) and (results > _results(module) or written):
                 raise UncapturedError(
                     "a checkpoint around what changes a buffer: run twice, it changes it twice"
                 )
@@ -329,10 +329,6 @@ def _written(joint: fx.GraphModule) -> set[int]:
     return {
         place for place, node in enumerate(places) if node in copied or node.meta["desc"] in told
     }
-
-
-def _writes_inputs(joint: fx.GraphModule) -> bool:
-    return any(node.target is torch.ops.aten.copy_.default for node in joint.graph.nodes)
 
 
 def _without_gradient() -> NoReturn:
