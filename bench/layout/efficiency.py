@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.layout.serve import serve
 from bench.layout.stalloc import stalloc
 from memplan.layout.problem import Layout, Problem, make_problem
 from memplan.layout.rounds import Round, make_round, offsets_of, round_problem
+from memplan.layout.serve import serve, timeline_under
 from memplan.layout.solve import fit_capacity, minimise
 from memplan.layout.spaces import Windows, dynamic_windows
 from memplan.layout.static_plan import CLOSE, allocation_part
@@ -145,16 +145,11 @@ def _under_plan(
     spent: float,
 ) -> Outcome:
     part, requests = allocation_part(made, windows, offsets, blocks, layout, 0)
-    served = serve(run, part, requests)
-    events = run.events
-    left = ~((events.storage >= 0) & (served.offset[events.storage] >= 0))
-    columns = {field.name: getattr(events, field.name)[left] for field in fields(events)}
-    rest = replace(run, events=type(events)(**columns), _cache={})
-    reserved = layout.height + simulate(rest, EXPANDABLE).reserved_peak_bytes
+    reserved = timeline_under(run, part, requests).reserved_peak_bytes
     return Outcome(
         efficiency=allocated_peak(run) / reserved,
         reserved_bytes=reserved,
         arena_bytes=layout.height,
-        missed=served.missed,
+        missed=serve(run, part, requests).missed,
         seconds=spent,
     )

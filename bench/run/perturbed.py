@@ -11,21 +11,21 @@ the same requests. With rows named, nothing is written.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.layout.efficiency import EXPANDABLE, allocated_peak, online
 from bench.layout.rows import ROWS, Row, row_trace
-from bench.layout.serve import phase_entries
 from bench.planned_speed import build_library
 from bench.results import write_result
 from bench.run.perturbation import perturbed, with_evaluation, with_last_batch
+from memplan.layout.serve import phase_entries
 from memplan.layout.static_plan import static_plan
 from memplan.layout.streams import lifetimes
 from memplan.runtime.planned.library import DRIVER_VARIABLE, Library
@@ -59,14 +59,13 @@ class Outcome:
 class Replayer:
     """Runs a trace through the library, with its streams."""
 
-    def __init__(self) -> None:
-        path, driver = build_library()
+    def __init__(self, path: Path, driver: Path) -> None:
+        """The library, and the stand-in driver that it loads."""
         os.environ |= {
             DRIVER_VARIABLE: str(driver),
             "STANDIN_CUDA_BYTES": str(DEVICE_BYTES),
         }
         self._library = Library(path)
-        self._driver = ctypes.CDLL(str(driver))
 
     def run(self, trace: Trace, part: AllocationPart) -> Outcome:
         """One job from its beginning to its end, nothing mapped before."""
@@ -81,7 +80,6 @@ class Replayer:
         for storage in events.storage[asked].tolist():
             due.setdefault(int(end[storage]), []).append(storage)
         made = dict(zip(asked.tolist(), events.storage[asked].tolist(), strict=True))
-        streams = self._streams(events.stream[asked].tolist())
         held: dict[int, tuple[int, int]] = {}
         for row in sorted({*due, *made, *entered}):
             if row >= len(trace):
@@ -92,7 +90,8 @@ class Replayer:
                 library.enter_phase(device, entered[row])
             if row in made:
                 nbytes = int(events.bytes[row])
-                address = library.malloc(nbytes, device, streams[int(events.stream[row])])
+                # To the stand-in any number is a stream; 0 is the default one.
+                address = library.malloc(nbytes, device, int(events.stream[row]))
                 if not address:
                     raise MemoryError(f"no room for storage {made[row]}")
                 held[made[row]] = address, nbytes
@@ -108,17 +107,6 @@ class Replayer:
             resyncs=found.resyncs,
             reserved_bytes=found.reserved_peak,
         )
-
-    def _streams(self, numbers: list[int]) -> dict[int, int]:
-        """Handles of streams on the current device, by their numbers; 0 is the default stream."""
-        handles = {0: 0}
-        for number in numbers:
-            if number not in handles:
-                stream = ctypes.c_void_p()
-                failed = self._driver.cuStreamCreate(ctypes.byref(stream), 0)
-                assert not failed and stream.value
-                handles[number] = stream.value
-        return handles
 
 
 def cases(trace: Trace) -> dict[str, Trace]:
@@ -146,7 +134,7 @@ def measure(row: Row) -> dict[str, dict[str, Any]]:
 
 
 def _run(job: Trace, part: AllocationPart) -> Outcome:
-    return Replayer().run(job, part)
+    return Replayer(*build_library()).run(job, part)
 
 
 def summary(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:

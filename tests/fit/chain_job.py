@@ -149,7 +149,12 @@ class ChainProgram:
     asked: list[tuple[ScriptTarget, Plan | None]] = field(default_factory=list)
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         if plan is not None and plan.state is not None:
             raise not_captured("this optimizer's state stays where it is")

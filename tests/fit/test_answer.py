@@ -83,9 +83,15 @@ def test_a_frontier_of_captured_plans(card: str) -> None:
 def test_least_possible_names_the_levers() -> None:
     fitted = found(chain("1250MiB", weight=2 * MIB), Limits())
     assert not fitted.answer.fits
-    assert fitted.answer.levers_tried == ["allocator", "order", "recompute", "state"]
+    assert fitted.answer.levers_tried == [
+        "allocator",
+        "order",
+        "recompute",
+        "offload",
+        "state",
+    ]
     assert "least possible peak" in first_line(fitted)
-    assert "by allocator, order, recompute, state; a card of" in first_line(fitted)
+    assert "by allocator, order, recompute, offload, state; a card of" in first_line(fitted)
 
 
 class Interrupted(ChainProgram):
@@ -94,7 +100,12 @@ class Interrupted(ChainProgram):
     at = 0
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         if len(self.asked) == self.at:
             raise KeyboardInterrupt

@@ -40,7 +40,12 @@ class FakeCapture:
         self._job = ChainProgram(question.profile, weight=self.weight)
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         assert quiet is bool(self.asked), "only the first capture is heard"
         self.asked.append(program)

@@ -205,6 +205,7 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
             plan: Plan | None = None,
             *,
             quiet: bool = False,
+            steps: int | None = None,
             together: bool = together,
             chain: ChainProgram = chain,
         ) -> Captured:
@@ -237,7 +238,11 @@ def test_a_job_without_backward_gets_changes_only(
     chain = job("1250MiB", weight=2 * MIB)
 
     def forward_only(
-        program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         captured = chain(program, None, quiet=quiet)
         object.__setattr__(

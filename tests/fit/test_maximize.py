@@ -62,7 +62,12 @@ class Script:
         self.asked: list[int] = []
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         value = int(program.argv[1])
         assert quiet == bool(self.asked), "the script's own words are shown once"
@@ -162,7 +167,11 @@ def test_an_option_that_saves_memory() -> None:
     script.fixed = 3000
 
     def capture(
-        program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         trace = trace_of(100, 1600 // int(program.argv[1]))
         return Captured(trace, estimate(trace, CARD))
@@ -181,7 +190,12 @@ def test_the_number_of_captures_is_limited() -> None:
 
     class Endless(Script):
         def __call__(
-            self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+            self,
+            program: ScriptTarget,
+            plan: Plan | None = None,
+            *,
+            quiet: bool = False,
+            steps: int | None = None,
         ) -> Captured:
             self.asked.append(int(program.argv[1]))
             trace = trace_of(100, len(self.asked))

@@ -26,7 +26,12 @@ class CompiledChain(ChainProgram):
     """Of 24 layers a share of every second one's output is recomputed; none of them eagerly."""
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         count, regions = 0, list[CompiledRegion]()
         if plan is not None and plan.regions is not None:

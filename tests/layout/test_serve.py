@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from bench.layout.serve import Kind, Served, check_served, serve
+from memplan.layout.serve import Kind, Served, serve
 from memplan.layout.static_plan import StaticPlan, static_plan
 from memplan.types.allocation import rounded
 from memplan.types.errors import FormatError
 from memplan.types.trace import EventKind, Phase, Trace
 from tests.layout.jobs import KIB, JobMaker, training
+from tests.oracles.served import check_served
 
 LAYERS = 12
 STEPS = 6

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from bench.layout.efficiency import free_problem
-from bench.layout.serve import Served, serve
 from bench.layout.stalloc import stalloc
 from memplan.layout.dynamic import data_dependent, matched
 from memplan.layout.rounds import Blocks, make_round, round_problem
+from memplan.layout.serve import Served, serve
 from memplan.layout.static_plan import StaticPlan, plan_of, static_plan
 from memplan.layout.step import step_requests
 from memplan.layout.streams import NEVER, lifetimes
@@ -161,10 +161,43 @@ def two_streams(*, wait: bool) -> Trace:
 def test_lifetimes_reach_to_the_waits_between_streams() -> None:
     life = lifetimes(two_streams(wait=True), 0)
     # 0 big; 1 record, 2 wait; 3 side, 4 freed; 5 record, 6 wait; 7 lent, 8 used, 9 freed; 10 all.
-    assert life.begin.tolist() == [0, 1, 7]
+    assert life.begin.tolist() == [0, 3, 7]
     assert life.end.tolist() == [NEVER, 6, 10]
     apart = lifetimes(two_streams(wait=False), 0)
-    assert apart.begin[1] == -1 and apart.end[1] == apart.end[2] == NEVER - 1
+    assert apart.begin[1] == 1 and apart.end[1] == apart.end[2] == NEVER - 1
+
+
+def test_order_passes_through_streams_without_requests() -> None:
+    """A gather on its own stream: 5 copies in for it, 7 computes on what it gives."""
+    job = JobMaker()
+
+    def waits(stream: int, for_: int, event: int) -> None:
+        job.builder.append(EventKind.EVENT_RECORD, stream=for_, aux=event)
+        job.builder.append(EventKind.EVENT_WAIT, stream=stream, aux=event)
+
+    job.alloc("big", 1000 * KIB)  # 0
+    job.free("big")  # 1: stream 5 has not seen this
+    job.alloc("copy", 8 * KIB, stream=5)  # 2
+    waits(6, 5, 0)  # 3, 4
+    waits(0, 6, 1)  # 5, 6: what stream 5 did, by way of stream 6
+    job.free("copy")  # 7
+    job.alloc("after", 8 * KIB)  # 8
+    life = lifetimes(job.trace(), 0)
+    assert life.begin.tolist() == [0, -1, 8]
+    assert life.end.tolist() == [1, 7, NEVER]
+
+
+def test_the_stream_with_more_bytes_is_not_widened() -> None:
+    job = JobMaker()
+    job.alloc("main", 1000 * KIB)  # 0
+    job.alloc("gather", 500 * KIB, stream=5)  # 1
+    job.alloc("reduced", 8 * KIB, stream=7)  # 2
+    job.free("reduced")  # 3: nobody ever sees what stream 7 did
+    job.free("gather")  # 4
+    job.alloc("next", 500 * KIB, stream=5)  # 5
+    life = lifetimes(job.trace(), 0)
+    assert life.begin.tolist() == [0, 1, 2, 5]
+    assert life.end.tolist() == [NEVER, NEVER - 1, NEVER - 1, NEVER]
 
 
 def test_the_planners_that_know_no_fixed_rows_have_a_problem_of_their_own() -> None:

@@ -77,6 +77,11 @@ class RankPlace:
         return self.rank // self.local_world_size
 
 
+STEPS_TO_PLAN = 4
+"""Steps of a capture from which addresses are planned: the first one differs, and of the last one
+the trace does not tell what it releases later."""
+
+
 @dataclass(frozen=True)
 class CaptureOptions:
     """How a capture behaves."""

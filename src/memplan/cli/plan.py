@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan import __version__
+from memplan.capturing.options import STEPS_TO_PLAN
 from memplan.cli.command import EXIT_YES
 from memplan.cli.files import input_path, output_path, plan_path
 from memplan.cli.job import add_rank_options, read_job
@@ -35,8 +36,6 @@ TAKES_PROGRAM = True
 _USAGE = "memplan plan -o job.plan train.py"
 _TIMEOUT = 10.0
 _ELLIPSIS = "…"
-_STEPS = 4
-"""The first step differs, and of the last one the trace does not tell what it releases later."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,12 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="S", type=positive_seconds, default=_TIMEOUT,
         help=f"seconds to search, {_TIMEOUT:g} by default")  # fmt: skip
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
-    add("--steps", type=int, metavar="N", help=f"optimizer steps to capture, {_STEPS} by default")
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"optimizer steps to capture, {STEPS_TO_PLAN} by default",
+    )
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add_rank_options(parser, several=False)
@@ -124,7 +128,7 @@ def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, Laun
         raise UsageError(f"--steps {args.steps}: a plan needs steps to compare", "--steps 3")
     from memplan.worker.captures import RankCapture
 
-    args.steps = args.steps or _STEPS
+    args.steps = args.steps or STEPS_TO_PLAN
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     capture = RankCapture(job.question(args, profile))
     return capture(job.launch.target, before).trace, job.launch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from memplan import __version__
@@ -14,7 +16,7 @@ from memplan.estimation.communication import (
 from memplan.estimation.contents import Contents, peak_event, point_at
 from memplan.estimation.curve import thin
 from memplan.estimation.host import host_memory
-from memplan.estimation.interval import Interval, find_interval
+from memplan.estimation.interval import CachingPlayer, Interval, Player, find_interval
 from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, Settled, settled
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
@@ -28,6 +30,7 @@ def estimate(
     trace: Trace,
     profile: DeviceProfile | None = None,
     settings: AllocatorSettings | None = None,
+    player: Callable[[DeviceProfile], Player] | None = None,
 ) -> Estimate:
     """Peak memory of a captured job.
 
@@ -36,6 +39,8 @@ def estimate(
         profile: the card of the verdict. Without one `fits` is None, and the context is that of
             the card that the job saw while it was captured.
         settings: the allocator's; by default those that the trace carries.
+        player: for what is left of a card beside NCCL and other processes, the replays under
+            another allocator than PyTorch's own.
 
     Raises:
         UsageError: allocator settings that PyTorch would refuse.
@@ -48,7 +53,13 @@ def estimate(
     communication = communication_bytes(trace.meta.communicators, card.capability)
     part = _part(_with_communicators(card, communication), trace.meta.card_processes)
     steady = settled(trace, settings)
-    interval = find_interval(steady.trace, settings, part, limited=profile is not None)
+    limited = profile is not None
+    if player is None:
+        total = part.total_memory_bytes if limited else None
+        replays: Player = CachingPlayer(settings, part, total)
+    else:
+        replays = player(part)
+    interval = find_interval(steady.trace, part, replays, limited=limited)
     timeline = interval.expected.timeline
     contents = Contents(steady.trace, timeline, peak_event(timeline))
     low, peak, high = interval.peak

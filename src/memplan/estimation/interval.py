@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -81,14 +82,9 @@ def margin_bytes(reserved: int, method: str = "fake-cuda") -> int:
 
 
 def find_interval(
-    trace: Trace,
-    settings: AllocatorSettings,
-    profile: DeviceProfile,
-    *,
-    limited: bool,
+    trace: Trace, profile: DeviceProfile, player: Player, *, limited: bool
 ) -> Interval:
     """Replay the trace. `limited`: whether the card's size binds."""
-    player = _Player(settings, profile, profile.total_memory_bytes if limited else None)
     drawn = [
         player.play(sizes, "expected", "earliest", profile.context_bytes) for sizes in _draws(trace)
     ]
@@ -143,9 +139,17 @@ def _varies(trace: Trace) -> bool:
     )
 
 
+class Player(Protocol):
+    """Replays traces for one card, under one allocator."""
+
+    def play(self, trace: Trace, bounds: str, reuse: str, taken: int) -> Replay:
+        """One replay, beside `taken` bytes of the process that are not the allocator's. `bounds`
+        and `reuse`: as of `simulate`."""
+
+
 @dataclass(frozen=True)
-class _Player:
-    """Replays traces for one card."""
+class CachingPlayer:
+    """PyTorch's own allocator, replayed for one card."""
 
     settings: AllocatorSettings
     card: DeviceProfile
@@ -153,7 +157,7 @@ class _Player:
     """The card's memory where it binds; None: no limit."""
 
     def play(self, trace: Trace, bounds: str, reuse: str, taken: int) -> Replay:
-        """One replay, beside `taken` bytes of the process that are not the allocator's."""
+        """See `Player`."""
         settings = self.settings
         # The card's size matters to an unlimited replay only where the settings take a part of it.
         part = self.card.total_memory_bytes if settings.per_process_memory_fraction < 1.0 else None

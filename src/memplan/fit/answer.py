@@ -19,7 +19,9 @@ Bound = Literal["", "compute", "link", "host"]
 class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the plan does."""
 
-    kind: Literal["recompute", "order", "allocator", "loss", "batches", "state", "offload"]
+    kind: Literal[
+        "recompute", "order", "allocator", "loss", "batches", "state", "offload", "addresses"
+    ]
     numbers: Numbers = "exact"
     name: str
     """Recompute: where the values are made, with modules whose paths differ in numbers only folded
@@ -30,7 +32,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Order: the parameters that are updated in backward."""
     saved_bytes: int = 0
     """Recompute: of one pass, what is not kept from forward to backward. Order: of the estimate's
-    high bound. Allocator: reserved bytes at the peak."""
+    high bound. Allocator, addresses: reserved bytes at the peak."""
     added_seconds: float = 0.0
     """Per step."""
     added_fraction: float = 0.0

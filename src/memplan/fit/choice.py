@@ -89,7 +89,7 @@ def _cheapest(found: Sequence[Found]) -> Found:
     """Of those that fit; where none does, the one that needs least."""
     fitting = [one for one in found if one.fits]
     if fitting:
-        return min(fitting, key=lambda one: one.added_seconds)
+        return min(fitting, key=lambda one: (one.added_seconds, one.retries))
     return min(found, key=lambda one: one.needed)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from memplan.capturing.options import ScriptTarget
+from memplan.fit.addresses import with_planned_addresses
 from memplan.fit.answer import Change, Fit, Numbers
 from memplan.fit.choice import NO_LIMITS, Limits, answer_of
 from memplan.fit.host_state import with_state_on_host
@@ -116,6 +117,7 @@ def fit(
     try:
         if not first.fits or limits.frontier:
             finder.run()
+        finder.place()
         if not any(one.fits for one in search.found):
             changes, tried = nearest_changes(finder.best().base, finder.best().end)
     except KeyboardInterrupt:
@@ -166,6 +168,12 @@ class _Finder:
             self._offload(self.best())
         if self._limits.frontier:
             self._capture_rows()
+
+    def place(self) -> None:
+        """Addresses for the best plan, where it fits only as the allocator gives memory back in
+        each step, or does not for gaps."""
+        end = self.best().end if self._routes else self._first
+        self._with(with_planned_addresses, end)
 
     def best(self) -> _Route:
         """The cheapest that fits; where none does, the one that fits the smallest card."""

@@ -27,6 +27,8 @@ class Verdict:
     alloc_conf: str = ""
     saved_bytes: int = 0
     """Reserved bytes that these settings save at the peak."""
+    addresses: bool = False
+    """Whether it is the estimate of a job with planned addresses."""
 
     @property
     def fits(self) -> bool:
@@ -57,8 +59,10 @@ def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:
     """Bytes of the least card, like `profile` but for its size, that the job fits, within 0.4 %.
 
     A full card makes the allocator give cached segments back, so it is often much less than the
-    high bound on a card with room.
+    high bound on a card with room. Planned addresses take the same on every card.
     """
+    if verdict.addresses:
+        return verdict.estimate.high_bytes
     meta = msgspec.structs.replace(trace.meta, alloc_conf=verdict.estimate.alloc_conf)
     job = replace(trace, meta=meta, _cache={})
     total = profile.total_memory_bytes

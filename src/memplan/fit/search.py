@@ -38,6 +38,11 @@ class Found:
         return sum(lever.added_seconds for lever in self.levers)
 
     @property
+    def retries(self) -> int:
+        """Requests before which the allocator has to give memory back to the card."""
+        return self.verdict.estimate.num_alloc_retries
+
+    @property
     def exact(self) -> bool:
         return all(lever.numbers == "exact" for lever in self.levers)
 

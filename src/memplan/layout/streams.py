@@ -1,11 +1,18 @@
 """Lifetimes for layout where a job uses several streams.
 
-Work of two streams runs in no order unless one waited for the other. The stream with the most bytes
-is the main one, and its requests live from allocation to release, as the host sees them. A request
-of another stream is widened at both ends: back to the last moment of which its stream has seen all
-other streams' work, and on to the first moment at which all others have seen its own work up to the
-release. So does a release of memory that another stream uses (`record_stream`). Where no
-dependency is recorded, the lifetime is the whole round of the plan.
+Work of two streams runs in no order unless one waited for the other. A request takes what another
+stream has released only where its own stream has seen all work before that release. An interval of
+time says so if, of each two streams, the requests of the one that asks for fewer bytes are widened:
+
+- what it uses, by its own request or by `record_stream`, lives on after its release to the first
+  moment at which the larger stream has seen its work up to there (up to the last memory that it
+  asked for or used before: a trace tells no other work);
+- what it asks for begins early, at the last moment of which it has seen the larger stream's work,
+  if the larger one has released memory since.
+
+Where no dependency is recorded, the lifetime is the whole round of the plan. None of this is needed
+for safety: who takes another stream's memory waits for its release (`native/planned`). It keeps
+these waits short.
 """
 
 from __future__ import annotations
@@ -64,17 +71,24 @@ class _Widening:
     ) -> None:
         self._trace, self._device = trace, device
         self._alloc, self._end, self._completed = alloc, end, completed
-        self._number = {stream: number for number, stream in enumerate(streams)}
         events = trace.events
         rows = (events.kind == EventKind.ALLOC) & (events.device == device)
-        asked = np.bincount(
-            np.searchsorted(streams, events.stream[rows]), events.bytes[rows], len(streams)
-        )
-        self._main = int(asked.argmax())
+        asked = {one: int(events.bytes[rows & (events.stream == one)].sum()) for one in streams}
+        streams = sorted(streams, key=lambda one: -asked[one])
+        self._takers = len(streams)
+        ordered = np.isin(events.kind, (EventKind.EVENT_RECORD, EventKind.EVENT_WAIT))
+        seen = np.unique(events.stream[ordered & (events.device == device)]).tolist()
+        # The largest first; those without requests carry order from one to the next.
+        streams = [*streams, *(stream for stream in seen if stream not in streams)]
+        self._number = {stream: number for number, stream in enumerate(streams)}
         self._seen = [[-1] * len(streams) for _ in streams]
+        self._worked = [-1] * len(streams)
+        """The last moment at which the stream asked for memory, or used another's."""
+        self._released = [-1] * len(streams)
+        """The same, when something that the stream uses was last released."""
         self._recorded: dict[int, tuple[int, list[int]]] = {}
-        self._waiting: list[tuple[int, int, frozenset[int]]] = []
-        """(moment of release, storage, streams that used it)."""
+        self._waiting: list[tuple[int, dict[int, int]]] = []
+        """What is released: the storage, and by stream that used it what others have to see."""
         self._users: dict[int, set[int]] = {}
 
     def run(self) -> Lifetimes:
@@ -92,24 +106,33 @@ class _Widening:
             if kind == EventKind.ALLOC:
                 assert number is not None
                 self._users[storage] = {number}
-                if number != self._main:
-                    others = [t for t in self._number.values() if t != number]
-                    begin[storage] = min(now, *(self._seen[number][t] for t in others))
+                self._worked[number] = now
+                begin[storage] = self._begin(number, now)
             elif kind == EventKind.RECORD_STREAM:
                 if number is not None and storage in self._users:
                     self._users[storage].add(number)
+                    self._worked[number] = now
             elif kind == EventKind.FREE:
                 self._release(now, storage)
             else:
                 self._order(now, kind, number, stream, aux)
-        for _, storage, _ in self._waiting:
+        for storage, _ in self._waiting:
             self._end[storage] = _NEVER_SAFE
         return Lifetimes(self._alloc, begin, self._end)
 
+    def _begin(self, number: int, now: int) -> int:
+        seen = self._seen[number]
+        return min([now, *(seen[t] for t in range(number) if self._released[t] > seen[t])])
+
     def _release(self, now: int, storage: int) -> None:
         users = self._users.pop(storage, set())
-        if users - {self._main} and self._completed[storage] < 0:
-            self._waiting.append((now, storage, frozenset(users)))
+        if self._completed[storage] >= 0:
+            return
+        for user in users:
+            self._released[user] = self._worked[user]
+        if max(users, default=0):
+            self._waiting.append((storage, {user: self._worked[user] for user in users}))
+            self._let_go(now)
 
     def _order(self, now: int, kind: int, number: int | None, stream: int, aux: int) -> None:
         """An event that puts work in order."""
@@ -135,18 +158,12 @@ class _Widening:
         self._seen[number] = [max(a, b) for a, b in zip(self._seen[number], known, strict=True)]
 
     def _let_go(self, now: int) -> None:
-        """Releases whose users' work everybody has now seen."""
+        """Releases whose users' work all larger streams have now seen."""
         left = []
-        for entry in self._waiting:
-            released, storage, users = entry
-            safe = all(
-                self._seen[t][user] >= released
-                for user in users
-                for t in self._number.values()
-                if t != user
-            )
-            if safe:
+        for storage, worked in self._waiting:
+            larger = ((user, t) for user in worked for t in range(min(user, self._takers)))
+            if all(self._seen[t][user] >= worked[user] for user, t in larger):
                 self._end[storage] = now
             else:
-                left.append(entry)
+                left.append((storage, worked))
         self._waiting = left

@@ -30,11 +30,17 @@ class NotYetError(Exception):
 class CaptureProgram(Protocol):
     """Captures a program, with a plan in effect or without. Raises CaptureFailedError.
 
-    `quiet`: what it writes to stderr is kept back, for it has been seen before.
+    `quiet`: what it writes to stderr is kept back, for it has been seen before. `steps`: of the
+    optimizer, where as many as usual are not enough.
     """
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured: ...
 
 
@@ -47,19 +53,29 @@ class RankCapture:
     workers: Workers | None = None
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
-        asked = self.question.about(program, plan)
+        asked = self.question.about(program, plan, steps)
         with Workers() if self.workers is None else nullcontext(self.workers) as workers:
             return self._captured(asked, workers.ended(asked.request, quiet=quiet), workers)
 
     def ahead(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = True
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = True,
+        steps: int | None = None,
     ) -> Captured:
         """What is known already. Raises NotYetError where nothing is: it begins when there is room
         beside what is waited for."""
         assert self.workers is not None
-        asked = self.question.about(program, plan)
+        asked = self.question.about(program, plan, steps)
         process = self.workers.ahead(asked.request)
         if process is None:
             raise NotYetError

@@ -43,10 +43,15 @@ class AllRanksCapture:
     progress: Callable[[str], None]
 
     def __call__(
-        self, program: ScriptTarget, plan: Plan | None = None, *, quiet: bool = False
+        self,
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
     ) -> Captured:
         def asked(rank: int) -> Question:
-            return self.question(rank).about(program, plan)
+            return self.question(rank).about(program, plan, steps)
 
         with RankCaptures(self.size, asked, quiet=quiet) as captures:
             captures.capture((lambda text: None) if quiet else self.progress)

@@ -61,9 +61,12 @@ class Question:
     profile: DeviceProfile | None
     notes: tuple[str, ...] = ()
 
-    def about(self, program: ScriptTarget, plan: Plan | None) -> Question:
-        """The same of another program, and with `plan` in effect if there is one."""
+    def about(self, program: ScriptTarget, plan: Plan | None, steps: int | None = None) -> Question:
+        """The same of another program, with `plan` in effect if there is one, and of so many
+        steps."""
         changed: dict[str, Any] = {"plan": plan} if plan is not None else {}
+        if steps is not None:
+            changed["options"] = replace(self.request.options, steps=steps)
         request = msgspec.structs.replace(self.request, program=program, **changed)
         return Question(request, self.profile, self.notes)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.layout.serve import serve
+from memplan.layout.serve import serve
 from memplan.layout.static_plan import static_plan
 from memplan.layout.streams import lifetimes
 from memplan.phases import find_steps

@@ -3,13 +3,12 @@
 The rule is native (`native/planned/arena.hpp`): this asks the very code that places a running job's
 requests, one request after the other. The next one of the plan gets its planned place; where the
 job differs, its place in the plan is found again; an unforeseen request gets what the plan leaves
-free for as long as it may live; all others go to PyTorch's allocator. `check_served` is the check
-that shares no code with it.
+free for as long as it may live; all others go to a caching allocator beside the arena.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
@@ -17,10 +16,15 @@ import numpy as np
 import memplan._native as _native
 from memplan.layout.streams import lifetimes
 from memplan.phases.steps import find_steps
-from memplan.types.allocation import COLUMNS, ROUNDING, Requests, find_overlap, rounded
+from memplan.simulate import AllocatorSettings, Timeline, simulate
+from memplan.types.allocation import COLUMNS, Requests
 from memplan.types.errors import FormatError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import I64, EventKind, Phase, Trace
+
+_EXPANDABLE = AllocatorSettings(expandable_segments=True)
+_PAGE = 2 << 20
+"""The arena is mapped in pages of this size."""
 
 
 class Kind(IntEnum):
@@ -86,6 +90,23 @@ def serve(trace: Trace, part: AllocationPart, requests: Requests) -> Served:
     )
 
 
+def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Timeline:
+    """What is held after each event of a job under a plan. The whole arena is reserved from the
+    start; what the plan does not serve is replayed with expandable segments beside it. The sum
+    errs against the plan, which maps the arena as it is needed and takes from it what is free.
+
+    Raises FormatError for a plan that cannot be one.
+    """
+    served, events = serve(trace, part, requests), trace.events
+    left = ~((events.storage >= 0) & (served.offset[events.storage] >= 0))
+    columns = {field.name: getattr(events, field.name)[left] for field in fields(events)}
+    rest = simulate(replace(trace, events=type(events)(**columns), _cache={}), _EXPANDABLE)
+    beside = np.concatenate(([rest.start_reserved_bytes], rest.reserved))[np.cumsum(left)]
+    whole = simulate(trace, _EXPANDABLE)
+    arena = -(-part.arena_bytes // _PAGE) * _PAGE
+    return replace(whole, reserved=beside + arena)
+
+
 def _tables(part: AllocationPart, requests: Requests) -> tuple[dict[str, int], dict[str, I64]]:
     """A plan as the native code takes it."""
     names = ("requests", "prologue", "start", "clock", "arena_bytes")
@@ -140,20 +161,3 @@ def phase_entries(trace: Trace, names: list[str]) -> tuple[I64, I64]:
             starts.append(int(spans.start[row]))
             numbers.append(names.index(name) if name in names else -1)
     return np.array(starts, np.int64), np.array(numbers, np.int64)
-
-
-def check_served(trace: Trace, part: AllocationPart, served: Served) -> str:
-    """What is wrong with it; empty when every place lies in the arena and no two requests that are
-    alive at once share a byte."""
-    events = trace.events
-    asked = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.bytes > 0))
-    asked = asked[served.offset[events.storage[asked]] >= 0]
-    storage, size = events.storage[asked], rounded(events.bytes[asked])
-    offset = served.offset[storage]
-    outside = (offset % ROUNDING != 0) | (offset + size > part.arena_bytes)
-    if outside.any():
-        return f"storage {int(storage[outside.argmax()])} does not lie in the arena"
-    pair = find_overlap(asked, lifetimes(trace, part.device).end[storage], offset, size)
-    if pair is not None:
-        return f"storages {int(storage[pair[0]])} and {int(storage[pair[1]])} share bytes"
-    return ""
