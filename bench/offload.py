@@ -29,7 +29,7 @@ from memplan.types.step_graph import StepGraph
 from tests.oracles.exhaustive_offload import best_plans, least_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
 
-SMALL_GRAPHS = 20
+SMALL_GRAPHS = 12
 MOST_SAVED = 7
 """Values of a small graph that may be kept, dropped or offloaded; exhaustive search allows no more
 than a few."""
