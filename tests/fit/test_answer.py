@@ -14,10 +14,11 @@ import pytest
 from memplan.capturing.options import ScriptTarget
 from memplan.fit.choice import Limits
 from memplan.fit.flow import Fitted, fit
+from memplan.fit.search import Search
 from memplan.fit.text import fit_lines
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
-from memplan.worker.captures import Captured
+from memplan.worker.captures import Captured, NotYetError
 from tests.fit.chain_job import MIB, ChainProgram, Greedy
 from tests.fit.test_command import memplan
 
@@ -92,6 +93,45 @@ def test_least_possible_names_the_levers() -> None:
     ]
     assert "least possible peak" in first_line(fitted)
     assert "by allocator, order, recompute, offload, state; a card of" in first_line(fitted)
+
+
+@pytest.mark.parametrize("card", ["2600MiB", "1250MiB"])
+def test_captures_ahead_change_nothing(card: str) -> None:
+    """Whichever has ended when it is asked for, and whichever is asked for in vain."""
+    plain = found(chain(card, weight=2 * MIB), Limits()).answer
+    for share in (0, 2, 3):
+        job = chain(card, weight=2 * MIB)
+        begun: list[Plan | None] = []
+
+        def ahead(
+            program: ScriptTarget,
+            plan: Plan | None = None,
+            *,
+            quiet: bool = False,
+            job: ChainProgram = job,
+            begun: list[Plan | None] = begun,
+            share: int = share,
+        ) -> Captured:
+            begun.append(plan)
+            if share and len(begun) % share == 0:
+                return job(program, plan, quiet=quiet)
+            raise NotYetError
+
+        answer = fit(PROGRAM, job.profile, job, Greedy(), ahead=ahead).answer
+        assert begun and answer.captures == plain.captures
+        assert answer.attempts == plain.attempts and answer.changes == plain.changes
+        assert answer.levers == plain.levers and answer.least == plain.least
+
+
+def test_all_solvers_together_have_a_minute() -> None:
+    search = Search()
+    assert search.solving_seconds(6.0) == 6.0
+    search.solved(time.monotonic() - 52.0)
+    assert search.solving_seconds(6.0) == pytest.approx(2.0, abs=0.1), (
+        "four times that by the clock"
+    )
+    search.solved(time.monotonic() - 8.0)
+    assert 0 < search.solving_seconds(6.0) < 1
 
 
 class Interrupted(ChainProgram):

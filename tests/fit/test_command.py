@@ -92,6 +92,19 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
     assert fit("-f", *words) == 0
 
 
+def test_a_frontier_with_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--json", "--gpu", "2600MiB", "--frontier", "--plans", "curve", "train.py"]
+    assert fit(*words) == 0
+    points = json.loads(capsys.readouterr().out)["frontier"]
+    assert [point["plan"] for point in points] == [f"curve/{n}.plan" for n in range(len(points))]
+    for point in points:
+        part = load_plan(point["plan"]).recompute
+        assert (part.added_seconds if part else 0.0) == pytest.approx(point["added_seconds"])
+    assert fit(*words) == 2, "they are not written over"
+    assert "curve/0.plan exists" in capsys.readouterr().err
+    assert fit("-f", *words) == 0
+
+
 def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit("--json", "--gpu", "2600MiB", "-o", "job.plan", "train.py") == 0
     out = capsys.readouterr().out
@@ -181,6 +194,9 @@ def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "many", "train.py"], "unknown GPU 'many'"),
         (["--gpu", "24GiB", "tain.py"], "no script tain.py"),
         (["--gpu", "24GiB", "--steps", "0", "train.py"], "a plan needs a training step"),
+        (["--gpu", "24GiB", "--at-most", "5", "train.py"], "'5' is not a percentage"),
+        (["--gpu", "24GiB", "--at-most=-1%", "train.py"], "'-1%' is not a percentage"),
+        (["--gpu", "24GiB", "--plans", "x", "train.py"], "--plans without --frontier"),
         (["--gpu", "24GiB", "--alloc-conf", "x:1", "train.py"], "x"),
         (["--gpu", "24GiB", "-o", "no/job.plan", "train.py"], "does not exist"),
         (["--gpu", "24GiB", "-f", "-o", "train.py", "train.py"], "is what this command reads"),

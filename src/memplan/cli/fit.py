@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,7 +86,9 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
     if args.plans and not args.frontier:
         raise UsageError("--plans without --frontier", "--frontier --plans FOLDER")
-    folder = output_path(args.plans, force=args.force) if args.plans else None
+    folder = Path(args.plans).absolute() if args.plans else None
+    if folder is not None:  # a file that is there is refused, too
+        output_path(str(folder / "0.plan" if folder.is_dir() else folder), force=args.force)
     from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
     from memplan.recompute import solve

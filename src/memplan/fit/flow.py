@@ -247,8 +247,9 @@ class _Finder:
 
     def _capture_rows(self) -> None:
         """Plans of many budgets, for each set of levers."""
-        for route in self._routes:
-            self._search.say("capturing the frontier", len(self._routes) * _ROW)
+        routes = {id(route.planner or route): route for route in self._routes}
+        for route in routes.values():
+            self._search.say("capturing the frontier", len(routes) * _ROW)
             try:
                 planner = route.planner or Planner(route.base, self._solver)
                 planner.row(_ROW)

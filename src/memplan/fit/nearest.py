@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, judge, moving_share
@@ -41,13 +40,14 @@ def nearest_changes(base: State, lowest: State) -> tuple[list[Change], list[str]
     missing: list[str] = []
     knobs = {knob.kind: knob for knob in find_knobs(job.program)}
     share = moving_share(lowest.verdict.estimate, job.profile)
-    for knob in knobs.values():
-        lowest.ahead(partial(_begin, knob, share))
+    searches = {kind: _KnobSearch(lowest, knob, share) for kind, knob in knobs.items()}
+    for search in searches.values():
+        search.begin(1)
     for kind, words in _WORDS.items():
-        if kind not in knobs:
+        if kind not in searches:
             missing.append(words)
             continue
-        change, reason = _KnobSearch(lowest, knobs[kind]).run(share)
+        change, reason = searches[kind].run()
         changes += [change] if change else []
         tried += [reason] if reason else []
     if missing:
@@ -92,10 +92,6 @@ def largest_fitting(
     return best
 
 
-def _begin(knob: Knob, share: float, state: State) -> None:
-    _KnobSearch(state, knob).run(share)
-
-
 @dataclass
 class _KnobSearch:
     """Captures the program with smaller values of one option."""
@@ -103,15 +99,14 @@ class _KnobSearch:
     state: State
     """Its plan is in effect."""
     knob: Knob
+    share: float
+    """Of the value, that is expected to fit."""
     seen: dict[int, Verdict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 
-    def run(self, share: float) -> tuple[Change | None, str]:
+    def run(self) -> tuple[Change | None, str]:
         """The change, or why there is none."""
-        kind, option = self.knob.kind, self.knob.option
-        value = largest_fitting(
-            self.knob.value, share, self._fits, least=_LEAST[kind], multiple=_MULTIPLE[kind]
-        )
+        option, value = self.knob.option, self._largest(self._fits)
         if value is not None:
             return self._change(value), ""
         if self.seen:
@@ -123,14 +118,37 @@ class _KnobSearch:
             return None, f"{option} {smallest} could not be captured: {said}"
         return None, f"{option} {self.knob.value} cannot be made smaller"
 
-    def _fits(self, value: int) -> bool:
-        job = self.state.job
-        job.search.say(f"trying {self.knob.option} {value}", _USUAL_CAPTURES)
-        program = job.program.with_option(self.knob.option, value)
+    def begin(self, count: int) -> None:
+        """The next captures, where there is room, as they are expected to be."""
+
+        def expected(value: int) -> bool:
+            nonlocal count
+            if value in self.seen or value in self.failed:
+                return value in self.seen and self.seen[value].fits
+            if count:
+                self.state.ahead(lambda state: self._captured(state, value))
+            count = max(count - 1, 0)
+            return value <= self.knob.value * self.share
+
+        self._largest(expected)
+
+    def _largest(self, fits: Callable[[int], bool]) -> int | None:
+        knob, kind = self.knob, self.knob.kind
+        return largest_fitting(
+            knob.value, self.share, fits, least=_LEAST[kind], multiple=_MULTIPLE[kind]
+        )
+
+    def _captured(self, state: State, value: int) -> State:
+        program = state.job.program.with_option(self.knob.option, value)
         made_for = Fingerprint(command=[program.name, *program.argv])
-        changed = replace(self.state, job=replace(job, program=program))
+        changed = replace(state, job=replace(state.job, program=program))
+        return changed.trying(made_from=made_for, arguments=None)
+
+    def _fits(self, value: int) -> bool:
+        self.state.job.search.say(f"trying {self.knob.option} {value}", _USUAL_CAPTURES)
+        self.begin(2)
         try:
-            found = changed.trying(made_from=made_for, arguments=None)
+            found = self._captured(self.state, value)
         except CaptureFailedError as error:
             self.failed[value] = error.outcome.reason
             return False

@@ -83,6 +83,8 @@ class Planner:
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
         self._least: Selection | None = None
+        """Of the graph as it is now, and its peak."""
+        self._least_peak = 0
 
     def search(self, ahead: Sequence[Callable[[State], State]] = ()) -> Planned | None:
         """The cheapest plan that fits; None when not even the one of the least peak does. `ahead`:
@@ -105,8 +107,8 @@ class Planner:
     def row(self, count: int) -> None:
         """Captures plans for so many budgets, spread evenly between the least peak and the plain
         one."""
-        least = Evaluator(self.graph).evaluate(self._selection(0)[0]).peak_bytes
-        budgets = np.linspace(least, plain_peak(self.graph), count + 1, endpoint=False)
+        self._selection(0)
+        budgets = np.linspace(self._least_peak, plain_peak(self.graph), count + 1, endpoint=False)
         self._try_all([0, *budgets[1:].astype(int).tolist()])
 
     def _try_all(
@@ -115,7 +117,7 @@ class Planner:
         """Side by side; whether there was anything new."""
         known = [planned.selection for planned in self.planned]
         plans = []
-        for wanted in budgets:
+        for wanted in sorted(budgets):  # the least peak first: no budget below it is searched for
             selection, budget = self._selection(wanted)
             if selection in known:
                 continue
@@ -127,7 +129,7 @@ class Planner:
                 self._base.ahead(partial(State.trying, **plan.parts))
         for lever in ahead:
             self._base.ahead(lever)
-        for plan in plans:
+        for plan in sorted(plans, key=lambda plan: -plan.budget):
             self._try(plan)
         return bool(plans)
 
@@ -142,7 +144,7 @@ class Planner:
 
     def _selection(self, budget: int) -> tuple[Selection, int]:
         """What to drop, and the budget that this keeps to: 0 where there is none for `budget`."""
-        if budget > 0:
+        if budget > 0 and (self._least is None or budget >= self._least_peak):
             seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
             selection = self._solved(partial(self._solver.solve, self.graph, budget), seconds)
             if selection is not None:
@@ -150,6 +152,7 @@ class Planner:
         if self._least is None:
             least = partial(self._solver.least_peak, self.graph)
             self._least = self._solved(least, _SOLVE_SECONDS) or Selection()
+            self._least_peak = Evaluator(self.graph).evaluate(self._least).peak_bytes
         return self._least, 0
 
     def _solved(self, solve: Callable[..., Solution[Selection]], most: float) -> Selection | None:
