@@ -108,6 +108,7 @@ def test_captures_ahead_change_nothing(card: str) -> None:
             plan: Plan | None = None,
             *,
             quiet: bool = False,
+            steps: int | None = None,
             job: ChainProgram = job,
             begun: list[Plan | None] = begun,
             share: int = share,
