@@ -62,7 +62,7 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
             assert not nothing_left()
             fail()
         assert nothing_left()
-        assert not recording._storages._live and not recording._opaque
+        assert not recording.storages._live and not recording._opaque
 
 
 def test_an_error_that_forward_handles() -> None:

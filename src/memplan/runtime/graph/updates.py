@@ -7,7 +7,6 @@ groups say at that moment.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.capturing.patches.job_observer import others_see_steps
 from memplan.runtime.graph.arithmetic import (
     Arithmetic,
     arithmetic,
@@ -29,14 +27,13 @@ from memplan.runtime.graph.arithmetic import (
 from memplan.runtime.graph.meter import Meter, storage_bytes
 from memplan.runtime.graph.pieces import Pointwise, pointwise
 from memplan.runtime.graph.program import Added, tensors
-from memplan.runtime.one_update import alone, plain_step, update
+from memplan.runtime.one_update import alone, begin, each_by_itself, of_torch, plain_step, update
 
 Optimizer = torch.optim.Optimizer
 _MOST_LOOKED = 8
 """Times that pieces are looked for anew because the arithmetic of an update changed."""
 _OF_NUMBERS = 16
 """Bytes of the tensors that Python's numbers become while an operator runs."""
-_NOT_EACH_BY_ITSELF = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 class Updates:
@@ -98,7 +95,7 @@ class Updates:
     def each_by_itself(self) -> bool:
         """Whether a step treats each parameter by itself, once, and nobody listens to it."""
         every = list(map(id, self.parameters()))
-        return len(set(every)) == len(every) and all(map(_each_by_itself, self.optimizers))
+        return len(set(every)) == len(every) and all(map(each_by_itself, self.optimizers))
 
     def update(self, *parameters: torch.Tensor) -> None:
         """The optimizers' step for parameters that have gradients: in pieces for one, if it can be,
@@ -234,8 +231,8 @@ class Updates:
             return shell
 
         return arithmetic(
-            lambda *given: plain_step(_of_torch(type(optimizer)))(shell_of(*given)),
-            lambda *given: _begin(shell_of(*given)),
+            lambda *given: plain_step(of_torch(type(optimizer)))(shell_of(*given)),
+            lambda *given: begin(shell_of(*given)),
             optimizer.param_groups[number],
             parameter,
             optimizer.state.get(parameter, {}),
@@ -273,7 +270,7 @@ class Updates:
             before = parameter.grad
             parameter.grad = torch.empty_like(parameter)
             try:
-                _begin(alone(of.optimizer, group, parameter))
+                begin(alone(of.optimizer, group, parameter))
             except torch.OutOfMemoryError:
                 raise
             except Exception:
@@ -341,7 +338,7 @@ class Updates:
         shell.state = defaultdict(dict)
         meter = Meter()
         with meter:
-            plain_step(_of_torch(type(optimizer)))(shell)
+            plain_step(of_torch(type(optimizer)))(shell)
         held = tensors(list(shell.state.values()))
         seen = sum(storage_bytes(one) for one in held if one.is_meta)  # counts of steps are not
         state = sum(map(storage_bytes, held))
@@ -374,13 +371,6 @@ class TakeGradient(Added):
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:
             parameter.grad = gradient
-
-
-def _of_torch(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class of PyTorch's that an optimizer is, or the first of its own."""
-    found = [one for one in kind.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
-    of_torch = (one for one in found if f"{one.__module__}.".startswith("torch.optim."))
-    return next(of_torch, Optimizer if not found else found[0])
 
 
 class SameArithmetic:
@@ -431,39 +421,3 @@ class State(Added):
 
     def __call__(self) -> torch.Tensor:
         return self._updates.state_of(self._parameter, self._key)
-
-
-def _each_by_itself(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return (
-        _of_torch(kind) is kind
-        and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not others_see_steps()
-        and not any(group.get("differentiable") for group in optimizer.param_groups)
-        # Its foreach norms are reduced in an order that depends on the list of parameters.
-        and not (
-            kind is torch.optim.Adafactor
-            and any(group.get("foreach") for group in optimizer.param_groups)
-        )
-    )
-
-
-class _BegunError(Exception):
-    pass
-
-
-def _begin(shell: Any) -> None:
-    """Have an optimizer make the state that its step begins with, and no step."""
-    make = getattr(shell, "_init_group", None)
-    if make is None:
-        return
-
-    def begun(*args: Any, **kwargs: Any) -> None:
-        make(*args, **kwargs)
-        raise _BegunError
-
-    shell._init_group = begun
-    with contextlib.suppress(_BegunError):
-        plain_step(_of_torch(type(shell)))(shell)

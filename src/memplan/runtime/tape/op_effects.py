@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from memplan.runtime.tape.replayable import Traits
+from memplan.runtime.tape.replayable import Scratch, Traits
 from memplan.runtime.tape.storages import is_plain
-from memplan.runtime.tape.values import OpRecord, flat_tensors
+from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors
 
 
 def touches_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -68,3 +70,27 @@ def _default_generator(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+def instead_of_statistics(
+    positions: tuple[int, int, int],
+    args: tuple[Any, ...],
+    pause: Callable[[], AbstractContextManager[None]],
+) -> dict[int, Scratch | View]:
+    """A batch norm writes its running statistics where no version counter shows it: in training
+    a replay writes to scratch, else it reads copies. `pause`: ops inside are not recorded."""
+    mean, variance, training = positions
+    instead: dict[int, Scratch | View] = {}
+    for position in (mean, variance):
+        tensor = args[position]
+        if tensor is None:
+            continue
+        if args[training]:
+            instead[position] = Scratch.like(tensor)
+        else:
+            with pause(), torch.no_grad():
+                copy = tensor.clone()
+            value = Value(None, 0)
+            value.keep(copy)
+            instead[position] = View.of(copy, value)
+    return instead

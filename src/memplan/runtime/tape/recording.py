@@ -1,4 +1,4 @@
-"""Records the ops of a forward pass, and decides what autograd saves."""
+"""Records the ops of a forward pass."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from memplan.runtime.tape.bias import (
@@ -25,22 +21,23 @@ from memplan.runtime.tape.bias import (
 )
 from memplan.runtime.tape.decisions import HOLD, Choice, Decisions
 from memplan.runtime.tape.functions import top_hooks, watched_by
-from memplan.runtime.tape.groups import Group, Handle, SavedTensor, SavedWrapper, checksum_of
+from memplan.runtime.tape.groups import Group
 from memplan.runtime.tape.needed import Needed, needed_by
-from memplan.runtime.tape.offload import AwayHandle, Pass
+from memplan.runtime.tape.offload import Pass
 from memplan.runtime.tape.op_effects import (
+    instead_of_statistics,
     note_generator,
     touches_cuda,
     updated_statistics,
     written_tensors,
 )
 from memplan.runtime.tape.replay import copy_of_storage
-from memplan.runtime.tape.replayable import Scratch, Traits, is_comparable, traits_of
+from memplan.runtime.tape.replayable import Traits, traits_of
+from memplan.runtime.tape.saving import Saved, saved
 from memplan.runtime.tape.settings import current_stream, tensors_made_as_in_captures
 from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
 
-Saved = Handle | AwayHandle | SavedTensor | SavedWrapper
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _no_dispatch = torch.Tensor.__torch_dispatch__
 _DEVICE_QUERY = torch.ops.prim.device.default  # only fake tensors ask
@@ -71,16 +68,16 @@ class Recording(TorchDispatchMode):
         together; None: none is."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._decisions = decisions
-        self._verify = verify
+        self.verify = verify
         self._on_cuda = on_cuda
         self._needed = needed
         self._ops: list[Traits] = []
         """Of the call so far, while every op is recorded."""
         self._inputs = inputs if inputs is not None else Inputs()
-        self._storages = Storages(self._inputs)
+        self.storages = Storages(self._inputs)
         self._counts: dict[str, int] = {}
         self._groups: dict[str, Group] = {}
-        self._pass = of_pass
+        self.of_pass = of_pass
         self._number = 0
         self._off = 0
         self._lost = 0
@@ -89,7 +86,7 @@ class Recording(TorchDispatchMode):
         """Depth of functions with a backward of their own."""
         self._product = 0
         """The key of the storage that the last op multiplied into; 0: it did something else."""
-        self._symbolic = False
+        self.symbolic = False
         self._fake_mode: Any = None
         """Under another one somebody works out shapes in advance (DTensor): no ops of the job."""
         self._stream: int | None = None
@@ -116,10 +113,10 @@ class Recording(TorchDispatchMode):
 
     def __enter__(self) -> Recording:
         unshared_counts()  # not first inside an op, where `linear` is another
-        self._symbolic, self._fake_mode = tensors_are_fake(), _fake_mode()
+        self.symbolic, self._fake_mode = tensors_are_fake(), _fake_mode()
         with ExitStack() as stack:
             if self._on_cuda:
-                if not self._symbolic:
+                if not self.symbolic:
                     stack.enter_context(tensors_made_as_in_captures())
                 self._stream = self._current_stream()
             stack.enter_context(saved_tensors_hooks(*self.hooks))
@@ -161,7 +158,7 @@ class Recording(TorchDispatchMode):
         whole = self._needed is None and self._decisions.recomputes
         if whole and not self.surprised and not self.backward_began:
             self.learned = needed_by(self._groups.values(), self._ops)
-        self._storages.clear()
+        self.storages.clear()
         self._groups.clear()
 
     # Ops
@@ -199,13 +196,13 @@ class Recording(TorchDispatchMode):
         if not self._is_needed(func, traits, number, nth):
             return self._run_unrecorded(func, traits, nth, args, kwargs)
         record = OpRecord(func, number, nth, args, kwargs)
-        can = traits.replayable and not self._opaque and not self._on_another_stream()
+        can = traits.replayable and not self._opaque and not self.on_another_stream()
         written = written_tensors(traits, args, kwargs) if traits.written else []
         for tensor in written:
             can &= self._before_writing(tensor)
         can = can and self._freeze_arguments(record, traits, written)
         if can and traits.draws(args, kwargs):
-            note_generator(record, args, kwargs, self._symbolic)
+            note_generator(record, args, kwargs, self.symbolic)
         statistics = updated_statistics(traits, args) if traits.statistics else []
         for tensor in statistics:
             self._before_writing(tensor)
@@ -227,7 +224,7 @@ class Recording(TorchDispatchMode):
             self._ops.append(traits)
             return True
         if number in self._needed.replayed:
-            expected = self._storages.kept <= self._needed.inputs
+            expected = self.storages.kept <= self._needed.inputs
         else:
             decided = self._decisions.of(func, nth)
             expected = not decided or not any(_is_dropped(choice) for choice in decided.values())
@@ -239,7 +236,7 @@ class Recording(TorchDispatchMode):
         self, func: Any, traits: Traits, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What it makes is unknown: whoever reads it keeps it."""
-        decided = self._decisions.of(func, nth) if self._pass is not None else None
+        decided = self._decisions.of(func, nth) if self.of_pass is not None else None
         given = _storages_among((*args, *kwargs.values())) if decided else set()
         written = written_tensors(traits, args, kwargs) if traits.written else []
         if traits.statistics:
@@ -266,24 +263,24 @@ class Recording(TorchDispatchMode):
                 allocated += 1
                 if isinstance(choice, int):
                     self.found += 1
-                    self._storages.set(tensor, None)
+                    self.storages.set(tensor, None)
                     self._note_place(tensor, choice)
 
     def _note_place(self, tensor: torch.Tensor, place: int) -> None:
         """The block of a tensor that another stream makes is not this one's to release."""
-        if not self._on_another_stream():
-            self._storages.offload(tensor, place)
+        if not self.on_another_stream():
+            self.storages.offload(tensor, place)
 
     def _known(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors if self._storages.find(tensor) is not None]
+        return [tensor for tensor in tensors if self.storages.find(tensor) is not None]
 
-    def _on_another_stream(self) -> bool:
+    def on_another_stream(self) -> bool:
         """A replay runs on one stream, that of the node of autograd which asks for it first, and
         nothing makes others wait for it: what others make is kept, and what they save."""
         return self._stream is not None and self._current_stream() != self._stream
 
     def _current_stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream if self._symbolic else current_stream()
+        return torch.cuda.current_stream().cuda_stream if self.symbolic else current_stream()
 
     def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
@@ -301,7 +298,7 @@ class Recording(TorchDispatchMode):
         before = self._lost
         args = record.args
         if traits.statistics:
-            instead = self._instead_of_statistics(traits.statistics, args)
+            instead = instead_of_statistics(traits.statistics, args, self.pause_recording)
             record.args = tuple(
                 instead[position] if position in instead else self._freeze(item, record, written)
                 for position, item in enumerate(args)
@@ -314,35 +311,14 @@ class Recording(TorchDispatchMode):
             }
         return self._lost == before
 
-    def _instead_of_statistics(
-        self, positions: tuple[int, int, int], args: tuple[Any, ...]
-    ) -> dict[int, Scratch | View]:
-        """A batch norm writes its running statistics where no version counter shows it: in training
-        a replay writes to scratch, else it reads copies."""
-        mean, variance, training = positions
-        instead: dict[int, Scratch | View] = {}
-        for position in (mean, variance):
-            tensor = args[position]
-            if tensor is None:
-                continue
-            if args[training]:
-                instead[position] = Scratch.like(tensor)
-            else:
-                with self.pause_recording(), torch.no_grad():
-                    copy = tensor.clone()
-                value = Value(None, 0)
-                value.keep(copy)
-                instead[position] = View.of(copy, value)
-        return instead
-
     def _freeze(self, item: Any, record: OpRecord, written: list[torch.Tensor]) -> Any:
         if isinstance(item, torch.Tensor):
             if not is_plain(item):
                 self._lost += 1
                 return None
-            value = self._storages.value_of(item)
+            value = self.storages.value_of(item)
             if value.uninitialised and not any(item is tensor for tensor in written):
-                self._storages.keep(value, item)  # no recorded op has filled it
+                self.storages.keep(value, item)  # no recorded op has filled it
             record.inputs.append(value)
             return View.of(item, value)
         if isinstance(item, (list, tuple)):
@@ -352,7 +328,7 @@ class Recording(TorchDispatchMode):
     def _before_writing(self, tensor: torch.Tensor) -> bool:
         """Whether the version that a write makes can be recomputed. If the one before is kept, what
         others need of it is copied."""
-        value = self._storages.find(tensor)
+        value = self.storages.find(tensor)
         made = value is not None and (value.base is None or not share_storage(value.base, tensor))
         if value is not None and value.away is not None:
             value.away.overwritten(value, tensor)
@@ -365,14 +341,14 @@ class Recording(TorchDispatchMode):
 
     def _after_writing(self, tensor: torch.Tensor, record: OpRecord | None) -> None:
         """`record` made a new version; None: something that cannot be replayed did."""
-        old = self._storages.find(tensor)
+        old = self.storages.find(tensor)
         if record is None or old is None:
-            self._storages.set(tensor, None)
+            self.storages.set(tensor, None)
             return
         record.written.append(old)
         new = Value(record, -len(record.written))
         new.group = old.group
-        self._storages.set(tensor, new)
+        self.storages.set(tensor, new)
 
     def _note_results(
         self, record: OpRecord, traits: Traits, tensors: list[torch.Tensor], can: bool
@@ -382,20 +358,20 @@ class Recording(TorchDispatchMode):
         for position, tensor in enumerate(tensors):
             if not is_plain(tensor):
                 continue
-            if tensor in self._storages:
+            if tensor in self.storages:
                 continue
             choice = decided.get(allocated) if decided else None
             allocated += 1
             self.found += choice is not None
             value = Value(record, position) if can else None
-            self._storages.set(tensor, value)
+            self.storages.set(tensor, value)
             if isinstance(choice, int):
                 self._note_place(tensor, choice)
             if value is None:
                 continue
             value.uninitialised = traits.uninitialised
             if choice is HOLD:
-                self._storages.keep(value, tensor)
+                self.storages.keep(value, tensor)
             elif isinstance(choice, str):
                 value.group = self._groups.setdefault(choice, Group(choice))
 
@@ -407,7 +383,7 @@ class Recording(TorchDispatchMode):
         if self._opaque:
             return call()
         before = [
-            (tensor, version_of(tensor), self._storages.find(tensor))
+            (tensor, version_of(tensor), self.storages.find(tensor))
             for tensor in tree_leaves(args)
             if isinstance(tensor, torch.Tensor) and is_plain(tensor)
         ]
@@ -417,88 +393,22 @@ class Recording(TorchDispatchMode):
         finally:
             self._opaque -= 1
         for tensor, version, value in before:
-            if version_of(tensor) != version and self._storages.find(tensor) is value is not None:
-                self._storages.set(tensor, None)
+            if version_of(tensor) != version and self.storages.find(tensor) is value is not None:
+                self.storages.set(tensor, None)
         return result
 
     # Autograd
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        if not is_plain(tensor):
-            return self._pack_wrapper(tensor)
-        if self._pass is not None:
-            place = self._storages.place_of(tensor)
-            if place is not None and (sent := self._send(tensor, place, self._pass)):
-                return sent
-        value = self._storages.find(tensor)
-        if value is not None and value.base is None:
-            known = value.producer is not None and not value.uninitialised
-            if value.group is not None and known and not self._on_another_stream():
-                assert value.producer is not None
-                checksum = self._checksum(tensor, value.producer, value.output)
-                handle = Handle(View.of(tensor, value), value.group, checksum)
-                value.group.handles.add(handle)
-                return handle
-            self._storages.keep(value, tensor)
-            assert value.base is not None
-            return SavedTensor(value.base, value.version)
-        return _as_it_is(tensor)
+        return saved(tensor, self)
 
-    def _pack_wrapper(self, tensor: torch.Tensor) -> SavedWrapper | SavedTensor:
-        """Where what it holds is dropped or offloaded. A collective's result is not, for it may not
-        have arrived, nor a nested tensor, whose sizes are those of one tensor of offsets."""
-        if (
-            not is_traceable_wrapper_subclass(tensor)
-            or tensor.is_nested
-            or hasattr(tensor, "trigger_wait")
-        ):
-            return _as_it_is(tensor)
-        names, context = tensor.__tensor_flatten__()
-        held = {name: getattr(tensor, name) for name in names}  # tensors, and a mesh of devices
-        saved = {n: self._pack(one) for n, one in held.items() if isinstance(one, torch.Tensor)}
-        if tensor.is_leaf or all(isinstance(one, SavedTensor) for one in saved.values()):
-            return _as_it_is(tensor)
-        return SavedWrapper(tensor, context, held, saved)
-
-    def _send(self, tensor: torch.Tensor, place: int, of_pass: Pass) -> AwayHandle | None:
-        """None: it stays on the card."""
-        seen = tensor if tensor._base is None else tensor._base
-        if self._on_another_stream() or isinstance(seen, torch.nn.Parameter):
-            return None
-        value = self._storages.find(tensor) or Value(None, 0)
-        if value.away is None:
-            if value.base is None:
-                self._storages.keep(value, tensor)
-            if not of_pass.send(value, place):
-                return None
-        assert value.away is not None
-        checksum = None
-        if self._verify and not self._symbolic:
-            with self.pause_recording(), torch.no_grad():
-                checksum = checksum_of(tensor.detach())
-        return AwayHandle(View.of(tensor, value), value.away, checksum)
-
-    def _checksum(
-        self, tensor: torch.Tensor, producer: OpRecord, output: int
-    ) -> torch.Tensor | None:
-        if not self._verify or self._symbolic:
-            return None
-        if not is_comparable(producer.func, output, tensor.dtype):
-            return None
-        with self.pause_recording(), torch.no_grad():
-            return checksum_of(tensor.detach())
-
-    def _unpack(self, saved: Saved) -> torch.Tensor:
+    def _unpack(self, instead: Saved) -> torch.Tensor:
         self.backward_began = True
-        return saved.get()
+        return instead.get()
 
 
 def _fake_mode() -> Any:
     return torch._C._get_dispatch_mode(_FAKE_MODE)
-
-
-def _as_it_is(tensor: torch.Tensor) -> SavedTensor:
-    return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))
 
 
 def tensors_are_fake() -> bool:
