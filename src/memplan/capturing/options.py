@@ -46,6 +46,13 @@ class ScriptTarget:
             return replace(self, argv=tuple(argv))
         return replace(self, argv=(*argv, option, str(value)))
 
+    def with_flag(self, flag: str) -> ScriptTarget:
+        """With one more word; the last of a pair such as `--x --no-x` counts."""
+        return replace(self, argv=(*self.argv, flag))
+
+    def without_flag(self, flag: str) -> ScriptTarget:
+        return replace(self, argv=tuple(word for word in self.argv if word != flag))
+
     def with_arguments(self, plan: Plan) -> ScriptTarget:
         """With the values that a plan's part `arguments` gives its options; as it is where the plan
         was made from other arguments."""

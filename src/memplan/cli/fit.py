@@ -91,6 +91,7 @@ def _run(args: argparse.Namespace) -> int:
         output_path(str(folder / "0.plan" if folder.is_dir() else folder), force=args.force)
     from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
+    from memplan.fit.state import MoreNodes
     from memplan.recompute import solve
     from memplan.types.plan_file import save_plan
     from memplan.worker.captures import RankCapture
@@ -101,7 +102,19 @@ def _run(args: argparse.Namespace) -> int:
     limits = Limits(args.allow, args.at_most, args.frontier, host_bytes)
     with Workers() as workers, progress_line(stages=True) as progress:
         capture = RankCapture(job.question(args, profile), workers)
-        fitted = fit(program, profile, capture, solve, progress, limits, capture.ahead)
+
+        def more_nodes(times: int) -> MoreNodes | None:
+            wider = job.with_more_nodes(times, args.gpus_per_node)
+            if wider is None or wider.world is None:
+                return None
+            words = tuple(wider.launch.words()) if wider.launch.world else ()
+            question = RankCapture(wider.question(args, profile), workers)
+            return MoreNodes(wider.world.size, question, words)
+
+        ranks = job.world.size if job.world else 1
+        fitted = fit(
+            program, profile, capture, solve, progress, limits, capture.ahead, ranks, more_nodes
+        )
     answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
         save_plan(fitted.plan, path, overwrite=args.force)
@@ -163,9 +176,11 @@ def next_command(answer: Fit, own_words: list[str], launch: Launch) -> str:
     own = own_words if "-o" in own_words else [*own_words, "-o", "job.plan"]
     if answer.fits:
         return shlex.join(["memplan", "fit", *own, *rest])
-    change = next((change for change in answer.changes if change.command), None)
+    change = next((change for change in answer.changes if change.command or change.launch), None)
     if change is None:
         return ""
+    if change.launch:
+        return shlex.join(["memplan", "fit", *own, *change.launch])
     name, *argv = change.command
     changed = ScriptTarget(launch.target.kind, name, tuple(argv))
     return shlex.join(["memplan", "fit", *own, *launch.words(changed)])

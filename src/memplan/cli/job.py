@@ -10,6 +10,7 @@ from memplan.capturing.options import CaptureOptions, RankPlace
 from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.context import MOST_GPUS_PER_NODE
 from memplan.cli.launchers.launch import Launch, World
+from memplan.cli.launchers.more_nodes import with_more_nodes
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.machine import visible_gpus
 from memplan.cli.program import check_program
@@ -55,6 +56,15 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         return self.launch.environment(self.place)
+
+    def with_more_nodes(self, times: int, gpus_per_node: int | None) -> Job | None:
+        """The same job on `times` as many nodes; None for one that cannot be started so."""
+        if self.world is None:
+            return None
+        if self.launch.world is None:
+            return replace(self, world=World(self.world.size * times, self.world.local_size))
+        launch = with_more_nodes(self.launch, times, gpus_per_node)
+        return None if launch is None else replace(self, launch=launch, world=launch.world)
 
     def question(
         self,

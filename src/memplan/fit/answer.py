@@ -61,11 +61,20 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the job with which it fits, or one that was tried in vain."""
 
-    kind: Literal["batch_size", "sequence_length", "image_size", "sharded_optimizer"]
+    kind: Literal[
+        "batch_size",
+        "sequence_length",
+        "image_size",
+        "sharding",
+        "ranks",
+        "sharded_optimizer",
+        "optimizer_8bit",
+        "optimizer_bf16",
+    ]
     option: str
-    """The script's option; empty for a sharded optimizer."""
+    """The script's option; empty where the change is none of it."""
     before: int
-    """The option's value; 1 GPU for a sharded optimizer."""
+    """The option's value; ranks, 1 GPU for a sharded optimizer, bits of an optimizer's state."""
     after: int
     fits: bool
     peak_bytes: int
@@ -80,6 +89,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """How, in words."""
     command: list[str] = []
     """The script and its arguments after the change; empty where the script has to be rewritten."""
+    launch: list[str] = []
+    """The whole command, its launcher included, where that is what changes."""
+    code: str = ""
+    """What to write, where the script has to be rewritten."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):

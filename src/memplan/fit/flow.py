@@ -26,7 +26,7 @@ from memplan.fit.optimizer_in_backward import with_optimizer_in_backward
 from memplan.fit.plans import Planner, Solver
 from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
-from memplan.fit.state import Job, State, first_state
+from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.phases import step_graph
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -90,12 +90,15 @@ def fit(
     progress: Progress = lambda text: None,
     limits: Limits = NO_LIMITS,
     ahead: CaptureProgram | None = None,
+    ranks: int = 1,
+    more_nodes: Callable[[int], MoreNodes | None] = lambda times: None,
 ) -> Fitted:
     """Capture the program, and if its estimate's high bound does not fit the card, look for the
     plan with the least added time that makes it fit.
 
     A plan counts only when the program, captured again with the plan in effect, has an estimate
-    that fits. `capture` has to estimate for `profile`; `ahead`: as in `Job`. Ctrl-C, once the
+    that fits. `capture` has to estimate for `profile`; `ahead`, `ranks`,
+    `more_nodes`: as in `Job`. Ctrl-C, once the
     program has been captured, ends the search with the best plan until then. Raises
     CaptureFailedError when the program cannot be captured, UsageError when `capture` gave no
     verdict.
@@ -107,9 +110,8 @@ def fit(
     search.captured()
     if plain.estimate.fits is None:
         raise UsageError("there is no card to fit", "--gpu h100, or a size such as --gpu 24GiB")
-    first = first_state(
-        Job(program, profile, capture, search, ahead, limits.host_bytes), plain
-    ).found()
+    job = Job(program, profile, capture, search, ahead, limits.host_bytes, ranks, more_nodes)
+    first = first_state(job, plain).found()
     finder = _Finder(first, solver, limits)
     changes: list[Change] = []
     tried: list[str] = []
@@ -119,7 +121,8 @@ def fit(
             finder.run()
         finder.place()
         if not any(one.fits for one in search.found):
-            changes, tried = nearest_changes(finder.best().base, finder.best().end)
+            best = finder.best()
+            changes, tried = nearest_changes(first, best.base, best.end)
     except KeyboardInterrupt:
         complete = False
     answer, chosen, curve = answer_of(first, limits, finder.plain_seconds)

@@ -67,7 +67,7 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
         after = state.trying(arguments=ArgumentsPart(changes=changes), order=None)
     except CaptureFailedError:
         return f"the script fails with {words}"
-    before, now = _input_bytes(state.captured.trace), _input_bytes(after.captured.trace)
+    before, now = input_bytes(state.captured.trace), input_bytes(after.captured.trace)
     if not before or abs(now - before) > _SAME_SAMPLES * before:
         return f"with {words} an update has {now / max(before, 1):.2f} times the samples"
     kept = tuple(lever for lever in state.levers if lever.kind != "order")
@@ -96,7 +96,7 @@ def _normalises_over_batch(trace: Trace) -> bool:
     return bool((names & backward)[trace.ops.name].any())
 
 
-def _input_bytes(trace: Trace) -> int:
+def input_bytes(trace: Trace) -> int:
     """Of the batches of an update: of the steady step, else of the last one."""
     found = step_range(trace)
     if found is None:

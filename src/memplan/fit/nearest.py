@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, judge, moving_share
 from memplan.fit.knobs import Kind, Knob, find_knobs
+from memplan.fit.sharding import captured_change, more_ranks, with_switches
+from memplan.fit.small_state import smaller_states
 from memplan.fit.state import State
 from memplan.fit.what_if import shard_optimizer
 from memplan.report.text import peak_text
-from memplan.types.plan import Fingerprint, Plan
+from memplan.types.plan import Fingerprint
 from memplan.types.trace import Role
 from memplan.worker.failure import CaptureFailedError
 
@@ -27,14 +29,29 @@ _USUAL_CAPTURES = 3
 _GPUS = (2, 4, 8)
 
 
-def nearest_changes(base: State, lowest: State) -> tuple[list[Change], list[str]]:
+def nearest_changes(plain: State, base: State, lowest: State) -> tuple[list[Change], list[str]]:
     """Changes that fit, nearest first, and sentences about what was tried in vain.
 
     `lowest`: the job with the plan of the least peak, which is kept in effect: operators are named
     by their place in the step, so it serves other shapes as well. `base`: the same without
-    recomputation of what autograd saves.
+    recomputation of what autograd saves. `plain`: without a plan.
     """
-    job = base.job
+    switches, switched = with_switches(lowest)
+    ranks, too_few = more_ranks(lowest)
+    smaller, kept = _smaller_jobs(lowest)
+    changes = [*switches, *smaller, *([ranks] if ranks else [])]
+    tried = [*switched, *kept, *([too_few] if too_few else [])]
+    if ranks is None and not too_few:
+        divided, reason = _sharded(base, lowest)
+        changes += [divided] if divided else []
+        tried += [reason] if reason else []
+    of_state, reasons = smaller_states(plain, lowest)
+    return [*changes, *of_state], [*tried, *reasons]
+
+
+def _smaller_jobs(lowest: State) -> tuple[list[Change], list[str]]:
+    """By options such as a batch size."""
+    job = lowest.job
     changes: list[Change] = []
     tried: list[str] = []
     missing: list[str] = []
@@ -54,9 +71,6 @@ def nearest_changes(base: State, lowest: State) -> tuple[list[Change], list[str]
         words = " or ".join(missing)
         tried.append(f"no option for the {words} was found in {job.program.name} or after it")
     changes.sort(key=lambda change: -change.after / change.before)
-    sharded, reason = _sharded(base, lowest)
-    changes += [sharded] if sharded else []
-    tried += [reason] if reason else []
     return changes, tried
 
 
@@ -157,33 +171,16 @@ class _KnobSearch:
 
     def _change(self, value: int) -> Change:
         program = self.state.job.program.with_option(self.knob.option, value)
-        plan, effect = self.state.plan, _in_effect(self.state)
-        found = self.seen[value].estimate
-        how = "captured with this value"
-        return Change(
+        return captured_change(
+            self.state,
+            self.seen[value],
+            "this value",
             kind=self.knob.kind,
             option=self.knob.option,
             before=self.knob.value,
             after=value,
-            fits=True,
-            peak_bytes=found.peak_bytes,
-            low_bytes=found.low_bytes,
-            high_bytes=found.high_bytes,
-            recompute=_recomputes(plan),
-            alloc_conf=self.seen[value].alloc_conf,
-            verified=f"{how} and {effect}" if effect else how,
-            command=[program.name, *program.argv],
+            command=program.command,
         )
-
-
-def _in_effect(state: State) -> str:
-    if _recomputes(state.plan):
-        return "the least-peak plan"
-    return " and ".join(lever.name for lever in state.levers)
-
-
-def _recomputes(plan: Plan) -> bool:
-    return plan.recompute is not None or plan.regions is not None
 
 
 def _sharded(base: State, lowest: State) -> tuple[Change | None, str]:

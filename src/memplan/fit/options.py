@@ -72,12 +72,7 @@ def declared_options(program: ScriptTarget) -> Iterator[Declared]:
     nodes = list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Call):
-            words = [
-                argument.value
-                for argument in node.args
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
-            ]
-            names = [word for word in words if word.startswith("-")]
+            names = [word for word in _texts(node) if word.startswith("-")]
             if names:
                 yield Declared(names, _default(node))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -145,3 +140,63 @@ def _module_file(name: str) -> Path | None:
             if path.is_file() and (rest or path.name == "__main__.py"):
                 return path
     return None
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An option that is on or off."""
+
+    flag: str
+    """What turns it on; empty for one that only a flag turns off."""
+    off: str
+    """What turns it off; empty for one that only a flag turns on."""
+
+    def on(self, program: ScriptTarget) -> ScriptTarget:
+        program = program.without_flag(self.off) if self.off else program
+        return program.with_flag(self.flag) if self.flag else program
+
+    def words(self, *, on: bool) -> str:
+        yes, no = self.flag or f"without {self.off}", self.off or f"without {self.flag}"
+        return yes if on else no
+
+
+def find_switches(program: ScriptTarget, names: frozenset[str]) -> Iterator[Switch]:
+    """Those that are off, of the names given, as `argparse` declares them: `store_true`,
+    `store_false`, `BooleanOptionalAction`."""
+    for call in calls(program):
+        flag = next((word for word in _texts(call) if word.startswith("--")), "")
+        words = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}
+        action = words.get("action", "").rpartition(".")[2].strip("'")
+        switch = _switch(flag, action)
+        if switch is None or plain_name(flag).removeprefix("no_") not in names:
+            continue
+        given = [word for word in program.argv if word in (switch.flag, switch.off)]
+        starts_on = not switch.flag or words.get("default") == "True"
+        if not (given[-1] == switch.flag if given else starts_on):
+            yield switch
+
+
+def calls(program: ScriptTarget) -> Iterator[ast.Call]:
+    """All of the source."""
+    tree = _parsed(program)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Call):
+            yield node
+
+
+def _switch(flag: str, action: str) -> Switch | None:
+    """None for an option that takes a value."""
+    if action == "BooleanOptionalAction":
+        return Switch(flag, f"--no-{flag.lstrip('-')}")
+    if action in ("store_true", "store_false"):
+        turns_off = action == "store_false" or plain_name(flag).startswith("no_")
+        return Switch("", flag) if turns_off else Switch(flag, "")
+    return None
+
+
+def _texts(call: ast.Call) -> list[str]:
+    return [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]

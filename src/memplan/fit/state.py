@@ -27,6 +27,16 @@ _PROMISING = ("recompute", "order", "regions", "loss", "state", "offload")
 
 
 @dataclass(frozen=True)
+class MoreNodes:
+    """A job of many processes on more nodes than it was started on."""
+
+    ranks: int
+    capture: CaptureProgram
+    command: tuple[str, ...]
+    """Launcher and script; empty where no launcher is known."""
+
+
+@dataclass(frozen=True)
 class Job:
     """What is asked: a program and a card, how the program is captured, and what came of it."""
 
@@ -38,6 +48,9 @@ class Job:
     """The same without waiting. Raises NotYetError: the capture begins when there is room."""
     host_bytes: int | None = None
     """Of the host's page-locked memory that levers may use; None: no bound."""
+    ranks: int = 1
+    more_nodes: Callable[[int], MoreNodes | None] = lambda times: None
+    """The same job on so many times its nodes."""
 
 
 @dataclass(frozen=True)

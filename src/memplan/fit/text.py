@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from rich.text import Text
@@ -130,6 +131,8 @@ def _changes(answer: Fit) -> Iterator[Text]:
         yield Text(f"  {clean(_change(change)):<40}{peak}")
         conf = f", PYTORCH_ALLOC_CONF={change.alloc_conf}" if change.alloc_conf else ""
         yield Text(f"    {change.verified}{conf}", style="dim")
+        if change.launch or change.code:
+            yield Text(f"    {clean(change.code or shlex.join(change.launch))}")
     if answer.tried:
         yield Text("tried in vain", style="bold")
     for text in answer.tried:
@@ -140,6 +143,12 @@ def _change(change: Change) -> str:
     """What to change, in words."""
     if change.kind == "sharded_optimizer":
         return f"optimizer state over {change.after} GPUs"
+    if change.kind == "ranks":
+        return f"{change.after} ranks (now {change.before})"
+    if change.kind == "sharding":
+        return change.option
+    if change.kind in ("optimizer_8bit", "optimizer_bf16"):
+        return f"an optimizer with state of {change.after} bits"
     return f"{change.option} {change.after} (now {change.before})"
 
 

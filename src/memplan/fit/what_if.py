@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from memplan.types.trace import I64, Role, Trace
 
+Mask = npt.NDArray[np.bool_]
+
 
 def shard_optimizer(trace: Trace, gpus: int) -> Trace:
     """The trace of one of `gpus` processes that share the optimizer's state evenly (ZeRO, stage 1;
@@ -20,21 +22,27 @@ def shard_optimizer(trace: Trace, gpus: int) -> Trace:
     """
     if gpus < 1:
         raise ValueError(f"{gpus} GPUs")
+    return with_less(trace, trace.storages.role == Role.OPTIMIZER_STATE, 1, gpus)
+
+
+def with_less(trace: Trace, storages: Mask, times: int, parts: int, *, least: int = 0) -> Trace:
+    """The trace with the bytes of these storages times `times / parts`, rounded up; of those that
+    have `least` bytes or more."""
     events = trace.events
-    named = events.storage >= 0
-    state = np.zeros(len(events), bool)
-    state[named] = trace.storages.role[events.storage[named]] == Role.OPTIMIZER_STATE
+    rows = events.storage >= 0
+    rows[rows] = storages[events.storage[rows]]
+    rows &= events.bytes >= least
     return replace(
         trace,
         events=replace(
             events,
-            bytes=_divided(events.bytes, state, gpus),
-            bytes_low=_divided(events.bytes_low, state, gpus),
-            bytes_high=_divided(events.bytes_high, state, gpus),
+            bytes=_scaled(events.bytes, rows, times, parts),
+            bytes_low=_scaled(events.bytes_low, rows, times, parts),
+            bytes_high=_scaled(events.bytes_high, rows, times, parts),
         ),
         _cache={},
     )
 
 
-def _divided(nbytes: I64, rows: npt.NDArray[np.bool_], parts: int) -> I64:
-    return np.asarray(np.where(rows, -(-nbytes // parts), nbytes), np.int64)
+def _scaled(nbytes: I64, rows: Mask, times: int, parts: int) -> I64:
+    return np.asarray(np.where(rows, -(-nbytes * times // parts), nbytes), np.int64)
