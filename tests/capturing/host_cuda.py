@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -71,6 +72,7 @@ def a_card() -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
         "is_bf16_supported": lambda *_: True,
         "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
     }

@@ -180,12 +180,11 @@ def _groups(plan: Plan | None) -> Iterator[RecomputeGroup]:
 
 class Greedy:
     """Drops values of a chain in equal segments, one group each: few segments are slow to
-    recompute, many keep more. What `memplan.recompute.solve` offers, without its quality, and for
-    one graph only."""
+    recompute, many keep more. What `memplan.recompute.solve` offers, without its quality."""
 
     def __init__(self) -> None:
         self.budgets: list[int] = []
-        self._known: list[tuple[int, float, Selection]] = []
+        self._known: dict[bytes, list[tuple[int, float, Selection]]] = {}
 
     def solve(
         self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
@@ -207,8 +206,10 @@ class Greedy:
         return Solved(selection, peak, 0.0)
 
     def _all(self, graph: StepGraph) -> list[tuple[int, float, Selection]]:
-        if self._known:
-            return self._known
+        key = graph.values.droppable.tobytes() + graph.values.bytes.tobytes()
+        if key in self._known:
+            return self._known[key]
+        known = self._known[key] = []
         evaluator = Evaluator(graph)
         droppable = [v for v in range(len(graph.values)) if graph.values.droppable[v]]
         for count in range(0, len(droppable) + 1, 2):
@@ -220,5 +221,5 @@ class Greedy:
                 ]
                 selection = Selection(tuple(filter(None, groups)))
                 found = evaluator.evaluate(selection)
-                self._known.append((found.peak_bytes, found.added_seconds, selection))
-        return self._known
+                known.append((found.peak_bytes, found.added_seconds, selection))
+        return known

@@ -118,7 +118,8 @@ class Recording(TorchDispatchMode):
             if self._on_cuda:
                 if not self.symbolic:
                     stack.enter_context(tensors_made_as_in_captures())
-                self._stream = self._current_stream()
+                if not self.symbolic or torch.cuda.is_initialized():  # else there are no streams
+                    self._stream = self._current_stream()
             stack.enter_context(saved_tensors_hooks(*self.hooks))
             stack.enter_context(watched_by(self))
             super().__enter__()  # type: ignore[no-untyped-call]
