@@ -13,7 +13,7 @@ from memplan.estimation import estimate
 from memplan.fit.answer import Change
 from memplan.fit.options import find_switches
 from memplan.fit.search import Search
-from memplan.fit.sharding import more_ranks, with_switches
+from memplan.fit.sharding import more_ranks, with_options
 from memplan.fit.small_state import in_8bit, smaller_states
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.fit.what_if import with_less
@@ -103,6 +103,46 @@ def test_switches_that_are_off(tmp_path: Path, given: str, found: dict[str, str]
     assert {one.words(on=True): shlex.join(one.on(program).argv) for one in switches} == found
 
 
+@pytest.mark.parametrize(
+    ("source", "given", "least", "expected"),
+    [
+        ('add("--zero-stage", type=int, default=1)', "", 3, "--zero-stage 1 -> 3"),
+        ('add("--zero-stage", type=int, default=1)', "--zero-stage=2", 3, "--zero-stage 2 -> 3"),
+        (
+            "",
+            "--parallelism.tensor_parallel_degree 2",
+            4,
+            "--parallelism.tensor_parallel_degree 2 -> 4",
+        ),
+        ("", "--tp 1", 2, "--tp 1 -> 2"),
+        ("", "--tp 8", 2, ""),
+        ("", "--zero-stage 3", 2, ""),
+    ],
+)
+def test_the_least_value_that_shards_enough(
+    tmp_path: Path, source: str, given: str, least: int, expected: str
+) -> None:
+    before = state(script(tmp_path, source, *given.split()), {1: 64})
+
+    def capture(program: ScriptTarget, plan: Plan | None = None, **more: object) -> Captured:
+        value = int(program.argv[-1].rpartition("=")[2])
+        return ChainProgram(CARD, weight=(8 if value >= least else 64) * MIB)(program, plan)
+
+    changes, tried = with_options(replace(before, job=replace(before.job, capture=capture)))
+    assert [f"{one.option.rpartition(' ')[0]} {one.before} -> {one.after}" for one in changes] == (
+        [expected] if expected else []
+    )
+    assert not tried
+
+
+def test_values_that_do_not_shard_enough(tmp_path: Path) -> None:
+    before = state(script(tmp_path, "", "--tp", "2"), {1: 64})
+    changes, tried = with_options(before)
+    assert not changes and len(tried) == 1 and tried[0].startswith("--tp 8 is not enough: peak")
+    alone = replace(before, job=replace(before.job, ranks=1))
+    assert with_options(alone) == ([], [])
+
+
 def test_a_switch_counts_as_captured(tmp_path: Path) -> None:
     program = script(tmp_path, SWITCHES, "--no-reshard")
     before = state(program, {1: 64})
@@ -119,7 +159,7 @@ def test_a_switch_counts_as_captured(tmp_path: Path) -> None:
         weight = 8 if "--reshard" in program.argv else 64
         return ChainProgram(CARD, weight=weight * MIB)(program, plan)
 
-    changes, tried = with_switches(replace(before, job=replace(before.job, capture=capture)))
+    changes, tried = with_options(replace(before, job=replace(before.job, capture=capture)))
     assert [change.option for change in changes] == ["--reshard"]
     assert changes[0].command[-1] == "--reshard" and changes[0].verified == "captured with it"
     assert tried == ["--cpu-offload could not be captured: no offload here"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, judge, moving_share
 from memplan.fit.knobs import Kind, Knob, find_knobs
-from memplan.fit.sharding import captured_change, more_ranks, with_switches
+from memplan.fit.sharding import captured_change, more_ranks, with_options
 from memplan.fit.small_state import smaller_states
 from memplan.fit.state import State
 from memplan.fit.what_if import shard_optimizer
@@ -36,7 +36,7 @@ def nearest_changes(plain: State, base: State, lowest: State) -> tuple[list[Chan
     by their place in the step, so it serves other shapes as well. `base`: the same without
     recomputation of what autograd saves. `plain`: without a plan.
     """
-    switches, switched = with_switches(lowest)
+    switches, switched = with_options(lowest)
     ranks, too_few = more_ranks(lowest)
     smaller, kept = _smaller_jobs(lowest)
     changes = [*switches, *smaller, *([ranks] if ranks else [])]

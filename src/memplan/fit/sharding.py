@@ -1,15 +1,17 @@
-"""Changes of how a job of many processes is sharded, each captured: more ranks, and switches of the
-script such as `--reshard`."""
+"""Changes of how a job of many processes is sharded, each captured: more ranks, and options of the
+script such as `--reshard` and `--zero-stage 3`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Change
 from memplan.fit.judge import Verdict, lowers
 from memplan.fit.micro_batches import input_bytes
-from memplan.fit.options import find_switches
+from memplan.fit.options import find_switches, find_value
 from memplan.fit.state import MoreNodes, State
 from memplan.report.text import peak_text
 from memplan.types.plan import Fingerprint
@@ -22,9 +24,19 @@ _SHARDING = frozenset(
     {
         *("reshard", "reshard_after_forward", "fsdp_reshard_after_forward", "full_shard", "zero3"),
         *("cpu_offload", "fsdp_cpu_offload", "offload_policy", "offload_params"),
+        *("use_distributed_optimizer", "sequence_parallel"),
     }
 )
-"""Names of switches with which a rank holds less of the model."""
+"""Names of switches with which a rank holds less of the model or of its activations."""
+_STAGES = frozenset({"zero_stage", "deepspeed_stage", "zero_optimization_stage"})
+_LAST_STAGE = 3
+_WIDTHS = frozenset(
+    {
+        *("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree"),
+        *("tensor_model_parallel_size", "context_parallel_size", "context_parallel_degree"),
+    }
+)
+"""Names of options that say over how many ranks a layer or a sequence is split."""
 _SAME = 0.01
 
 
@@ -61,37 +73,65 @@ def more_ranks(lowest: State) -> tuple[Change | None, str]:
     return None, f"{wider.ranks} ranks are not enough: each needs {needs}"
 
 
-def with_switches(lowest: State) -> tuple[list[Change], list[str]]:
-    """Switches of the script that shard more and are not on, each alone, that make it fit; and what
-    was tried in vain."""
+def with_options(lowest: State) -> tuple[list[Change], list[str]]:
+    """Options of the script that shard more than they do now, each alone, that make it fit; and
+    what was tried in vain. Of an option's values, the least that fits."""
     changes, tried = [], []
-    for switch in find_switches(lowest.job.program, _SHARDING):
-        program = switch.on(lowest.job.program)
-        words = switch.words(on=True)
-        lowest.job.search.say(f"trying {words}", 3)
-        made_for = Fingerprint(command=program.command)
-        changed = replace(lowest, job=replace(lowest.job, program=program))
-        try:
-            found = changed.trying(made_from=made_for, arguments=None).verdict
-        except CaptureFailedError as error:
-            tried.append(f"{words} could not be captured: {error.outcome.reason}")
-            continue
-        if not found.fits:
-            tried.append(f"{words} is not enough: {peak_text(found.estimate)}")
-            continue
-        changes.append(
-            captured_change(
+    for options in _sharding_more(lowest):
+        said = ""
+        for words, before, after, program in options:
+            found = _captured(lowest, words, program)
+            if isinstance(found, str):
+                said = said or f"{words} could not be captured: {found}"
+                continue
+            if not found.fits:
+                said = f"{words} is not enough: {peak_text(found.estimate)}"
+                continue
+            change = captured_change(
                 lowest,
                 found,
                 "it",
                 kind="sharding",
                 option=words,
-                before=0,
-                after=1,
+                before=before,
+                after=after,
                 command=program.command,
             )
-        )
+            changes.append(change)
+            break
+        else:
+            tried += [said] if said else []
     return changes, tried
+
+
+def _sharding_more(lowest: State) -> Iterator[list[tuple[str, int, int, ScriptTarget]]]:
+    """For each option: its words, the value before and after, and the program with it."""
+    program = lowest.job.program
+    for switch in find_switches(program, _SHARDING):
+        yield [(switch.words(on=True), 0, 1, switch.on(program))]
+    for names, values in (
+        (_STAGES, range(1, _LAST_STAGE + 1)),
+        (_WIDTHS, [width for width in _TIMES if width <= lowest.job.ranks]),
+    ):
+        now = find_value(program, names) if lowest.job.ranks > 1 else None
+        if now is not None:
+            name = now.option
+            yield [
+                (f"{name} {value}", now.value, value, program.with_option(name, value))
+                for value in values
+                if value > now.value
+            ]
+
+
+def _captured(lowest: State, words: str, program: ScriptTarget) -> Verdict | str:
+    """With other options, or why not."""
+    lowest.job.search.say(f"trying {words}", 3)
+    made_for = Fingerprint(command=program.command)
+    changed = replace(lowest, job=replace(lowest.job, program=program))
+    try:
+        return changed.trying(made_from=made_for, arguments=None).verdict
+    except CaptureFailedError as error:
+        return error.outcome.reason
 
 
 def captured_change(state: State, found: Verdict, what: str, **fields: Any) -> Change:
