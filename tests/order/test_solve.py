@@ -144,13 +144,34 @@ def test_leaves_are_left_alone_where_they_would_gain_a_thousandth(
 
     def leaves(_graph: Graph, found: Improved, *_rest: Any) -> Any:
         asked.append(found.bound_bytes)
-        return found.order
+        return refine.Exact(found.order, 0.0)
 
     monkeypatch.setattr(refine, "improve", as_it_is)
     monkeypatch.setattr(refine, "_with_leaves", leaves)
     for floor in (999_500, 998_000):
         refine.refine(graph, program_order(graph), floor, Deadline(30.0), seed=0)
     assert asked[:1] == [998_000] and 999_500 not in asked
+
+
+def test_leaves_end_by_work_and_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: the clock ends them only with the whole search."""
+    graph, whole = random_graph(150), Deadline(30.0)
+    given: list[float] = []
+
+    def improve(graph: Graph, order: I64, floor: int, _deadline: Deadline) -> Improved:
+        return Improved(order, peak(graph, order), floor)
+
+    def exact(part: Graph, hint: I64, *, seed: int, work: float, deadline: Deadline) -> Any:
+        assert deadline is whole
+        given.append(work)
+        backwards = early_updates(part, hint)  # better or not, all the work is taken
+        return refine.Exact(backwards, work)
+
+    monkeypatch.setattr(refine, "improve", improve)
+    monkeypatch.setattr(refine, "exact_order", exact)
+    monkeypatch.setattr(refine, "ALL_WORK", 5.0)
+    refine.refine(graph, np.array(random_order(graph, 1), np.int64), 0, whole, seed=0)
+    assert 0 < sum(given) <= 5.0
 
 
 def test_the_same_seed_gives_the_same_order() -> None:

@@ -7,6 +7,8 @@ place are at most the peak, which is minimised: all-different places and a cumul
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from ortools.sat.python import cp_model
 
@@ -15,8 +17,12 @@ from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
-DETERMINISTIC_SECONDS = 4.0
-"""CP-SAT's own measure of work for one leaf: the answer does not depend on the machine's speed."""
+
+class Exact(NamedTuple):
+    """An order of a leaf, and the work that it took."""
+
+    order: I64
+    work: float
 
 
 class _Leaf:
@@ -33,17 +39,18 @@ class _Leaf:
         self._model.minimize(self._peak)
         self._solver = cp_model.CpSolver()
 
-    def solve(self, seed: int, seconds: float) -> I64:
+    def solve(self, seed: int, work: float, seconds: float) -> Exact:
         parameters = self._solver.parameters
         parameters.catch_sigint_signal = False  # it would not give Ctrl-C back to Python
         parameters.num_workers = 1
         parameters.random_seed = seed
         parameters.max_time_in_seconds = seconds
-        parameters.max_deterministic_time = DETERMINISTIC_SECONDS
+        parameters.max_deterministic_time = work
         status = self._solver.solve(self._model)
+        done = self._solver.response_proto.deterministic_time
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return self._hint
-        return np.argsort([self._solver.value(place) for place in self._places])
+            return Exact(self._hint, done)
+        return Exact(np.argsort([self._solver.value(place) for place in self._places]), done)
 
     def stop(self) -> None:
         """End a running `solve` soon, from another thread."""
@@ -116,10 +123,14 @@ def _windows(graph: Graph) -> tuple[I64, I64]:
     return first, count - 1 - after
 
 
-def exact_order(graph: Graph, hint: I64, *, seed: int, deadline: Deadline) -> I64:
-    """The order of the least peak, or the best found in time and within CP-SAT's measure of work;
-    `hint`, an order, where that has no higher peak."""
-    if deadline.passed:
-        return hint
+def exact_order(graph: Graph, hint: I64, *, seed: int, work: float, deadline: Deadline) -> Exact:
+    """The order of the least peak, or the best found within so much work; `hint`, an order, where
+    that has no higher peak.
+
+    Work is CP-SAT's deterministic time, about a second of a usual CPU each: the answer does not
+    depend on the machine's speed, unless the deadline comes first.
+    """
+    if deadline.passed or work <= 0:
+        return Exact(hint, 0.0)
     leaf = _Leaf(graph, hint)
-    return deadline.result_of(lambda: leaf.solve(seed, deadline.left()), cancel=leaf.stop)
+    return deadline.result_of(lambda: leaf.solve(seed, work, deadline.left()), cancel=leaf.stop)

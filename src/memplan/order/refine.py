@@ -17,7 +17,7 @@ import numpy as np
 
 from memplan.order.compose import Piece, composed, part_of
 from memplan.order.evaluate import held, peak, program_order
-from memplan.order.leaf import exact_order
+from memplan.order.leaf import Exact, exact_order
 from memplan.order.search import Improved, improve
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
@@ -30,7 +30,10 @@ ROUNDS = 4
 THREADS = 2
 MOST_LEAVES = 8
 """Solved in one round."""
-LEAF_SECONDS = 10.0
+LEAF_WORK = 4.0
+"""For one leaf at most, as `exact_order` counts it."""
+ALL_WORK = 24.0
+"""For all leaves of all rounds: by two threads in about 13 seconds."""
 NEARLY = 1.001
 """Times what is proved: the seconds that leaves take gain less."""
 
@@ -38,36 +41,43 @@ NEARLY = 1.001
 def refine(graph: Graph, order: I64, floor: int, deadline: Deadline, seed: int) -> Improved:
     """An order whose peak is no higher. `floor` as in `improve`."""
     found = improve(graph, order, floor, deadline)
+    work = ALL_WORK
     for turn in range(ROUNDS):
         if found.peak_bytes <= NEARLY * found.bound_bytes or deadline.passed:
             break
-        candidate = _with_leaves(graph, found, deadline, seed + turn)
+        candidate, done = _with_leaves(graph, found, work, deadline, seed + turn)
+        work -= done
         if peak(graph, candidate) >= found.peak_bytes:
             break
         found = improve(graph, candidate, found.bound_bytes, deadline)
     return found
 
 
-def _with_leaves(graph: Graph, found: Improved, deadline: Deadline, seed: int) -> I64:
+def _with_leaves(
+    graph: Graph, found: Improved, work: float, deadline: Deadline, seed: int
+) -> Exact:
     """The order with the leaves solved that hold more somewhere than is proved."""
     bytes_held = held(graph, found.order)
     levels = leaves(len(graph), int(bytes_held.argmax()))
     above = [leaf for leaf in levels if bytes_held[leaf.places()].max() > found.bound_bytes]
-    solved = _solve_all(graph, found.order, above[:MOST_LEAVES], deadline, seed)
+    exact = _solve_all(graph, found.order, above[:MOST_LEAVES], work, deadline, seed)
+    solved = {leaf: one.order for leaf, one in exact.items()}
     everything = _composed(found.order, levels, solved)
     singly = [_composed(found.order, levels, {leaf: part}) for leaf, part in solved.items()]
-    return min([everything, *singly], key=lambda order: peak(graph, order))
+    best = min([everything, *singly], key=lambda order: peak(graph, order))
+    return Exact(best, sum(one.work for one in exact.values()))
 
 
 def _solve_all(
-    graph: Graph, order: I64, chosen: Sequence[Leaf], deadline: Deadline, seed: int
-) -> dict[Leaf, I64]:
-    """Of each leaf, the best order of its pieces."""
+    graph: Graph, order: I64, chosen: Sequence[Leaf], work: float, deadline: Deadline, seed: int
+) -> dict[Leaf, Exact]:
+    """Of each leaf, the best order of its pieces. Each may take an equal share of the work: one
+    that took what others leave would depend on which of them end first."""
+    share = min(LEAF_WORK, work / max(1, len(chosen)))
 
-    def solve(leaf: Leaf) -> I64:
+    def solve(leaf: Leaf) -> Exact:
         part = part_of(graph, order, leaf.start, leaf.pieces(order))
-        share = deadline.part(1, LEAF_SECONDS)
-        return exact_order(part, program_order(part), seed=seed, deadline=share)
+        return exact_order(part, program_order(part), seed=seed, work=share, deadline=deadline)
 
     with ThreadPoolExecutor(THREADS) as pool, deadline.ended_by_errors():
         return dict(zip(chosen, pool.map(solve, chosen), strict=True))
