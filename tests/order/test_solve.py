@@ -20,6 +20,7 @@ from memplan.order.baselines import Candidate, baseline_orders, best
 from memplan.order.bound import Bound
 from memplan.order.certificate import Amounts, Certificate, Flow
 from memplan.order.evaluate import peak, program_order
+from memplan.order.leaf import Exact
 from memplan.order.search import Improved, improve
 from memplan.order.solve import solve
 from memplan.order.updates import early_updates
@@ -144,7 +145,7 @@ def test_leaves_are_left_alone_where_they_would_gain_a_thousandth(
 
     def leaves(_graph: Graph, found: Improved, *_rest: Any) -> Any:
         asked.append(found.bound_bytes)
-        return refine.Exact(found.order, 0.0)
+        return Exact(found.order, 0.0)
 
     monkeypatch.setattr(refine, "improve", as_it_is)
     monkeypatch.setattr(refine, "_with_leaves", leaves)
@@ -165,7 +166,7 @@ def test_leaves_end_by_work_and_not_by_the_clock(monkeypatch: pytest.MonkeyPatch
         assert deadline is whole
         given.append(work)
         backwards = early_updates(part, hint)  # better or not, all the work is taken
-        return refine.Exact(backwards, work)
+        return Exact(backwards, work)
 
     monkeypatch.setattr(refine, "improve", improve)
     monkeypatch.setattr(refine, "exact_order", exact)
