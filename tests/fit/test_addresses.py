@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from memplan.capturing.options import STEPS_TO_PLAN
+import msgspec
+
+from memplan.capturing.options import STEPS_TO_PLAN, CaptureOptions
 from memplan.fit.flow import fit
 from memplan.recompute import solve
 from memplan.types.trace import PRIVATE_POOLS
-from tests.fit.fragmented_job import MIB, SCRIPT, Job, card
+from memplan.worker.request import CaptureRequest, Question
+from tests.fit.fragmented_job import MIB, SCRIPT, Job, card, fragmented
 
 
 def test_memory_is_not_given_back_in_every_step() -> None:
@@ -48,3 +51,17 @@ def test_a_job_with_memory_pools_of_its_own_is_told() -> None:
     answer = fit(SCRIPT, job.profile, job, solve).answer
     assert not answer.levers
     assert any("memory pools" in note for note in answer.notes)
+
+
+def test_a_plan_with_addresses_is_estimated_on_its_own_allocator() -> None:
+    job = Job(card(1500))
+    fitted = fit(SCRIPT, job.profile, job, solve)
+    assert fitted.plan is not None and fitted.answer.after is not None
+    request = CaptureRequest(
+        program=SCRIPT, options=CaptureOptions(profile=job.profile), plan=fitted.plan
+    )
+    # As many steps as a capture usually takes, which are fewer than the plan was made from.
+    again = Question(request, job.profile).answer(fragmented(2))
+    assert again.high_bytes == fitted.answer.after.high_bytes and again.fits
+    plain = msgspec.structs.replace(request, plan=None)
+    assert Question(plain, job.profile).answer(fragmented(2)).high_bytes > again.high_bytes

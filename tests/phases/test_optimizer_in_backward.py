@@ -147,9 +147,9 @@ def test_gradients_go_when_they_are_complete() -> None:
     before, after = plain().trace(), with_updates_in_backward(plain().trace())
     assert max(alive(before)) == WEIGHT + WEIGHT + 200
     assert max(alive(after)) == WEIGHT + WEIGHT + 16
-    last = find_steps(after)[2]
-    kinds = [(e.kind, e.bytes) for e in map(after.event, range(*last))]
-    assert kinds.index((EventKind.FREE, WEIGHT)) < kinds.index((EventKind.ALLOC, 8))
+    for step in (0, 2):  # the first one too, where a job's peak often is
+        kinds = [(e.kind, e.bytes) for e in map(after.event, range(*find_steps(after)[step]))]
+        assert kinds.index((EventKind.FREE, WEIGHT)) < kinds.index((EventKind.ALLOC, 8))
     assert len(find_steps(after)) == len(find_steps(before)) == 3
     assert alive(after)[-1] == alive(before)[-1] == WEIGHT
     assert (np.diff(after.ops.event) >= 0).all() and int(after.ops.event[-1]) <= len(after)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memplan.capturing.options import STEPS_TO_PLAN
-from memplan.estimation import estimate
-from memplan.estimation.interval import Replay
 from memplan.fit.answer import Lever
 from memplan.fit.judge import Verdict
 from memplan.fit.state import State
-from memplan.layout.serve import timeline_under
 from memplan.layout.static_plan import static_plan
-from memplan.simulate.simulator import BOUNDS
-from memplan.types.allocation import Requests
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError
 from memplan.types.estimate import Estimate
-from memplan.types.plan import AllocationPart
-from memplan.types.trace import PRIVATE_POOLS, Trace
+from memplan.types.trace import PRIVATE_POOLS
 from memplan.worker.failure import CaptureFailedError
+from memplan.worker.planned_addresses import estimate_under
 
 _SECONDS = 10.0
 """For the layout."""
@@ -47,7 +42,7 @@ def with_planned_addresses(state: State) -> State:
         found = static_plan(captured.trace, seconds=job.search.solving_seconds(_SECONDS), device=0)
     except (CaptureFailedError, NoAnswerError):
         return state
-    under_plan = estimate_with(captured.trace, job.profile, found.part, found.requests)
+    under_plan = estimate_under(captured.trace, job.profile, found.part, found.requests)
     if not under_plan.fits:
         return state
     saved = state.verdict.estimate.reserved_peak_bytes - under_plan.reserved_peak_bytes
@@ -65,32 +60,8 @@ def with_planned_addresses(state: State) -> State:
     return after.with_lever(lever)
 
 
-def estimate_with(
-    trace: Trace, profile: DeviceProfile, part: AllocationPart, requests: Requests
-) -> Estimate:
-    """The estimate of a job that runs with planned addresses."""
-    return estimate(trace, profile, player=lambda card: _Planned(part, requests, card))
-
-
 def _gaps_are_missing(found: Estimate, profile: DeviceProfile) -> bool:
     """Whether the tensors alone fit, at the high bound, and the gaps beside them do not."""
     gaps = found.reserved_high_bytes - found.allocated_high_bytes
     tensors = found.high_bytes - gaps <= profile.total_memory_bytes
     return tensors and not (found.fits and found.num_alloc_retries == 0)
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A `Player` of the planned allocator. It gives nothing back for want of room, so a job fits
-    or it does not."""
-
-    part: AllocationPart
-    requests: Requests
-    card: DeviceProfile
-
-    def play(self, trace: Trace, bounds: str, reuse: str, taken: int) -> Replay:
-        events = trace.events
-        sized = replace(events, bytes=getattr(events, BOUNDS[bounds]))
-        timeline = timeline_under(replace(trace, events=sized, _cache={}), self.part, self.requests)
-        room = self.card.total_memory_bytes - taken
-        return Replay(timeline, fits=timeline.reserved_peak_bytes <= room, squeezed=False)

@@ -104,8 +104,8 @@ class _Step:
 def with_updates_in_backward(trace: Trace) -> Trace:
     """The trace of the same job with updates in backward, without their own temporaries.
 
-    In every step but the first a gradient is gone as soon as it is complete, in the first when the
-    optimizer begins; what the optimizer asks for and gives back in one step falls away.
+    A gradient is gone as soon as it is complete; what the optimizer asks for and gives back in one
+    step falls away.
     """
     table = find_steps(trace)
     events = trace.events
@@ -118,7 +118,7 @@ def with_updates_in_backward(trace: Trace) -> Trace:
     for step, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         first, last = np.searchsorted(numbers, [step, step + 1]).tolist()
         dropped[start:stop] |= _temporaries(trace, start, stop)
-        gone = _released_at(trace, first, last, start, stop, complete=step > 0)
+        gone = _released_at(trace, first, last, start, stop)
         at[gone.storage] = gone.event
     return _released_by(trace, at, dropped)
 
@@ -164,20 +164,14 @@ class _Released:
     event: I64
 
 
-def _released_at(
-    trace: Trace, first: int, last: int, start: int, stop: int, *, complete: bool
-) -> _Released:
-    """The gradients made in events `[start, stop)`: when complete, or when the optimizer begins."""
+def _released_at(trace: Trace, first: int, last: int, start: int, stop: int) -> _Released:
+    """The gradients made in events `[start, stop)`: when they are complete."""
     kind, storage = trace.events.kind[start:stop], trace.events.storage[start:stop]
     made = storage[(kind == EventKind.ALLOC) & (storage >= 0)]
     made = np.unique(made[trace.storages.role[made] == Role.GRADIENT])
     row, used = _uses(trace, first, last)
     phase = trace.ops.phase[first:last]
     begins = np.append(trace.ops.event[first:last], stop)
-    if not complete:
-        optimizer = np.flatnonzero(phase == Phase.OPTIMIZER)
-        at = int(begins[optimizer[0]]) if len(optimizer) else stop
-        return _Released(made, np.full(len(made), at))
     known = np.isin(used, made) & (phase[row] == Phase.BACKWARD)
     ready = np.full(len(made), last - first - 1, np.int64)
     found = np.full(len(made), -1, np.int64)

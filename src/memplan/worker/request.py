@@ -71,10 +71,15 @@ class Question:
         return Question(request, self.profile, self.notes)
 
     def answer(self, trace: Trace) -> Estimate:
-        """The estimate of what was captured."""
+        """The estimate of what was captured, on the allocator that a run with its plan has."""
         from memplan.estimation import estimate  # not before anything is refused
+        from memplan.worker.planned_addresses import estimate_under
 
-        result = estimate(trace, self.profile)
+        plan = self.request.plan
+        if plan is not None and plan.allocation is not None:
+            result = estimate_under(trace, self.profile, plan.allocation)
+        else:
+            result = estimate(trace, self.profile)
         place = self.request.options.place
         return msgspec.structs.replace(
             result,
