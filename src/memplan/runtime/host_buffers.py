@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from memplan.types.trace import PAGE_LOCKED
 
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: for every context."""
 _CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
@@ -27,13 +28,14 @@ def page_lock(host: Tensor) -> None:
     """A tensor's memory as it is, until it is freed. Raises RuntimeError where the host refuses."""
     storage = host.untyped_storage()
     address = storage.data_ptr()
-    pin_memory(address, storage.nbytes())
+    if error := int(torch.cuda.cudart().cudaHostRegister(address, storage.nbytes(), _PORTABLE)):
+        raise RuntimeError(f"cudaHostRegister: error {error} of CUDA")
     weakref.finalize(storage, _unlock, address)
 
 
 def _unlock(address: int) -> None:
     with suppress(RuntimeError):  # at the end of the process CUDA may be gone
-        unpin_memory(address)
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import optimizer as traced_optimizers
 from torch._dynamo.variables import torch as traced_functions
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -128,7 +128,14 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: Capt
     patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
     # Constants of a traced program must not be computed on the device: there is none.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda _mode: True))
-    patches.set(proxy_tensor, "unset_fake_temporarily", _real_on_host)
+    real: Any = proxy_tensor.unset_fake_temporarily
+
+    @contextmanager
+    def real_on_host() -> Iterator[None]:
+        with real(), OnHost():  # type: ignore[no-untyped-call]
+            yield
+
+    patches.set(proxy_tensor, "unset_fake_temporarily", real_on_host)
     traced = re.escape(str(PACKAGES.relative_to(_CAPTURE)) + "/")
     pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}(?!{traced})"
     patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
@@ -145,12 +152,6 @@ def _forgive(patches: Patches, failed: set[types.CodeType]) -> None:
 
     if count is not None:
         patches.set(eval_frame, "set_fullgraph_compiled_frame_count", frames)
-
-
-@contextmanager
-def _real_on_host() -> Iterator[None]:
-    with unset_fake_temporarily(), OnHost():  # type: ignore[no-untyped-call]
-        yield
 
 
 def _without_modes() -> AbstractContextManager[Any]:

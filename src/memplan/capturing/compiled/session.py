@@ -82,7 +82,7 @@ class Compiled:
         """Take everything out again, and forget what was compiled for the fake device."""
         dynamo.reset()
         if "dynamo" in self._ready and _frames_seen() > self._frames_before:
-            torch._dynamo.reset()  # which imports Inductor, and that takes seconds
+            torch.compiler.reset()  # which imports Inductor, and that takes seconds
         self._patches.undo()
         self._stack.close()
 
@@ -102,7 +102,7 @@ class Compiled:
 
 def _as_it_is(model: Any) -> Any:
     """Not compiled; a module in the wrapper that `torch.compile` puts around it."""
-    return torch._dynamo.disable(model) if isinstance(model, torch.nn.Module) else model
+    return torch.compiler.disable(model) if isinstance(model, torch.nn.Module) else model
 
 
 def _is_module_call(owner: Any, name: str, _before: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
 
 from memplan.capturing.distributed.works import Batch, RankWork

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from memplan.capturing.distributed import arithmetic
 from memplan.capturing.distributed.arithmetic import Value

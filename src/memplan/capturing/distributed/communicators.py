@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import distributed
-from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import ProcessGroup
 
 from memplan.capturing.cuda.fake_cuda import FakeEvent
 from memplan.types.trace import Communicator

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Work, _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup, Work
 
 from memplan.capturing.operators.fake import run_fake
 from memplan.capturing.patches.attributes import Patches

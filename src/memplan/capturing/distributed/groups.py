@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from memplan.types.errors import CaptureError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from memplan.types.errors import CaptureError
 

@@ -14,10 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    Work,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import Work
 
 _KEPT = 64
 _OWN_REFERENCES = 3  # the queue's, the loop variable's and `getrefcount`'s own

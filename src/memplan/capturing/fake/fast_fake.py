@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._library.utils import is_builtin
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -53,6 +52,7 @@ _PLAIN_DTYPES = frozenset(
         torch.bool,
     }
 )
+_BUILT_IN = ("aten", "prims", "prim")
 _NEVER = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set"})
 """Operators that look at, or change, what a signature does not hold: the size of a storage."""
 _UNSAFE_TAGS = (
@@ -242,7 +242,7 @@ class DeviceFakeMode(FastFakeMode):
 
 
 def _is_eligible(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or not is_builtin(func):
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _BUILT_IN:
         return False
     if func in fake_tensor._DISPATCH_META_HANDLERS or func in fake_tensor._DISPATCH_HANDLE_DIRECTLY:
         return False
@@ -321,10 +321,8 @@ def _aliases(plan: _Plan) -> bool:
 
 
 def _carry_out(plan: _Plan, tensors: list[FakeTensor]) -> Any:
-    if torch._C._len_torch_dispatch_stack():
-        with torch._C._DisableTorchDispatch():
-            return _make_all(plan, tensors)
-    return _make_all(plan, tensors)
+    with torch._C._DisableTorchDispatch():
+        return _make_all(plan, tensors)
 
 
 def _make_all(plan: _Plan, tensors: list[FakeTensor]) -> Any:
@@ -354,10 +352,7 @@ def _make(output: _Output, tensors: list[FakeTensor]) -> Any:
     fake: Any = _make_subclass(
         FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=output.device
     )
-    if fake_mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
+    torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     fake.__dict__.update(output.state)
     fake.__class__ = fake_mode.tensor_class
     return fake
@@ -375,6 +370,10 @@ def _confirmed(plan: _Plan, tensors: list[FakeTensor], result: Any) -> bool:
     )
 
 
+def _keys(tensor: FakeTensor) -> int:
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
+
+
 def _same(one: FakeTensor, other: FakeTensor) -> bool:
     if one is other:
         return True
@@ -387,6 +386,6 @@ def _same(one: FakeTensor, other: FakeTensor) -> bool:
         and one.requires_grad == other.requires_grad
         and one.is_inference() == other.is_inference()
         and left.nbytes() == right.nbytes()
-        and torch._C._dispatch_key_set(one) == torch._C._dispatch_key_set(other)
+        and _keys(one) == _keys(other)
         and vars(one) == vars(other)
     )

@@ -48,7 +48,7 @@ _OF_FAKE_TENSORS = (
     "get_nested_int",
 )
 _metaclass: Any = type(FakeTensor)
-_storage: Any = torch._C.TensorBase.untyped_storage
+_storage: Any = torch.Tensor.untyped_storage
 _STATE = "_memplan_fake_state"
 _TYPE_OF_OBJECT = ctypes.sizeof(ctypes.c_void_p)
 """Where CPython keeps an object's type: behind the reference count."""
@@ -194,12 +194,12 @@ def _set_metaclass(before: type, after: type) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
 
 
-base_data = torch._C.TensorBase.data
+base_data: Any = torch.Tensor.data
 
 
 def set_data(tensor: FakeTensor, value: FakeTensor) -> None:
     """`tensor.data = value`, with the Python side of the fake device moved along."""
-    base_data.__set__(tensor, value)  # type: ignore[attr-defined]
+    base_data.__set__(tensor, value)
     tensor.fake_device = value.fake_device
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch.library import CustomOpDef
 
 from memplan.capturing.operators.fake import forget_written
 from memplan.capturing.standins import rules as rules_module
@@ -184,25 +184,27 @@ class RuleActor:
                 del self.state.handlers[known]
 
 
-_packets: dict[str, Any] = {}
+_packets: dict[tuple[str, str], Any] = {}
 """Kept for the life of the process: C++ remembers the Python object of an operator without holding
 it, and a rule takes its place in `torch.ops` while a capture runs."""
 
 
 def _packet(namespace: str, operator: str) -> Any:
     """The operator as PyTorch knows it, or None."""
-    found = torch._C._jit_get_operation(f"{namespace}::{operator}")[0]
-    if found is None:
-        return None
-    held = vars(getattr(torch.ops, namespace)).get(operator)
-    if isinstance(held, torch._ops.OpOverloadPacket):
+    owner, key = getattr(torch.ops, namespace), (namespace, operator)
+    held = vars(owner).get(operator)
+    if held is not None and not isinstance(held, RuledOperator):
         return held
-    name = f"{namespace}::{operator}"
-    if name not in _packets:
-        _packets[name] = torch._ops._OpNamespace.__getattr__(
-            getattr(torch.ops, namespace), operator
-        )
-    return _packets[name]
+    if key not in _packets:
+        vars(owner).pop(operator, None)
+        try:
+            _packets[key] = getattr(owner, operator)
+        except AttributeError:
+            return None
+        finally:
+            if held is not None:
+                vars(owner)[operator] = held
+    return _packets[key]
 
 
 class RuledOperator:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +40,8 @@ def install(patches: Patches) -> None:
     """Patch the constructors until `patches.undo()`."""
     # The table that tells `with torch.device(…)` which functions it concerns holds the functions
     # themselves, and is made when it is first asked for: now, not from ours.
-    _device._device_constructors()
+    with torch.device("cpu"):
+        torch.empty(0)
     torch.jit._builtins._get_builtin_table()  # likewise TorchScript's
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, name, _reading_elements(getattr(torch, name), 0))

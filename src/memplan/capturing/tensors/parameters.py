@@ -91,7 +91,7 @@ def install(patches: Patches, state: CaptureState) -> None:
         elif isinstance(value, FakeTensor):
             _become_fake(tensor, value)
         else:
-            base_data.__set__(tensor, value)  # type: ignore[attr-defined]
+            base_data.__set__(tensor, value)
 
     patches.set(torch.Tensor, "data", property(_get_data, set_any_data))
 
@@ -105,7 +105,7 @@ def _become_fake(tensor: torch.Tensor, value: FakeTensor) -> None:
 
 
 def _get_data(tensor: torch.Tensor) -> Any:
-    return base_data.__get__(tensor)  # type: ignore[attr-defined]
+    return base_data.__get__(tensor)
 
 
 def _forget_conversions(state: CaptureState, *tensors: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memplan.capturing.fake.plain_class import is_fake
 
@@ -172,7 +173,7 @@ class Repeats:
             torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(),
             torch._C._len_torch_function_stack(),
-            torch._C._len_torch_dispatch_stack(),
+            len(_get_current_dispatch_mode_stack()),
         )
 
     def _observe(

@@ -40,7 +40,7 @@ class Logits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is not None:
@@ -171,7 +171,7 @@ def _logits(of: Deferred, dtype: torch.dtype) -> Logits:
         Logits, shape, dtype=dtype, device=of.rows.device, requires_grad=True
     )
     found.of = of
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         found.register_hook(_lost)
     return found  # type: ignore[no-any-return]
 
