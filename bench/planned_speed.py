@@ -52,11 +52,11 @@ def build_library() -> tuple[Path, Path]:
 
 
 def calls(part: AllocationPart, requests: Requests) -> tuple[I64, I64]:
-    """What the prologue and what every round calls, in order: a request is its row, a release the
+    """What the setup and what every round calls, in order: a request is its row, a release the
     bitwise complement of it. What a round holds on to is released in the next one."""
     rows = np.arange(len(requests))
     made = np.maximum.accumulate(requests.lower)
-    before = rows < part.prologue
+    before = rows < part.setup
     stays = before & (requests.upper >= part.start + part.clock)
     over = np.minimum(requests.upper, part.start)[before & ~stays]
     end = part.start + part.clock
@@ -78,16 +78,16 @@ def job_file(found: StaticPlan, path: Path) -> None:
     part, requests = found.part, found.requests
     head = (
         part.requests,
-        part.prologue,
+        part.setup,
         part.start,
         part.clock,
         part.arena_bytes,
         len(part.phases),
     )
-    prologue, round_ = calls(part, requests)
+    setup, round_ = calls(part, requests)
     columns = [getattr(requests, name) for name in COLUMNS]
-    counts = (len(prologue), len(round_))
-    numbers = np.concatenate((head, *columns, counts, prologue, round_))
+    counts = (len(setup), len(round_))
+    numbers = np.concatenate((head, *columns, counts, setup, round_))
     path.write_bytes(numbers.astype("<i8").tobytes())
 
 

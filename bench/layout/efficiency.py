@@ -131,7 +131,7 @@ def release_phases(trace: Trace, made: Round) -> tuple[I64, I64]:
     alloc, upper = made.alloc[made.planned], made.upper[made.planned]
     last = np.where(upper > len(trace), upper - made.clock, upper) - 1
     release = number[last]
-    stays = (made.planned < made.prologue) & (upper == made.end)
+    stays = (made.planned < made.setup) & (upper == made.end)
     return number[alloc], np.where(stays, int(number.max()) + 1, release)
 
 

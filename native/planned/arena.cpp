@@ -112,10 +112,10 @@ void Arena::block_until(std::int64_t until) {
   blocked_ = planned_;
   std::int32_t at = sequence_.next();
   const auto block = [&](const Row& row) { blocked_.add(row.first, row.last); };
-  for (; at < plan_->prologue() && plan_->moment(at) < until; ++at) {
+  for (; at < plan_->setup() && plan_->moment(at) < until; ++at) {
     if (plan_->row(at).first >= 0) block(plan_->row(at));
   }
-  if (at < plan_->prologue()) return;
+  if (at < plan_->setup()) return;
   std::int64_t shift = lap_of_next();
   if (until >= plan_->moment(at) + shift + plan_->clock()) {
     blocked_.add(plan_->round_cells());
@@ -126,7 +126,7 @@ void Arena::block_until(std::int64_t until) {
   while (plan_->moment(at) + shift < until) {
     if (plan_->row(at).first >= 0) block(plan_->row(at));
     at = plan_->next(at);
-    if (at == plan_->prologue()) shift += plan_->clock();
+    if (at == plan_->setup()) shift += plan_->clock();
   }
   // Of other streams, some are alive before the moment of their request.
   for (const std::int32_t early : plan_->early()) {
@@ -144,7 +144,7 @@ Place Arena::invite(const Guests::Gap& gap, std::int64_t size, std::int32_t stre
 // When a row ends, on the clock of `now`.
 std::int64_t Arena::end_of(std::int32_t row) const {
   const std::int64_t upper = plan_->life(row).upper;
-  return row < plan_->prologue() && upper >= plan_->end() ? kForEver : upper;
+  return row < plan_->setup() && upper >= plan_->end() ? kForEver : upper;
 }
 
 // For how long a request that no row is may live: as a row of its size just before, else for the

@@ -34,7 +34,7 @@ struct Counters {
 // A byte that is in use is never given out, whatever the plan says.
 class Arena {
  public:
-  // With `in_round` the job is past the plan's prologue.
+  // With `in_round` the job is past the plan's setup.
   explicit Arena(std::shared_ptr<const Plan> plan, bool in_round);
 
   // The next request of the job, of more than 0 bytes. `stream` is numbered in the order of first

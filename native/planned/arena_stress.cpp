@@ -39,7 +39,7 @@ PlanColumns random_plan(Random& random) {
   plan.start = draw(random, 0, 200);
   plan.clock = draw(random, 1, 400);
   const std::int64_t requests = draw(random, 1, 120), streams = draw(random, 1, 4);
-  plan.prologue = draw(random, 0, requests);
+  plan.setup = draw(random, 0, requests);
   for (std::int64_t spaces = draw(random, 0, 4); spaces > 0; --spaces) {
     plan.space_lower.push_back(0);
     plan.space_upper.push_back(plan.clock);
@@ -54,14 +54,14 @@ PlanColumns random_plan(Random& random) {
   const auto spaces = static_cast<std::int64_t>(plan.space_lower.size());
   const std::int64_t sizes = draw(random, 1, 8), unit = draw(random, 1, 6000);
   for (std::int64_t at = 0; at < requests; ++at) {
-    const std::int64_t first = at < plan.prologue ? 0 : plan.start;
-    const std::int64_t lower = first + draw(random, 0, at < plan.prologue ? plan.start + 1 : plan.clock);
+    const std::int64_t first = at < plan.setup ? 0 : plan.start;
+    const std::int64_t lower = first + draw(random, 0, at < plan.setup ? plan.start + 1 : plan.clock);
     const std::int64_t bytes = unit * draw(random, 1, sizes + 1);
     const std::int64_t places = (plan.arena_bytes - rounded(bytes)) / kBlock;
     const bool dynamic = spaces > 0 && draw(random, 0, 5) == 0;
     plan.bytes.push_back(bytes);
     plan.stream.push_back(draw(random, 0, 4) == 0 ? draw(random, 0, streams) * 7 : 0);
-    plan.phase.push_back(at < plan.prologue ? -1 : draw(random, -1, plan.phases));
+    plan.phase.push_back(at < plan.setup ? -1 : draw(random, -1, plan.phases));
     plan.lower.push_back(std::min(lower, plan.start + plan.clock - 1));
     plan.upper.push_back(plan.lower.back() + draw(random, 1, plan.clock + 1));
     plan.offset.push_back(dynamic || places < 0 ? -1 : kBlock * draw(random, 0, places + 1));
@@ -149,7 +149,7 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
   Model model(made.arena_bytes, seed);
   const std::int64_t strange = draw(random, 0, 40), held = draw(random, 1, 40);
   const std::int64_t streams = draw(random, 1, 5);
-  std::int64_t at = in_round ? made.prologue : 0;
+  std::int64_t at = in_round ? made.setup : 0;
   std::vector<std::int64_t> live;
   for (; operations > 0; --operations) {
     const std::int64_t what = draw(random, 0, 100);
@@ -159,7 +159,7 @@ void run(std::int64_t operations, std::uint64_t seed, Counters& sum) {
       const bool own = draw(random, 0, 10) != 0;
       const auto stream = static_cast<std::int32_t>(own ? 0 : draw(random, 0, streams));
       if (draw(random, 0, 100) >= strange / 2) ++at;
-      if (at == columns.requests) at = made.prologue;
+      if (at == columns.requests) at = made.setup;
       Place place = arena.place(bytes, stream);
       if (place.offset < 0 && draw(random, 0, 2) == 0) place = arena.squeeze_in(bytes, stream);
       model.place(arena, place, bytes, stream);

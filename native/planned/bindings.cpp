@@ -29,7 +29,7 @@ memplan_plan plan_of(const nb::dict& numbers, const nb::dict& columns) {
   memplan_plan plan{};
   plan.abi = MEMPLAN_ABI;
   plan.requests = number("requests");
-  plan.prologue = number("prologue");
+  plan.setup = number("setup");
   plan.start = number("start");
   plan.clock = number("clock");
   plan.arena_bytes = number("arena_bytes");

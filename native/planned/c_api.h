@@ -45,14 +45,14 @@ void memplan_torch_empty_cache(void);
 typedef struct {
   int64_t abi; /* MEMPLAN_ABI */
   int64_t requests;
-  int64_t prologue; /* of the requests, those before the first round */
+  int64_t setup; /* of the requests, those before the first round */
   int64_t start;    /* moments before the first round */
   int64_t clock;    /* moments of a round */
   int64_t arena_bytes;
   int64_t phases; /* how many */
   const int64_t* bytes;
   const int64_t* stream;
-  const int64_t* phase; /* -1 in the prologue */
+  const int64_t* phase; /* -1 in the setup */
   const int64_t* lower;
   const int64_t* upper;
   const int64_t* offset; /* -1: not planned */
@@ -65,7 +65,7 @@ typedef struct {
 } memplan_plan;
 
 /* Takes effect at once: what is allocated stays where it is, what is cached goes back to the device.
- * A plan that is there is replaced. With `in_round` the job is already past its prologue: the next
+ * A plan that is there is replaced. With `in_round` the job is already past its setup: the next
  * request is looked for in the round.
  * 0, or -1 with the reason in `why` (cut to `room` bytes). */
 int memplan_load(int device, const memplan_plan* plan, int in_round, char* why, size_t room);

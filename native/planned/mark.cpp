@@ -21,7 +21,7 @@ void Mark::set(const Plan& plan, bool in_round, std::int64_t page, std::int64_t 
   std::vector<bool> needed(static_cast<std::size_t>(count), !in_round);
   // Moments and changes of bytes, in the caching allocator's small and large segments.
   std::vector<std::pair<std::int64_t, std::int64_t>> unplaced[2];
-  for (std::int32_t at = in_round ? plan.prologue() : 0; at < plan.size(); ++at) {
+  for (std::int32_t at = in_round ? plan.setup() : 0; at < plan.size(); ++at) {
     const Row& row = plan.row(at);
     const Life& life = plan.life(at);
     if (row.offset < 0 && row.space < 0) {

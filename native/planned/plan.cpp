@@ -56,7 +56,7 @@ Plan::Plan(const memplan_plan& columns) {
 void Plan::read(const memplan_plan& c) {
   if (c.abi != MEMPLAN_ABI) refuse("the plan is laid out for another version of the library");
   check("number of requests", c.requests, 1, kMaxRequests + 1);
-  check("prologue", c.prologue, 0, c.requests);
+  check("setup", c.setup, 0, c.requests);
   check("start", c.start, 0, kMaxClock);
   check("clock", c.clock, 1, kMaxClock);
   check("arena", c.arena_bytes, kBlock, kMaxArena);
@@ -85,7 +85,7 @@ void Plan::read(const memplan_plan& c) {
     rows_.push_back(row);
     lives_.push_back({c.lower[at], c.upper[at], 0, static_cast<std::int32_t>(c.phase[at])});
   }
-  prologue_ = static_cast<std::int32_t>(c.prologue);
+  setup_ = static_cast<std::int32_t>(c.setup);
   start_ = c.start;
   clock_ = c.clock;
   edges_ = {0, c.arena_bytes / kBlock * kBlock};
@@ -143,7 +143,7 @@ void Plan::cut() {
     if (row.offset < 0) continue;
     row.first = cell_from(row.offset);
     row.last = cell_from(row.offset + rounded(row.bytes));
-    if (at >= prologue_) round_cells_.add(row.first, row.last);
+    if (at >= setup_) round_cells_.add(row.first, row.last);
   }
   for (const auto& [lower, upper] : ranges_) {
     space_cells_.emplace_back(cell_from(lower), cell_from(upper));
@@ -207,7 +207,7 @@ void Plan::find_moments() {
     Life& one = lives_[static_cast<std::size_t>(at)];
     one.moment = latest = std::max(latest, one.lower);
     sizes_.push_back(row(at).bytes);
-    if (at >= prologue_ && row(at).first >= 0 && one.lower < latest) early_.push_back(at);
+    if (at >= setup_ && row(at).first >= 0 && one.lower < latest) early_.push_back(at);
   }
   std::sort(sizes_.begin(), sizes_.end());
   sizes_.erase(std::unique(sizes_.begin(), sizes_.end()), sizes_.end());

@@ -32,7 +32,7 @@ struct Life {
   std::int64_t lower;   // Over [lower, upper) on the plan's clock.
   std::int64_t upper;
   std::int64_t moment;  // The clock when it is requested, as far as lifetimes tell.
-  std::int32_t phase;   // -1 in the prologue.
+  std::int32_t phase;   // -1 in the setup.
 };
 
 // Cells [first, second) of the arena.
@@ -47,19 +47,19 @@ class Plan {
   explicit Plan(const memplan_plan& columns);
 
   std::int32_t size() const { return static_cast<std::int32_t>(rows_.size()); }
-  std::int32_t prologue() const { return prologue_; }
+  std::int32_t setup() const { return setup_; }
   // Rows of a round.
-  std::int32_t period() const { return size() - prologue_; }
+  std::int32_t period() const { return size() - setup_; }
   const Row& row(std::int32_t at) const { return rows_[static_cast<std::size_t>(at)]; }
   const Life& life(std::int32_t at) const { return lives_[static_cast<std::size_t>(at)]; }
   // After the last row the first of the round follows.
-  std::int32_t next(std::int32_t at) const { return at + 1 == size() ? prologue_ : at + 1; }
+  std::int32_t next(std::int32_t at) const { return at + 1 == size() ? setup_ : at + 1; }
 
   std::int64_t start() const { return start_; }
   std::int64_t clock() const { return clock_; }
   std::int64_t end() const { return start_ + clock_; }
   std::int64_t moment(std::int32_t at) const { return life(at).moment; }
-  // When the phase of row `at` is over; of a row of the prologue, when the round begins.
+  // When the phase of row `at` is over; of a row of the setup, when the round begins.
   std::int64_t phase_end(std::int32_t at) const;
   // Rows of the round with a place that are alive before their moment.
   std::span<const std::int32_t> early() const { return early_; }
@@ -121,7 +121,7 @@ class Plan {
 
   std::vector<Row> rows_;
   std::vector<Life> lives_;
-  std::int32_t prologue_ = 0;
+  std::int32_t setup_ = 0;
   std::int64_t start_ = 0, clock_ = 0;
   std::vector<std::int64_t> sizes_;  // Ascending, each once.
   std::vector<std::int64_t> edges_;

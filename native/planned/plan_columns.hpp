@@ -12,7 +12,7 @@ namespace memplan::planned {
 struct PlanColumns {
   std::vector<std::int64_t> bytes, stream, phase, lower, upper, offset, space;
   std::vector<std::int64_t> space_lower, space_upper, space_ranges, ranges;
-  std::int64_t prologue = 0, start = 0, clock = 0, arena_bytes = 0, phases = 0;
+  std::int64_t setup = 0, start = 0, clock = 0, arena_bytes = 0, phases = 0;
 
   std::size_t size() const { return bytes.size(); }
 
@@ -21,7 +21,7 @@ struct PlanColumns {
     memplan_plan plan{};
     plan.abi = MEMPLAN_ABI;
     plan.requests = static_cast<std::int64_t>(size());
-    plan.prologue = prologue;
+    plan.setup = setup;
     plan.start = start;
     plan.clock = clock;
     plan.arena_bytes = arena_bytes;

@@ -29,7 +29,7 @@ float ratio_of(std::int64_t bytes, std::int64_t planned) {
 
 Sequence::Sequence(const Plan& plan, bool in_round)
     : plan_(plan), slot_(static_cast<std::size_t>(plan.size()), 0) {
-  best_ = {in_round ? plan.prologue() : 0, 0};
+  best_ = {in_round ? plan.setup() : 0, 0};
 }
 
 // Of a request that is not the next row, or while it is in doubt which that is.
@@ -156,7 +156,7 @@ bool Sequence::won() const {
 void Sequence::enter_phase(std::int32_t phase) {
   const auto begins = plan_.begins(phase);
   if (begins.empty()) return;
-  const bool before_round = best_.next < plan_.prologue();
+  const bool before_round = best_.next < plan_.setup();
   const std::int32_t last = best_.next == 0 ? 0 : best_.next - 1;
   if (in_step_ && (before_round || plan_.life(best_.next).phase == phase ||
                    plan_.life(last).phase == phase)) {

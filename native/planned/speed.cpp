@@ -1,7 +1,7 @@
 // How long a request and its release take: at planned places, without a plan, and through a plain
 // best-fit caching allocator, in one process. `speed DRIVER JOB ROUNDS` prints one JSON object.
-// JOB holds 64-bit numbers: a plan's `requests, prologue, start, clock, arena_bytes, phases`, its
-// columns bytes, stream, phase, lower, upper, offset; then how many calls the prologue and how many
+// JOB holds 64-bit numbers: a plan's `requests, setup, start, clock, arena_bytes, phases`, its
+// columns bytes, stream, phase, lower, upper, offset; then how many calls the setup and how many
 // the round make, and the calls: a request's row, or ~row for its release.
 
 #include <time.h>
@@ -33,7 +33,7 @@ struct Job {
   memplan_plan plan{};
   std::array<Numbers, 6> columns;
   Numbers no_space, no_spaces = Numbers(1);
-  Numbers prologue, round;
+  Numbers setup, round;
 };
 
 Numbers read_numbers(const std::string& path) {
@@ -71,14 +71,14 @@ Job read_job(const std::string& path) {
   Job job;
   const Numbers head = take(6);
   job.plan.requests = head[0];
-  job.plan.prologue = head[1];
+  job.plan.setup = head[1];
   job.plan.start = head[2];
   job.plan.clock = head[3];
   job.plan.arena_bytes = head[4];
   job.plan.phases = head[5];
   for (Numbers& column : job.columns) column = take(head[0]);
   const Numbers counts = take(2);
-  job.prologue = take(counts[0]);
+  job.setup = take(counts[0]);
   job.round = take(counts[1]);
   return job;
 }
@@ -104,13 +104,13 @@ double cpu_nanoseconds() {
   return 1e9 * static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec);
 }
 
-// Runs the calls of a job: the prologue once, then as many rounds as asked for.
+// Runs the calls of a job: the setup once, then as many rounds as asked for.
 template <typename Allocator>
 class Runner {
  public:
   Runner(const Job& job, Allocator& allocator)
       : job_(job), allocator_(allocator), held_(static_cast<std::size_t>(job.plan.requests)) {
-    run(job.prologue);
+    run(job.setup);
   }
 
   // Nanoseconds of the processor for a request with its release.

@@ -25,7 +25,7 @@ struct TorturePlan : PlanColumns {
     std::vector<Call> all;
     for (std::size_t row = 0; row < size(); ++row) {
       const auto number = static_cast<std::int64_t>(row);
-      const bool once = number < prologue;
+      const bool once = number < setup;
       for (int round = 0; round < (once ? 1 : rounds); ++round) {
         const std::int64_t shift = round * clock;
         all.push_back({lower[row] + shift, number + 1, number});
@@ -41,25 +41,25 @@ struct TorturePlan : PlanColumns {
 
 template <typename Random>
 TorturePlan random_plan(Random& random, std::uint64_t streams) {
-  constexpr std::int64_t kRows = 120, kPrologue = 20, kUnit = 512;
+  constexpr std::int64_t kRows = 120, kSetup = 20, kUnit = 512;
   const auto below = [&random](std::int64_t limit) {
     return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(limit));
   };
   TorturePlan plan;
-  plan.prologue = kPrologue;
-  plan.start = kPrologue + 1;
+  plan.setup = kSetup;
+  plan.start = kSetup + 1;
   plan.clock = 2 * kRows;
   const std::int64_t end = plan.start + plan.clock;
   std::int64_t space_bytes = 0;
   for (std::int64_t row = 0; row < kRows; ++row) {
-    const bool early = row < kPrologue;
-    const std::int64_t lower = early ? row : plan.start + 2 * (row - kPrologue);
+    const bool early = row < kSetup;
+    const std::int64_t lower = early ? row : plan.start + 2 * (row - kSetup);
     const std::int64_t life = 1 + below(below(8) == 0 ? plan.clock : 40);
     const bool stays = early && below(2) == 0;
     const std::int64_t size = 1 + below(std::int64_t{1} << (9 + below(12)));
     plan.bytes.push_back(size);
     plan.stream.push_back(below(3) == 0 ? below(static_cast<std::int64_t>(streams)) : 0);
-    plan.phase.push_back(early ? -1 : 2 * (row - kPrologue) / (kRows - kPrologue));
+    plan.phase.push_back(early ? -1 : 2 * (row - kSetup) / (kRows - kSetup));
     plan.lower.push_back(lower);
     plan.upper.push_back(stays ? end : early ? std::min(lower + life, plan.start) : lower + life);
     const bool dynamic = !early && below(12) == 0 && plan.upper.back() <= end;

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -31,7 +32,7 @@ def part(changes: dict[str, Any] | None = None, **columns: list[int]) -> Allocat
     table = {name: np.array(column) for name, column in {**COLUMNS, **columns}.items()}
     fields: dict[str, Any] = {
         "requests": 4,
-        "prologue": 1,
+        "setup": 1,
         "start": 5,
         "clock": 10,
         "arena_bytes": 2560,
@@ -48,6 +49,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     save_plan(Plan(memplan_version="1", allocation=part()), path)
     loaded = load_plan(path).allocation
     assert loaded == part()
+    assert b'"prologue":1' in msgspec.json.encode(loaded), "as files of version 1 have it"
     requests = read_requests(loaded)
     assert {name: getattr(requests, name).tolist() for name in COLUMNS} == COLUMNS
 
@@ -63,13 +65,13 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
         (part(offset=[0, 1536, 1024, 2048]), "request 3 has both"),
         (part(lower=[0, 11, 12, 8]), "request 1 lives for no time"),
         (part(lower=[0, 4, 12, 8]), "request 1 is of the round and begins before it"),
-        (part(upper=[16, 11, 17, 9]), "request 0 is of the prologue and outlives"),
+        (part(upper=[16, 11, 17, 9]), "request 0 is of the setup and outlives"),
         (part(upper=[15, 11, 25, 9]), "request 2 is of the round"),
         (part(space=[-1, -1, -1, 1]), "space of request 3 is 1"),
         (part(bytes=[-1, 500, 1500, 40]), "bytes of request 0 is -1"),
         (part(phase=[-1, 0, 2, 0]), "phase of request 2"),
         (part({"clock": 0}), "out of range"),
-        (part({"prologue": 5}), "out of range"),
+        (part({"setup": 5}), "out of range"),
         (part({"requests": 5}), "does not hold 5 numbers"),
         (part({"requests": 1 << 40}), "claims"),
         (part({"arena_bytes": 100}), "height below its load"),

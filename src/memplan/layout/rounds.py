@@ -1,13 +1,13 @@
-"""What a job asks up to its steady step and in it: a prologue and a round, as one `Problem`.
+"""What a job asks up to its steady step and in it: a setup and a round, as one `Problem`.
 
 The round repeats, so a request has one address in every round, and what lives across its boundary
 is in use at both ends of it. A request that outlives a whole step meets its own successor; a round
 is then two steps, which gives it two addresses in turn. The round is cut where the least bytes are
-in use; what is alive there has a row at both ends of it, twins with one address. The prologue is
+in use; what is alive there has a row at both ends of it, twins with one address. The setup is
 all that comes before, the building of the model included; what of it outlives a round is taken to
 stay.
 
-Moments are indices of the trace's events: the prologue takes `[0, start)`, the first round
+Moments are indices of the trace's events: the setup takes `[0, start)`, the first round
 `[start, start + clock)`.
 """
 
@@ -30,25 +30,25 @@ _UNBOUNDED = 1 << 50
 
 @dataclass(frozen=True)
 class Round:
-    """Requests in the order of their allocation: those of the prologue, then those of a round."""
+    """Requests in the order of their allocation: those of the setup, then those of a round."""
 
     step: StepRequests
     steps: int
     """Optimizer steps of the round."""
     start: int
     clock: int
-    prologue: int
-    """Rows of the prologue."""
+    setup: int
+    """Rows of the setup."""
     bytes: I64
     stream: I64
     phase: I64
-    """Number in `step.phases`; -1 in the prologue."""
+    """Number in `step.phases`; -1 in the setup."""
     alloc: I64
     """The request's own moment."""
     lower: I64
     """Earlier than `alloc` by the waits between streams."""
     upper: I64
-    """Of the prologue at most `start + clock`, which stands for ever; of the round at most
+    """Of the setup at most `start + clock`, which stands for ever; of the round at most
     `lower + clock`."""
     dynamic: Bools
     kept: Bools
@@ -65,8 +65,8 @@ class Round:
         return self.start + self.clock
 
 
-def make_round(step: StepRequests, *, prologue: bool = True) -> Round:
-    """The prologue and the round of a steady step; without `prologue` the round alone, for a job
+def make_round(step: StepRequests, *, setup: bool = True) -> Round:
+    """The setup and the round of a steady step; without `setup` the round alone, for a job
     whose memory of before is elsewhere."""
     length = step.upper - step.lower
     static = ~step.dynamic & ~step.kept
@@ -89,14 +89,14 @@ def make_round(step: StepRequests, *, prologue: bool = True) -> Round:
     order = np.argsort(alloc, kind="stable")
     rows = rows[order]
     start = step.start + cut
-    before = _prologue(step, start if prologue else 0, start + clock)
+    before = _setup(step, start if setup else 0, start + clock)
     count = len(before.event)
     return Round(
         step=step,
         steps=steps,
         start=start,
         clock=clock,
-        prologue=count,
+        setup=count,
         bytes=np.concatenate((step.trace.events.bytes[before.event], step.bytes[rows])),
         stream=np.concatenate((step.trace.events.stream[before.event], step.stream[rows])),
         phase=np.concatenate((np.full(count, -1), step.phase_start[rows])),
@@ -110,14 +110,14 @@ def make_round(step: StepRequests, *, prologue: bool = True) -> Round:
 
 
 @dataclass(frozen=True)
-class _Prologue:
+class _Setup:
     event: I64
     lower: I64
     upper: I64
     dynamic: Bools
 
 
-def _prologue(step: StepRequests, stop: int, end: int) -> _Prologue:
+def _setup(step: StepRequests, stop: int, end: int) -> _Setup:
     """The requests of events `[0, stop)`, in use until `end` at most."""
     events = step.trace.events
     asked = (events.kind[:stop] == EventKind.ALLOC) & (events.bytes[:stop] > 0)
@@ -125,7 +125,7 @@ def _prologue(step: StepRequests, stop: int, end: int) -> _Prologue:
     storage = events.storage[event]
     lower = np.maximum(step.lifetimes.begin[storage], 0)
     upper = np.minimum(step.lifetimes.end[storage], end)
-    return _Prologue(event, lower, upper, step.data_dependent[storage])
+    return _Setup(event, lower, upper, step.data_dependent[storage])
 
 
 def _peak(step: StepRequests, rows: Bools) -> int:
@@ -166,7 +166,7 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
     those of the blocks following after.
 
     A request that lives across the cut has a second row, for its end in the next round, and the
-    two are twins. In the first round that end is the end of a request of the prologue: where one of
+    two are twins. In the first round that end is the end of a request of the setup: where one of
     that size ends there, it is the second row.
     """
     planned = np.concatenate((made.planned, len(made) + np.arange(len(blocks))))
@@ -175,7 +175,7 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
     upper = np.concatenate((made.upper[made.planned], blocks.upper))
     around = np.flatnonzero(upper > made.end)
     tails = upper[around] - made.clock
-    lasts = np.flatnonzero((planned < made.prologue) & (upper > made.start) & (upper < made.end))
+    lasts = np.flatnonzero((planned < made.setup) & (upper > made.start) & (upper < made.end))
     by_end: dict[tuple[int, int], list[int]] = {}
     for row in lasts.tolist():
         by_end.setdefault((int(size[row]), int(upper[row])), []).append(row)

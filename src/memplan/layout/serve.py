@@ -109,7 +109,7 @@ def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Ti
 
 def _tables(part: AllocationPart, requests: Requests) -> tuple[dict[str, int], dict[str, I64]]:
     """A plan as the native code takes it."""
-    names = ("requests", "prologue", "start", "clock", "arena_bytes")
+    names = ("requests", "setup", "start", "clock", "arena_bytes")
     numbers = {name: int(getattr(part, name)) for name in names}
     numbers |= {"phases": len(part.phases), "spaces": len(part.spaces)}
     columns: dict[str, I64] = {

@@ -36,7 +36,7 @@ class Windows:
 
 
 def dynamic_windows(made: Round) -> Windows:
-    """The windows of a round and of its prologue, with the block that each needs."""
+    """The windows of a round and of its setup, with the block that each needs."""
     of_row = np.full(len(made), -1, np.int64)
     rows = np.flatnonzero(made.dynamic & ~made.kept & (made.upper - made.alloc < made.clock))
     none = np.zeros(0, np.int64)
@@ -76,7 +76,7 @@ def reusable_spaces(
     sizes = np.concatenate((rounded(made.bytes[planned]), windows.blocks.size))
     lower = np.concatenate((made.lower[planned], windows.lower))
     upper = np.concatenate((made.upper[planned], windows.upper))
-    cyclic = np.concatenate((planned >= made.prologue, windows.lower >= made.start))
+    cyclic = np.concatenate((planned >= made.setup, windows.lower >= made.start))
     found = []
     for number, (first, last) in enumerate(zip(windows.lower, windows.upper, strict=True)):
         used = _in_use(made, lower, upper, cyclic, int(first), int(last))
@@ -93,11 +93,11 @@ def _windows(made: Round, rows: I64) -> tuple[I64, I64]:
     edges = _span_edges(made, rows)
     alloc, end = made.alloc[rows], made.upper[rows]
     first = edges[np.searchsorted(edges, alloc, side="right") - 1]
-    first = np.where(rows < made.prologue, first, np.maximum(first, made.start))
+    first = np.where(rows < made.setup, first, np.maximum(first, made.start))
     # The trace may stop before a round does; what it repeats is one round earlier.
     known = np.where(end <= edges[-1], end, end - made.clock)
     last = edges[np.searchsorted(edges, known, side="left")] + (end - known)
-    most = np.where(rows < made.prologue, made.end, first + made.clock)
+    most = np.where(rows < made.setup, made.end, first + made.clock)
     return first, np.maximum(np.minimum(last, most), end)
 
 

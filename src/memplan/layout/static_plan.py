@@ -49,17 +49,17 @@ def static_plan(
     *,
     seconds: float = 10.0,
     device: int | None = None,
-    prologue: bool = True,
+    setup: bool = True,
 ) -> StaticPlan:
     """Plan the steady step of a trace, searching for at most `seconds`.
 
-    `device`: whose requests; by default the one with the most. Without `prologue` the plan is for
+    `device`: whose requests; by default the one with the most. Without `setup` the plan is for
     a job that is past it: what such a job has stays where it is, and the round alone is planned.
 
     Raises NoAnswerError for a trace without a step, or with none to plan; or when no layout was
     found in time.
     """
-    made = make_round(step_requests(trace, device), prologue=prologue)
+    made = make_round(step_requests(trace, device), setup=setup)
     windows = dynamic_windows(made)
     problem, rows = round_problem(made, windows.blocks)
     if not len(problem):
@@ -92,7 +92,7 @@ def allocation_part(
     part = AllocationPart(
         device=step.device,
         requests=len(requests),
-        prologue=made.prologue,
+        setup=made.setup,
         start=made.start,
         clock=made.clock,
         steps=made.steps,

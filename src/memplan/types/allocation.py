@@ -1,9 +1,9 @@
 """The allocation part of a plan: where each request of a job goes.
 
-Requests are rows, in the order in which the job makes them: first the prologue, up to the steady
+Requests are rows, in the order in which the job makes them: first the setup, up to the steady
 step, then a round, which repeats. A row is alive over `[lower, upper)` on the plan's clock: the
-prologue takes `[0, start)`, the first round `[start, start + clock)`. What of a round ends later
-lives on into the next one, where its row begins no earlier than it ends; what of the prologue ends
+setup takes `[0, start)`, the first round `[start, start + clock)`. What of a round ends later
+lives on into the next one, where its row begins no earlier than it ends; what of the setup ends
 with the first round stays for ever. Sizes and offsets are bytes.
 """
 
@@ -92,7 +92,7 @@ def check_allocation(part: AllocationPart) -> None:
     and no two planned requests that are alive at once on the same bytes."""
     sane = 0 < part.clock < _MAX_CLOCK and 0 <= part.start < _MAX_CLOCK
     sane = sane and 0 < part.steps < 1 << 20 and 0 <= part.device < 1 << 15
-    if not sane or not 0 <= part.prologue < part.requests:
+    if not sane or not 0 <= part.setup < part.requests:
         raise FormatError("its allocation part has a clock, steps or device out of range")
     if len(part.spaces) > _MAX_SPACES:
         raise FormatError(f"its allocation part has {len(part.spaces)} spaces")
@@ -135,10 +135,10 @@ def check_allocation(part: AllocationPart) -> None:
 
 def _check_lifetimes(part: AllocationPart, requests: Requests) -> None:
     end = part.start + part.clock
-    before = np.arange(part.requests) < part.prologue
+    before = np.arange(part.requests) < part.setup
     lower, upper = requests.lower, requests.upper
     _refuse(lower >= upper, "lives for no time")
-    _refuse(before & (upper > end), "is of the prologue and outlives the first round")
+    _refuse(before & (upper > end), "is of the setup and outlives the first round")
     strays = ~before & ((lower < part.start) | (upper - lower > part.clock))
     _refuse(strays, "is of the round and begins before it, or lives longer")
     planned = requests.offset >= 0
@@ -158,12 +158,12 @@ class _Placed(NamedTuple):
 
 
 def _in_rounds(part: AllocationPart, requests: Requests) -> tuple[_Placed, _Placed]:
-    """The prologue and the first round; then what stays and any later round, which begins with the
+    """The setup and the first round; then what stays and any later round, which begins with the
     ends of the round before."""
     end = part.start + part.clock
     lower, upper = requests.lower, requests.upper
     planned = requests.offset >= 0
-    before = np.arange(part.requests) < part.prologue
+    before = np.arange(part.requests) < part.setup
     stays = np.flatnonzero(planned & before & (upper == end))
     again = np.flatnonzero(planned & (upper > end))
     of_round = np.flatnonzero(planned & ~before)

@@ -189,8 +189,8 @@ class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device: int = 0
     requests: int
     """Rows of the columns."""
-    prologue: int
-    """Of them, those before the first round."""
+    setup: int = msgspec.field(name="prologue")
+    """Of them, those before the first round. Files of the first version name it `prologue`."""
     start: int
     """Moments before the first round."""
     clock: int

@@ -61,13 +61,13 @@ class FakeLibrary:
             return
         part, requests = self._plan
         known = not self.phases or self.phases[-1] >= 0
-        for ahead in range(part.requests - part.prologue if known else 0):
+        for ahead in range(part.requests - part.setup if known else 0):
             at = self._at + ahead
             if at >= part.requests:
-                at -= part.requests - part.prologue
+                at -= part.requests - part.setup
             if requests.bytes[at] == nbytes:
                 self.counts.hits += 1
-                self._at = at + 1 if at + 1 < part.requests else part.prologue
+                self._at = at + 1 if at + 1 < part.requests else part.setup
                 return
         self.counts.misses += 1
 
@@ -102,7 +102,7 @@ class FakeLibrary:
         if self.refuse:
             raise UsageError(f"the plan is refused: {self.refuse}")
         self._plan = part, read_requests(part)
-        self._at = part.prologue if in_round else 0
+        self._at = part.setup if in_round else 0
         self.loads.append((part.requests, in_round))
 
     def unload(self, _device: int) -> None:

@@ -76,7 +76,7 @@ def mutated(found: StaticPlan, draw: random.Random) -> AllocationPart:
         column[at] = draw.choice((near, draw.choice(EXTREMES), int(column[draw.randrange(at + 1)])))
     head = {}
     if draw.random() < 0.3:
-        name = draw.choice(("prologue", "start", "clock", "arena_bytes"))
+        name = draw.choice(("setup", "start", "clock", "arena_bytes"))
         head[name] = max(
             -(2**62), getattr(found.part, name) + draw.choice((-1, 1, 2**40, -(2**40)))
         )
@@ -92,9 +92,7 @@ def mutated(found: StaticPlan, draw: random.Random) -> AllocationPart:
 def run_through(library: Library, found: StaticPlan) -> None:
     """Make the plan's requests; no two that are held share a byte."""
     held: list[tuple[int, int]] = []
-    rounds = list(range(len(found.requests))) + list(
-        range(found.part.prologue, found.part.requests)
-    )
+    rounds = list(range(len(found.requests))) + list(range(found.part.setup, found.part.requests))
     for number, row in enumerate(rounds):
         size = int(found.requests.bytes[row])
         address = library.malloc(size)

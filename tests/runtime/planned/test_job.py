@@ -255,7 +255,7 @@ def test_a_planner_plans_the_round_for_each_device() -> None:
     planning = Planning(job.recorded)
     (plan,) = planning.plans()
     planning.close()
-    assert plan.allocation is not None and plan.allocation.prologue == 0
+    assert plan.allocation is not None and plan.allocation.setup == 0
     check_allocation(plan.allocation)
     assert not Path(planning._folder.name).exists()
 

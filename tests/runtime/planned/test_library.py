@@ -120,11 +120,11 @@ def test_marks_name_the_streams_that_have_requests(library: Library) -> None:
     assert trace.events.aux[told].tolist() == [77, 0]
 
 
-@pytest.mark.parametrize("prologue", [True, False])
-def test_a_plan_of_what_was_recorded_serves_it(library: Library, prologue: bool) -> None:
-    part = static_plan(_recorded(library), prologue=prologue).part
-    library.load(0, part, in_round=not prologue)
-    parameters = library.malloc(10 * MIB) if prologue else 0
+@pytest.mark.parametrize("setup", [True, False])
+def test_a_plan_of_what_was_recorded_serves_it(library: Library, setup: bool) -> None:
+    part = static_plan(_recorded(library), setup=setup).part
+    library.load(0, part, in_round=not setup)
+    parameters = library.malloc(10 * MIB) if setup else 0
     for _ in range(4):
         for number, phase in enumerate(part.phases):
             if phase == "forward 0":
@@ -132,8 +132,8 @@ def test_a_plan_of_what_was_recorded_serves_it(library: Library, prologue: bool)
         _step(library)
     seen = library.statistics(0)
     assert seen is not None
-    assert seen.hits == 28 + prologue and seen.misses == 0
-    if prologue:
+    assert seen.hits == 28 + setup and seen.misses == 0
+    if setup:
         library.free(parameters)
     library.unload(0)
     library.free(library.malloc(3 * MIB))
@@ -157,7 +157,7 @@ def test_a_plan_without_requests_is_refused(library: Library) -> None:
     none = Requests(*[np.zeros(0, np.int64)] * 7)
     columns = pack_requests(none)
     empty = AllocationPart(
-        requests=0, prologue=0, start=0, clock=1, arena_bytes=0, load_bytes=0, columns=columns
+        requests=0, setup=0, start=0, clock=1, arena_bytes=0, load_bytes=0, columns=columns
     )
     with pytest.raises(UsageError, match="refused"):
         library.load(0, empty)
@@ -168,7 +168,7 @@ def test_what_is_free_now_serves_before_more_memory_is_taken(library: Library) -
     columns = ([20 * MIB] * 2, [0, 0], [0, 0], [0, 1], [3, 2], [0, 20 * MIB], [-1, -1])
     part = AllocationPart(
         requests=2,
-        prologue=0,
+        setup=0,
         start=0,
         clock=4,
         arena_bytes=40 * MIB,
@@ -202,7 +202,7 @@ def test_pages_that_the_plan_needs_last_are_given_back_first(library: Library) -
     columns = Requests(size * MIB, 0 * size, phase, lower, upper, offset * MIB, 0 * size - 1)
     part = AllocationPart(
         requests=5,
-        prologue=2,
+        setup=2,
         start=2,
         clock=6,
         arena_bytes=64 * MIB,

@@ -248,10 +248,10 @@ def test_the_recording_of_a_job_becomes_a_plan_that_serves_it(tmp_path: Path) ->
 @pytest.mark.parametrize("device", [None, 0])
 def test_a_plan_of_the_round_alone(device: int | None) -> None:
     trace, _ = _recorded()
-    whole, found = static_plan(trace), static_plan(trace, device=device, prologue=False)
+    whole, found = static_plan(trace), static_plan(trace, device=device, setup=False)
     check_allocation(found.part)
-    assert found.part.prologue == 0 and found.part.start == whole.part.start
+    assert found.part.setup == 0 and found.part.start == whole.part.start
     count = len(found.requests)
-    assert count == len(whole.requests) - whole.part.prologue
+    assert count == len(whole.requests) - whole.part.setup
     assert found.requests.bytes.tolist() == whole.requests.bytes[-count:].tolist()
     assert 0 < found.part.arena_bytes < whole.part.arena_bytes  # parameters are elsewhere

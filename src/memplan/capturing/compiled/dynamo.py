@@ -128,7 +128,7 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: Capt
     patches.set(output_graph.OutputGraph, "call_user_compiler", call_user_compiler)
     # Constants of a traced program must not be computed on the device: there is none.
     patches.set(FakeTensorMode, "avoid_device_init", property(lambda _mode: True))
-    real: Any = proxy_tensor.unset_fake_temporarily
+    real: Any = proxy_tensor.unset_fake_temporarily  # type: ignore[attr-defined]
 
     @contextmanager
     def real_on_host() -> Iterator[None]:

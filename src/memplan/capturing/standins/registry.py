@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch.library import CustomOpDef
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from memplan.capturing.operators.fake import forget_written
 from memplan.capturing.standins import rules as rules_module

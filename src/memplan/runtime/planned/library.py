@@ -54,7 +54,7 @@ _Numbers = POINTER(c_int64)
 
 class _Plan(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("abi", "requests", "prologue", "start", "clock")),
+        *((name, c_int64) for name in ("abi", "requests", "setup", "start", "clock")),
         *((name, c_int64) for name in ("arena_bytes", "phases")),
         *((name, _Numbers) for name in ("bytes", "stream", "phase", "lower", "upper")),
         *((name, _Numbers) for name in ("offset", "space")),
@@ -190,7 +190,7 @@ class Library:
         self._library.memplan_empty_cache(device)
 
     def load(self, device: int, part: AllocationPart, *, in_round: bool = False) -> None:
-        """Put a plan into effect on a device. `in_round`: the job is past its prologue.
+        """Put a plan into effect on a device. `in_round`: the job is past its setup.
 
         Raises UsageError with the reason when the library refuses it.
         """
@@ -265,7 +265,7 @@ def _as_structure(part: AllocationPart, requests: Requests) -> tuple[_Plan, list
     plan = _Plan(
         abi=ABI,
         requests=part.requests,
-        prologue=part.prologue,
+        setup=part.setup,
         start=part.start,
         clock=part.clock,
         arena_bytes=part.arena_bytes,

@@ -40,7 +40,7 @@ def main(folder: Path, job: int) -> int:
         for device in devices:
             try:
                 found = static_plan(
-                    trace, seconds=_SECONDS / len(devices), device=device, prologue=False
+                    trace, seconds=_SECONDS / len(devices), device=device, setup=False
                 )
             except NoAnswerError as error:
                 reasons.append(error.message)
