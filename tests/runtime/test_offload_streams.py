@@ -82,8 +82,14 @@ class Late(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
+def late(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams of copies."""
     computing = Stream(late=False)
+    copying: list[Stream] = []
+
+    def new_stream(_device: torch.device) -> Stream:
+        copying.append(Stream())
+        return copying[-1]
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
@@ -93,9 +99,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         with Late(stream):
             yield
 
-    monkeypatch.setattr(offload, "_new_stream", lambda _device: Stream())
+    monkeypatch.setattr(offload, "_new_stream", new_stream)
     monkeypatch.setattr(offload, "_current", lambda _device: computing)
     monkeypatch.setattr(offload, "_on", on)
+    return copying
 
 
 sent = offload.Lane.sent
@@ -159,5 +166,6 @@ def test_calls_in_a_step(step: Any) -> None:
     ],
     ids=lambda test: test.__name__,
 )
-def test_with_late_copies(test: Callable[[], None]) -> None:
+def test_with_late_copies(test: Callable[[], None], late: list[Stream]) -> None:
     test()
+    assert any(stream.done for stream in late)

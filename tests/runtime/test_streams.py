@@ -101,3 +101,4 @@ def test_a_cuda_graph_is_captured_without_the_plan(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Recording, "__enter__", lambda _: pytest.fail("recorded"))
     with AppliedToModule(model, part):
         model(torch.randn(3, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
+from memplan.simulate.timeline import Timeline
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import PRIVATE_POOLS, EventKind, Provenance, Role, Trace, TraceMeta
 from tests.oracles.allocator.replay import simulate_slowly
@@ -167,10 +168,11 @@ def test_native_replay_agrees_with_the_plain_model(kind: str, data: st.DataObjec
     assert (fast.oom_event, fast.oom_bytes) == (slow.oom_event, slow.oom_bytes)
 
 
-def agree(trace: Trace, conf: AllocatorSettings) -> None:
+def agree(trace: Trace, conf: AllocatorSettings) -> Timeline:
     fast, slow = simulate(trace, conf), simulate_slowly(trace, conf)
     for column in ("address", "requested", "allocated", "active", "reserved"):
         np.testing.assert_array_equal(getattr(fast, column), getattr(slow, column), column)
+    return fast
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -184,7 +186,8 @@ def test_they_agree_with_hundreds_of_cached_blocks(expandable: bool) -> None:
     for _ in range(200):
         program.append(("alloc", rng.randrange(1, 400) * 512, 0))
         program.append(("free", rng.randrange(10**6), 0))
-    agree(build(program), AllocatorSettings(expandable_segments=expandable))
+    found = agree(build(program), AllocatorSettings(expandable_segments=expandable))
+    assert (found.reserved > found.allocated).any(), "blocks are cached"
 
 
 def test_they_agree_when_expandable_segments_have_used_all_addresses() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -78,20 +80,25 @@ REFUSED_BY_BOTH = [
     "roundup_power2_divisions:[256:1,512:2",
     "expandable_segments:true",
 ]
-TAKEN_BY_BOTH = [
-    "",
-    "max_split_size_mb:20",
-    "max_split_size_mb:30,",
-    "large_segment_size_mb:11",
-    "max_non_split_rounding_mb:20",
-    "garbage_collection_threshold:0.5",
-    "roundup_power2_divisions:4",
-    "roundup_power2_divisions:[256:1,512:2,>:4]",
-    "roundup_power2_divisions:[]",
-    "roundup_power2_divisions:[256:1,512:0]",
-    "expandable_segments: False ",
-    "pinned_use_background_threads:True",
-]
+TAKEN_BY_BOTH: dict[str, dict[str, Any]] = {
+    "": {},
+    "max_split_size_mb:20": {"max_split_size": 20 * MIB},
+    "max_split_size_mb:30,": {"max_split_size": 30 * MIB},
+    "large_segment_size_mb:11": {
+        "large_segment_size": 11 * MIB,
+        "max_non_split_rounding": 11 * MIB,
+    },
+    "max_non_split_rounding_mb:20": {"max_non_split_rounding": 20 * MIB},
+    "garbage_collection_threshold:0.5": {"garbage_collection_threshold": 0.5},
+    "roundup_power2_divisions:4": {"roundup_power2_divisions": (4,) * 16},
+    "roundup_power2_divisions:[256:1,512:2,>:4]": {
+        "roundup_power2_divisions": (*(1,) * 9, 2, *(4,) * 6)
+    },
+    "roundup_power2_divisions:[]": {},
+    "roundup_power2_divisions:[256:1,512:0]": {"roundup_power2_divisions": (*(1,) * 9, *(0,) * 7)},
+    "expandable_segments: False ": {},
+    "pinned_use_background_threads:True": {"pinned_use_background_threads": True},
+}
 
 
 @pytest.fixture
@@ -113,10 +120,10 @@ def test_refused_as_by_pytorch(conf: str, torch_parser: object) -> None:
         AllocatorSettings.parse(conf)
 
 
-@pytest.mark.parametrize("conf", TAKEN_BY_BOTH)
-def test_taken_as_by_pytorch(conf: str, torch_parser: object) -> None:
+@pytest.mark.parametrize(("conf", "fields"), TAKEN_BY_BOTH.items())
+def test_taken_as_by_pytorch(conf: str, fields: dict[str, Any], torch_parser: object) -> None:
     torch_parser(conf)  # type: ignore[operator]
-    AllocatorSettings.parse(conf)
+    assert AllocatorSettings.parse(conf) == AllocatorSettings(**fields)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_the_lists_name_what_the_sources_take() -> None:
 
 @pytest.mark.parametrize("part", NAMES)
 def test_the_installed_release_has_every_name(part: str) -> None:
+    assert not list(internals._lacking(NAMES[part]))
     require(part)
 
 

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import memplan
 from memplan.runtime.graph.inductor import unavailable
+from tests.runtime.two_ranks import KINDS, found_by, parallel, run, seed_batches, weights
 
-ROOT = Path(__file__).parents[3]
-KINDS = ("ddp", "fsdp", "tensor parallel")
 EAGER: dict[str, Any] = {"codegen": "eager", "deadline_seconds": 0.2}
 FUSED: dict[str, Any] = {**EAGER, "codegen": "inductor"}
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -44,33 +29,6 @@ FUSED_WAYS: dict[str, dict[str, Any] | None] = {
     "fused blocks": FUSED,
     "fused blocks, least": {**FUSED, "budget": "least"},
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def parallel(kind: str, count: int) -> tuple[nn.Module, list[Any]]:
-    """A model of this rank, and its blocks."""
-    torch.manual_seed(0)
-    blocks: list[Any] = [Block() for _ in range(count)]
-    model = nn.Sequential(*blocks, nn.Linear(8, 4))
-    mesh = init_device_mesh("cpu", (2,))
-    if kind == "ddp":
-        return DistributedDataParallel(model), blocks
-    for block in blocks:
-        if kind == "fsdp":
-            fully_shard(block, mesh=mesh)
-        else:
-            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if kind == "fsdp":
-        fully_shard(model, mesh=mesh)
-    return model, blocks
 
 
 def trained(kind: str, way: str | None, rank: int, count: int) -> tuple[list[Tensor], str]:
@@ -92,7 +50,7 @@ def trained(kind: str, way: str | None, rank: int, count: int) -> tuple[list[Ten
         return F.cross_entropy(run(x), y)
 
     step = memplan.compile(loss_fn, optimizer=optimizer, order=False) if way == "a step" else None
-    torch.manual_seed(1 if kind == "tensor parallel" else 1 + rank)
+    seed_batches(kind, rank)
     losses = []
     for _ in range(3):
         x, y = torch.randn(6, 8), torch.randint(4, (6,))
@@ -104,9 +62,8 @@ def trained(kind: str, way: str | None, rank: int, count: int) -> tuple[list[Ten
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    weights: list[Any] = [getattr(one, "_local_tensor", one) for one in model.parameters()]
     reason = "" if step is None else step.report().fallback
-    return [*losses, *(one.detach() for one in weights)], reason
+    return [*losses, *weights(model)], reason
 
 
 def blocks_of(way: str) -> int:
@@ -118,9 +75,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-def work(rank: int, out: Path) -> None:
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def work(rank: int) -> dict[str, Any]:
     torch._inductor.config.cpp.simdlen = 1  # scalar kernels: the same everywhere, and made sooner
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -132,23 +87,12 @@ def work(rank: int, out: Path) -> None:
         for way in FUSED_WAYS if not unavailable([torch.device("cpu")]) else ():
             fused, _ = trained(kind, way, rank, blocks_of(way))
             found[f"{kind}: {way}"] = [all(map(close, plain[blocks_of(way) - 1], fused)), ""]
-    out.with_suffix(f".{rank}").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of both ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [sys.executable, *command, __file__, str(folder / "found")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+    return found_by(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,4 +132,4 @@ def test_a_step_says_why_it_runs_plainly(
 
 
 if __name__ == "__main__":
-    work(int(os.environ["RANK"]), Path(sys.argv[1]))
+    run(work)

@@ -1,0 +1,91 @@
+"""A small model in a job of two processes (DDP, FSDP2, tensor parallel), and how it is run.
+
+`found_by(file, folder)` runs a test's own file under `torchrun`, which calls `run(work)`; `work`
+tells what it found of this rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("ddp", "fsdp", "tensor parallel")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def parallel(kind: str, count: int) -> tuple[nn.Module, list[Any]]:
+    """A model of this rank, and its blocks."""
+    torch.manual_seed(0)
+    blocks: list[Any] = [Block() for _ in range(count)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    if kind == "ddp":
+        return DistributedDataParallel(model), blocks
+    for block in blocks:
+        if kind == "fsdp":
+            fully_shard(block, mesh=mesh)
+        else:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh)
+    return model, blocks
+
+
+def seed_batches(kind: str, rank: int) -> None:
+    """Ranks have batches of their own, but for those that share the model."""
+    torch.manual_seed(1 if kind == "tensor parallel" else 1 + rank)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """What this rank has of them."""
+    local: list[Any] = [getattr(one, "_local_tensor", one) for one in model.parameters()]
+    return [one.detach() for one in local]
+
+
+def run(work: Callable[[int], dict[str, Any]]) -> None:
+    """In a process of the job."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    Path(sys.argv[1]).with_suffix(f".{rank}").write_text(json.dumps(work(rank)))
+    dist.destroy_process_group()
+
+
+def found_by(file: str, folder: Path) -> list[dict[str, Any]]:
+    """Of both ranks."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *command, file, str(folder / "found")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
