@@ -15,14 +15,13 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_jobs.jobs import JOBS
-from bench.gpu_suite import NO_TIME, TimedSuite, failure, gpu_is_missing, last_line, suite_parser
+from bench.gpu_suite import NO_TIME, TimedSuite, failure, last_line, run_suite, suite_parser
 from bench.results import ROOT, write_result
 from memplan.runtime import nvml
 
@@ -199,23 +198,20 @@ def run_jobs(suite: Suite, names: list[str]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
-    names = [name for name in JOBS if options.only in name]
-    if options.dry_run:
-        for name in names:
-            print(f"{name}: python {SCRIPT.relative_to(ROOT)} {JOBS[name]}")
-        return 0
-    if gpu_is_missing():
-        return 2
-    with tempfile.TemporaryDirectory() as work:
-        suite = Suite(Path(work), budget=options.budget)
+
+    def measure(work: Path, names: list[str]) -> int:
+        suite = Suite(work, budget=options.budget)
         suite.measure_context()
         run_jobs(suite, names)
         if not options.only:
             write_result("gpu_scratch", suite.measure_scratch())
         save(suite)
         summary = summarize(suite.jobs)
-    print(json.dumps(summary, indent=1))
-    return 1 if summary["failed"] else 0
+        print(json.dumps(summary, indent=1))
+        return 1 if summary["failed"] else 0
+
+    commands = {name: f"{name}: python {SCRIPT.relative_to(ROOT)} {JOBS[name]}" for name in JOBS}
+    return run_suite(options, commands, measure)
 
 
 if __name__ == "__main__":

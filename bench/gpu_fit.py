@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +28,8 @@ from bench.gpu_suite import (
     NO_TIME,
     TimedSuite,
     failure,
-    gpu_is_missing,
     last_line,
+    run_suite,
     suite_parser,
 )
 from bench.results import ROOT, write_result
@@ -205,19 +204,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = suite_parser(__doc__, BUDGET_SECONDS)
     parser.add_argument("--gpu", default="", help="the card, as memplan estimate takes it")
     options = parser.parse_args(arguments)
-    names = [name for name in NAMES if options.only in name]
-    if options.dry_run:
-        for name in names:
-            print(f"{name}: {SCRIPT} {JOBS[name]}; levers {', '.join(LEVERS)}")
-        return 0
-    if gpu_is_missing():
-        return 2
-    with tempfile.TemporaryDirectory() as work:
-        suite = Suite(Path(work), budget=options.budget, gpu=options.gpu)
+
+    def measure(work: Path, names: list[str]) -> int:
+        suite = Suite(work, budget=options.budget, gpu=options.gpu)
         for name in names:
             suite.run_job(name)
-    rows = summarize(suite.jobs)["levers"]
-    return 0 if len(rows) >= len(names) * 2 else 1
+        rows = summarize(suite.jobs)["levers"]
+        return 0 if len(rows) >= len(names) * 2 else 1
+
+    commands = {
+        name: f"{name}: {SCRIPT} {JOBS[name]}; levers {', '.join(LEVERS)}" for name in NAMES
+    }
+    return run_suite(options, commands, measure)
 
 
 if __name__ == "__main__":

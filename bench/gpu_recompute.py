@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_suite import CUBLAS_WORKSPACE, TimedSuite, gpu_is_missing, last_line, suite_parser
+from bench.gpu_suite import CUBLAS_WORKSPACE, TimedSuite, last_line, run_suite, suite_parser
 from bench.results import write_result
 
 JOBS = ("gpt2-medium", "llama-1b", "resnet-50", "u-net")
@@ -179,21 +178,19 @@ def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
-    names = [name for name in JOBS if options.only in name]
-    if options.dry_run:
-        for name in names:
-            print(
-                " ".join(Suite(Path()).command(Task(name, "reference", ("reference",)), Path("-")))
-            )
-        return 0
-    if gpu_is_missing():
-        return 2
-    with tempfile.TemporaryDirectory() as work:
-        suite = Suite(Path(work), budget=options.budget)
+
+    def measure(work: Path, names: list[str]) -> int:
+        suite = Suite(work, budget=options.budget)
         suite.run_all(names)
         summary = summarize(suite.jobs)
-    print(json.dumps(summary, indent=1))
-    return 0 if summary["points"] == summary["points_wanted"] else 1
+        print(json.dumps(summary, indent=1))
+        return 0 if summary["points"] == summary["points_wanted"] else 1
+
+    commands = {
+        name: " ".join(Suite(Path()).command(Task(name, "reference", ("reference",)), Path("-")))
+        for name in JOBS
+    }
+    return run_suite(options, commands, measure)
 
 
 if __name__ == "__main__":

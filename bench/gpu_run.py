@@ -17,7 +17,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from bench.gpu_suite import (
     NO_TIME,
     TimedSuite,
     failure,
-    gpu_is_missing,
+    run_suite,
     suite_parser,
 )
 from bench.results import ROOT, write_result
@@ -339,22 +338,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", choices=("steps", "batches"), help="both when not said")
     parser.add_argument("--gpu", default="", help="the card, for captures; h100 and so on")
     options = parser.parse_args(arguments)
-    names = [name for name in JOBS if options.only in name]
-    if options.dry_run:
-        for name in names:
-            print(" ".join(script(Path("-"), name, 0, STEPS)))
-        return 0
-    if gpu_is_missing():
-        return 2
-    with tempfile.TemporaryDirectory() as work:
-        suite = Suite(Path(work), gpu=options.gpu, budget=options.budget)
+
+    def measure(work: Path, names: list[str]) -> int:
+        suite = Suite(work, gpu=options.gpu, budget=options.budget)
         if options.part != "batches":
             suite.run_steps(names)
         if options.part != "steps":
             suite.run_batches([name for name in names if name in GROWN])
         summary = {**summarize(suite.steps), "batches": summarize_batches(suite.batches)}
-    print(json.dumps(summary, indent=1))
-    return 0
+        print(json.dumps(summary, indent=1))
+        return 0
+
+    commands = {name: " ".join(script(Path("-"), name, 0, STEPS)) for name in JOBS}
+    return run_suite(options, commands, measure)
 
 
 if __name__ == "__main__":

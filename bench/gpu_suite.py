@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,24 @@ def suite_parser(description: str | None, budget_seconds: float) -> argparse.Arg
     parser.add_argument("--only", default="", help="jobs whose name holds this text")
     parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
     return parser
+
+
+def run_suite(
+    options: argparse.Namespace,
+    commands: dict[str, str],
+    measure: Callable[[Path, list[str]], int],
+) -> int:
+    """Have `measure(folder for files, names of jobs)` run the jobs asked for, or print the first
+    command of each. Exit code: that of `measure`; 2 without a GPU."""
+    names = [name for name in commands if options.only in name]
+    if options.dry_run:
+        for name in names:
+            print(commands[name])
+        return 0
+    if gpu_is_missing():
+        return 2
+    with tempfile.TemporaryDirectory() as work:
+        return measure(Path(work), names)
 
 
 def gpu_is_missing() -> bool:
