@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -60,58 +61,24 @@ def estimate(
     else:
         replays = player(part)
     interval = find_interval(steady.trace, part, replays, limited=limited)
-    timeline = interval.expected.timeline
-    contents = Contents(steady.trace, timeline, peak_event(timeline))
-    low, peak, high = interval.peak
-    missing = _missing_bytes(interval, settings, part) * trace.meta.card_processes
-    fits = None if profile is None else missing == 0
+    fields = {
+        **_verdict(interval, settings, profile, card, part, trace.meta.card_processes),
+        **_peaks(interval),
+        **_contents(steady, interval, card, communication),
+        **_host(trace, settings),
+    }
     meta = trace.meta
-    host = host_memory(trace, settings)
-    processes = 1 if meta.host is None else meta.host.local_processes
     return Estimate(
         memplan_version=__version__,
         torch_version=meta.torch_version,
-        gpu=None if profile is None else gpu_info(profile),
-        fits=fits,
-        peak_bytes=peak,
-        low_bytes=low,
-        high_bytes=high,
-        spare_bytes=card.total_memory_bytes - peak * meta.card_processes if fits else None,
-        missing_bytes=missing if fits is False else None,
-        card_processes=meta.card_processes,
-        reserved_peak_bytes=interval.reserved[1],
-        reserved_low_bytes=interval.reserved[0],
-        reserved_high_bytes=interval.reserved[2],
-        allocated_peak_bytes=interval.allocated[1],
-        allocated_low_bytes=interval.allocated[0],
-        allocated_high_bytes=interval.allocated[2],
-        requested_peak_bytes=timeline.requested_peak_bytes,
-        breakdown=contents.breakdown(
-            interval.reserved[1], card.context_bytes, communication.expected
-        ),
-        gathered_parameter_bytes=contents.gathered_bytes(),
-        peak=contents.point(),
-        allocated_peak=point_at(steady.trace, timeline.allocated_peak_event),
-        largest=contents.largest(),
         assumptions=[*meta.assumptions, *_unsettled(steady)],
         kernels=list(meta.kernels),
-        curve=thin(steady.trace, timeline),
         steps=meta.optimizer_steps,
         stop_reason=meta.stop_reason,
         method=meta.method,
         alloc_conf=meta.alloc_conf,
-        num_alloc_retries=timeline.num_alloc_retries,
         events=len(trace),
         repeated_steps=steady.rounds * steady.steps,
-        host_peak_bytes=None if host is None else host.peak,
-        host_low_bytes=None if host is None else host.low,
-        host_high_bytes=None if host is None else host.high,
-        host_pinned_peak_bytes=None if host is None else host.pinned,
-        host_breakdown=None if host is None else host.breakdown,
-        host_processes=processes,
-        host_node_peak_bytes=None if host is None else host.peak * processes,
-        host_node_low_bytes=None if host is None else host.low * processes,
-        host_node_high_bytes=None if host is None else host.high * processes,
         capture_peak_bytes=meta.capture_peak_bytes,
         command=list(meta.command),
         notes=[
@@ -122,7 +89,80 @@ def estimate(
             *_repetitions(steady),
             *meta.notes,
         ],
+        **fields,
     )
+
+
+def _verdict(
+    interval: Interval,
+    settings: AllocatorSettings,
+    profile: DeviceProfile | None,
+    card: DeviceProfile,
+    part: DeviceProfile,
+    processes: int,
+) -> dict[str, Any]:
+    missing = _missing_bytes(interval, settings, part) * processes
+    fits = None if profile is None else missing == 0
+    low, peak, high = interval.peak
+    return {
+        "gpu": None if profile is None else gpu_info(profile),
+        "fits": fits,
+        "peak_bytes": peak,
+        "low_bytes": low,
+        "high_bytes": high,
+        "spare_bytes": card.total_memory_bytes - peak * processes if fits else None,
+        "missing_bytes": missing if fits is False else None,
+        "card_processes": processes,
+    }
+
+
+def _peaks(interval: Interval) -> dict[str, int]:
+    timeline = interval.expected.timeline
+    return {
+        "reserved_peak_bytes": interval.reserved[1],
+        "reserved_low_bytes": interval.reserved[0],
+        "reserved_high_bytes": interval.reserved[2],
+        "allocated_peak_bytes": interval.allocated[1],
+        "allocated_low_bytes": interval.allocated[0],
+        "allocated_high_bytes": interval.allocated[2],
+        "requested_peak_bytes": timeline.requested_peak_bytes,
+        "num_alloc_retries": timeline.num_alloc_retries,
+    }
+
+
+def _contents(
+    steady: Settled, interval: Interval, card: DeviceProfile, communication: Bounds
+) -> dict[str, Any]:
+    timeline = interval.expected.timeline
+    contents = Contents(steady.trace, timeline, peak_event(timeline))
+    return {
+        "breakdown": contents.breakdown(
+            interval.reserved[1], card.context_bytes, communication.expected
+        ),
+        "gathered_parameter_bytes": contents.gathered_bytes(),
+        "peak": contents.point(),
+        "allocated_peak": point_at(steady.trace, timeline.allocated_peak_event),
+        "largest": contents.largest(),
+        "curve": thin(steady.trace, timeline),
+    }
+
+
+def _host(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
+    host, meta = host_memory(trace, settings), trace.meta.host
+    processes = 1 if meta is None else meta.local_processes
+    if host is None:
+        return {"host_processes": processes}
+    return {
+        "host_peak_bytes": host.peak,
+        "host_low_bytes": host.low,
+        "host_high_bytes": host.high,
+        "host_pinned_peak_bytes": host.pinned,
+        "host_breakdown": host.breakdown,
+        "host_processes": processes,
+        "host_node_peak_bytes": host.peak * processes,
+        "host_node_low_bytes": host.low * processes,
+        "host_node_high_bytes": host.high * processes,
+    }
 
 
 def _unsettled(steady: Settled) -> list[Assumption]:

@@ -49,35 +49,22 @@ def step_graph(
     call = _calls(trace, chosen)
     _, in_function = call_numbers(trace.ops.call[rows])
     names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
-    replayable = replayable_rows(names, call, values)
     where = RowFacts(
         forward=forward,
         call=call,
-        replayable=replayable,
+        replayable=replayable_rows(names, call, values),
         without_gradients=(trace.ops.phase[rows] == Phase.EVALUATION) | in_function,
         again=trace.ops.call[rows] == AGAIN,
     )
     droppable = droppable_values(values, where)
     values = values.held_until_release(droppable)
-    ops = GraphOps(
-        name=names,
-        call=call,
-        nth=_nth(names, call),
-        module=[trace.strings[number] for number in trace.ops.module[rows].tolist()],
-        seconds=(
-            op_seconds(trace, profile or _captured_for(trace), chosen.start, chosen.stop)
-            if seconds is None
-            else seconds[rows]
-        ),
-        flops=trace.ops.flops[rows],
-        replayable=replayable,
-        reads_start=values.reads.starts(len(names)),
-        reads=values.reads.value,
-        writes_start=values.writes.starts(len(names)),
-        writes=values.writes.value,
-    )
+    if seconds is None:
+        card = profile or _captured_for(trace)
+        times = op_seconds(trace, card, chosen.start, chosen.stop)
+    else:
+        times = seconds[rows]
     graph = StepGraph(
-        ops=ops,
+        ops=_operators(trace, rows, names, values, where, times),
         values=GraphValues(
             bytes=values.bytes,
             alloc=values.alloc,
@@ -92,6 +79,29 @@ def step_graph(
     )
     graph.check()
     return graph
+
+
+def _operators(
+    trace: Trace,
+    rows: slice,
+    names: list[str],
+    values: PassValues,
+    where: RowFacts,
+    seconds: F64,
+) -> GraphOps:
+    return GraphOps(
+        name=names,
+        call=where.call,
+        nth=_nth(names, where.call),
+        module=[trace.strings[number] for number in trace.ops.module[rows].tolist()],
+        seconds=seconds,
+        flops=trace.ops.flops[rows],
+        replayable=where.replayable,
+        reads_start=values.reads.starts(len(names)),
+        reads=values.reads.value,
+        writes_start=values.writes.starts(len(names)),
+        writes=values.writes.value,
+    )
 
 
 def plain_peak(graph: StepGraph) -> int:

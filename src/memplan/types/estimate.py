@@ -182,21 +182,21 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     card_processes: int = 1
     """Processes of the job that share the card; `fits`, `spare_bytes` and `missing_bytes` count
     them all, every other figure is of one."""
-    host_peak_bytes: int | None
+    host_peak_bytes: int | None = None
     """RAM of the job's process on the host, its workers included; None where the trace did not
     follow it."""
-    host_low_bytes: int | None
-    host_high_bytes: int | None
-    host_pinned_peak_bytes: int | None
+    host_low_bytes: int | None = None
+    host_high_bytes: int | None = None
+    host_pinned_peak_bytes: int | None = None
     """Page-locked memory, a part of it."""
-    host_breakdown: HostBreakdown | None
+    host_breakdown: HostBreakdown | None = None
     host_processes: int
     """Processes of the job that share one host."""
-    host_node_peak_bytes: int | None
+    host_node_peak_bytes: int | None = None
     """RAM of them all, at the peak of each. Where several ranks were captured: of the node that
     needs most, ranks between two captured ones being taken to need what the larger does."""
-    host_node_low_bytes: int | None
-    host_node_high_bytes: int | None
+    host_node_low_bytes: int | None = None
+    host_node_high_bytes: int | None = None
     capture_peak_bytes: int
     """Resident memory of the capture itself."""
     command: list[str]

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.capturing.fake.plain_class import base_data, is_fake, set_data
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memplan.capturing.patches.attributes import Patches
     from memplan.capturing.state import CaptureState
 
@@ -25,65 +27,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def install(patches: Patches, state: CaptureState) -> None:
     """Patch `nn.Parameter`, `Tensor.data`, `swap_tensors`, module moves until `patches.undo()`."""
-    parameter_new = torch.nn.Parameter.__new__
-    module_apply: Any = torch.nn.Module._apply
-    module_set_state: Any = torch.nn.Module.__setstate__
-    module_register_buffer: Any = torch.nn.Module.register_buffer
-    belongs_to_module = state.belongs_to_module
-    swap_tensors = torch.utils.swap_tensors
-
-    @cache
-    def of_fakes() -> frozenset[str]:
-        # Accelerate hands on a parameter's `__dict__`, where a fake one keeps what makes it fake.
-        return frozenset(vars(state.fakify(torch.empty(0))))
-
-    def new(cls: Any, data: Any = None, requires_grad: bool = True, **more: Any) -> Any:
-        if others := {name: more[name] for name in more.keys() - of_fakes()}:
-            return parameter_new(cls, data, requires_grad, **others)
-        plain = type(data) in _PLAIN
-        if plain and not is_fake(data) and _is_plain_cpu(data):
-            data = _adopted(state, data)
-        if not is_fake(data):
-            return parameter_new(cls, data, requires_grad)
-        if isinstance(data, torch.nn.Parameter) and not plain:  # of a package, being moved
-            return data.requires_grad_(requires_grad)
-        made = data.detach().requires_grad_(requires_grad)
-        made.__class__ = cls
-        belongs_to_module(made)
-        return made
-
-    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
-        _make_parameters_fake(module, state)
-        moved = module_apply(module, fn, recurse)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            belongs_to_module(tensor)
-        return moved
-
-    def set_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
-        module_set_state(module, state)
-        for tensor in module._buffers.values():  # of a copy; its parameters were made anew
-            belongs_to_module(tensor)
-
-    def register_buffer(
-        module: torch.nn.Module, name: str, tensor: Any, persistent: bool = True
-    ) -> None:
-        module_register_buffer(module, name, tensor, persistent)
-        belongs_to_module(tensor)
-
-    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        left, right = t1, t2
-        fake = isinstance(left, FakeTensor) and isinstance(right, FakeTensor)
-        if fake and left.is_meta == right.is_meta:  # `.data` keeps to one kind
-            set_data(cast("FakeTensor", left), cast("FakeTensor", right))
-        else:
-            _forget_conversions(state, left, right)
-            swap_tensors(left, right)  # type: ignore[no-untyped-call]
-
-    patches.set(torch.nn.Parameter, "__new__", staticmethod(new))
-    patches.set(torch.nn.Module, "_apply", apply)
-    patches.set(torch.nn.Module, "__setstate__", set_state)
-    patches.set(torch.nn.Module, "register_buffer", register_buffer)
-    patches.set(torch.utils, "swap_tensors", swap)
+    patches.set(torch.nn.Parameter, "__new__", staticmethod(_making(state)))
+    _keep_parameters_in(patches, state)
+    patches.set(torch.utils, "swap_tensors", _swapping(state))
 
     def set_any_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor):
@@ -94,6 +40,79 @@ def install(patches: Patches, state: CaptureState) -> None:
             base_data.__set__(tensor, value)
 
     patches.set(torch.Tensor, "data", property(_get_data, set_any_data))
+
+
+def _making(state: CaptureState) -> Callable[..., Any]:
+    """Stand-in for `Parameter.__new__`."""
+    real = torch.nn.Parameter.__new__
+
+    @cache
+    def of_fakes() -> frozenset[str]:
+        # Accelerate hands on a parameter's `__dict__`, where a fake one keeps what makes it fake.
+        return frozenset(vars(state.fakify(torch.empty(0))))
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True, **more: Any) -> Any:
+        if others := {name: more[name] for name in more.keys() - of_fakes()}:
+            return real(cls, data, requires_grad, **others)
+        plain = type(data) in _PLAIN
+        if plain and not is_fake(data) and _is_plain_cpu(data):
+            data = _adopted(state, data)
+        if not is_fake(data):
+            return real(cls, data, requires_grad)
+        if isinstance(data, torch.nn.Parameter) and not plain:  # of a package, being moved
+            return data.requires_grad_(requires_grad)
+        made = data.detach().requires_grad_(requires_grad)
+        made.__class__ = cls
+        state.belongs_to_module(made)
+        return made
+
+    return new
+
+
+def _keep_parameters_in(patches: Patches, state: CaptureState) -> None:
+    """Modules: moved, copied, given a buffer."""
+    real_apply: Any = torch.nn.Module._apply
+    real_set_state: Any = torch.nn.Module.__setstate__
+    real_register: Any = torch.nn.Module.register_buffer
+    belongs_to_module = state.belongs_to_module
+
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        _make_parameters_fake(module, state)
+        moved = real_apply(module, fn, recurse)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            belongs_to_module(tensor)
+        return moved
+
+    def set_state(module: torch.nn.Module, state: dict[str, Any]) -> None:
+        real_set_state(module, state)
+        for tensor in module._buffers.values():  # of a copy; its parameters were made anew
+            belongs_to_module(tensor)
+
+    def register_buffer(
+        module: torch.nn.Module, name: str, tensor: Any, persistent: bool = True
+    ) -> None:
+        real_register(module, name, tensor, persistent)
+        belongs_to_module(tensor)
+
+    patches.set(torch.nn.Module, "_apply", apply)
+    patches.set(torch.nn.Module, "__setstate__", set_state)
+    patches.set(torch.nn.Module, "register_buffer", register_buffer)
+
+
+def _swapping(state: CaptureState) -> Callable[..., None]:
+    """Stand-in for `torch.utils.swap_tensors`."""
+    real = torch.utils.swap_tensors
+
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        left, right = t1, t2
+        fake = isinstance(left, FakeTensor) and isinstance(right, FakeTensor)
+        if fake and left.is_meta == right.is_meta:  # `.data` keeps to one kind
+            set_data(cast("FakeTensor", left), cast("FakeTensor", right))
+        else:
+            _forget_conversions(state, left, right)
+            real(left, right)  # type: ignore[no-untyped-call]
+
+    return swap
 
 
 def _become_fake(tensor: torch.Tensor, value: FakeTensor) -> None:

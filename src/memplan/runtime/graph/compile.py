@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch.torch_version import TorchVersion
@@ -42,6 +42,20 @@ class Options:
     deadline_seconds: float
     seed: int
     codegen: str = "eager"
+
+    def check(self) -> None:
+        """Raises UsageError for values that nothing can be done with."""
+        norm, seconds = self.clip_grad_norm, self.deadline_seconds
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            raise UsageError(f"accumulate={self.accumulate!r}", "calls for one update, such as 4")
+        if norm is not None and not (_is_number(norm) and norm > 0):
+            raise UsageError(f"clip_grad_norm={norm!r}", "the largest norm, such as 1.0")
+        if not (_is_number(seconds) and seconds >= 0):
+            raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
+        if type(self.seed) is not int:
+            raise UsageError(f"seed={self.seed!r}", "a whole number, such as 0")
+        if self.codegen not in ("eager", "inductor"):
+            raise UsageError(f"codegen={self.codegen!r}", "eager or inductor")
 
 
 def compile(
@@ -88,7 +102,23 @@ def compile(
     """
     if not callable(loss_fn):
         raise UsageError(f"{type(loss_fn).__name__} is no function", "one that returns the loss")
-    optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    optimizers = _checked_optimizers(optimizer)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler={scaler!r}", "a torch.amp.GradScaler, or None")
+    limit = parse_budget(budget)
+    options = Options(
+        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed, codegen
+    )
+    options.check()
+    if TorchVersion(torch.__version__) >= GUARDED_SINCE:  # before, steps run plainly
+        require("runtime/graph")
+    from memplan.runtime.graph.step import CompiledStep
+
+    return CompiledStep(loss_fn, optimizers, scaler, options)
+
+
+def _checked_optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
+    optimizers = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not optimizers:
         raise UsageError("optimizer=[]", "one of torch.optim, or a list of them")
     for one in optimizers:
@@ -99,27 +129,7 @@ def compile(
                 f"{type(one).__name__} calls the loss several times a step",
                 "another optimizer, or the plain loop",
             )
-    limit = parse_budget(budget)
-    if type(accumulate) is not int or accumulate < 1:
-        raise UsageError(f"accumulate={accumulate!r}", "calls for one update, such as 4")
-    if clip_grad_norm is not None and not (_is_number(clip_grad_norm) and clip_grad_norm > 0):
-        raise UsageError(f"clip_grad_norm={clip_grad_norm!r}", "the largest norm, such as 1.0")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise UsageError(f"scaler={scaler!r}", "a torch.amp.GradScaler, or None")
-    if not (_is_number(deadline_seconds) and deadline_seconds >= 0):
-        raise UsageError(f"deadline_seconds={deadline_seconds!r}", "seconds, such as 20")
-    if type(seed) is not int:
-        raise UsageError(f"seed={seed!r}", "a whole number, such as 0")
-    if codegen not in ("eager", "inductor"):
-        raise UsageError(f"codegen={codegen!r}", "eager or inductor")
-    if TorchVersion(torch.__version__) >= GUARDED_SINCE:  # before, steps run plainly
-        require("runtime/graph")
-    from memplan.runtime.graph.step import CompiledStep
-
-    options = Options(
-        limit, clip_grad_norm, accumulate, keep_gradients, order, deadline_seconds, seed, codegen
-    )
-    return CompiledStep(loss_fn, optimizers, scaler, options)
+    return optimizers
 
 
 def parse_budget(given: int | str | None) -> Budget:
