@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import msgspec
 import numpy as np
 import pytest
 import zstandard
