@@ -32,7 +32,7 @@ from memplan.capturing.job.uncounted import UncountedProcesses
 from memplan.capturing.options import OUR_OPTIONS, CaptureOptions, ScriptTarget
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.recording.context import shown_path
-from memplan.capturing.sandbox import lockdown, sandbox
+from memplan.capturing.sandbox import Sandbox, lockdown
 from memplan.capturing.session import CaptureSession
 from memplan.types.errors import CaptureError, MemplanError, UsageError
 from memplan.types.trace import Trace
@@ -71,7 +71,7 @@ def _capture(
 ) -> Trace:
     session = CaptureSession(options)
     uncounted = UncountedProcesses(session.state.assumptions)
-    box = sandbox(
+    box = Sandbox(
         allow_network=options.allow_network,
         on_note=session.notes.append,
         on_program=uncounted.program,

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 from memplan.capturing.session import CaptureSession
 from memplan.capturing.standins.rules import running
 from memplan.estimation.host import host_memory
@@ -57,7 +57,7 @@ Job = tuple[nn.Module, torch.optim.Optimizer]
 
 def captured(job: Callable[[], None], rank: int) -> Trace:
     session = CaptureSession(options(rank, RANKS, steps=20))
-    box = sandbox(
+    box = Sandbox(
         on_note=session.notes.append,
         is_fake=lambda tensor: isinstance(tensor, FakeTensor),
         new_tensor=session.new_tensor,

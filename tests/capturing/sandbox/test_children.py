@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.capturing.sandbox import confine, sandbox
+from memplan.capturing.sandbox import Sandbox, confine
 from memplan.capturing.sandbox.children import is_worker, only_looks
 from memplan.types.errors import CaptureError
 
@@ -36,7 +36,7 @@ def shell(command: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
 def test_a_program_can_read_and_not_write(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("content")
     before = (tmp_path / "data").stat()
-    with sandbox():
+    with Sandbox():
         assert shell(f"cat {tmp_path}/data").stdout == "content"
         for command in ("echo x > {0}/new", "echo x >> {0}/data", "rm {0}/data", "mkdir {0}/d"):
             assert shell(command.format(tmp_path)).returncode != 0
@@ -53,7 +53,7 @@ def test_a_program_can_read_and_not_write(tmp_path: Path) -> None:
 def test_changes_of_mode_and_time_are_only_pretended(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("content")
     before = (tmp_path / "data").stat()
-    with sandbox():
+    with Sandbox():
         assert shell(f"chmod 600 {tmp_path}/data").returncode == 0
         assert shell(f"touch -c -d 2001-01-01 {tmp_path}/data").returncode == 0
     after = (tmp_path / "data").stat()
@@ -63,7 +63,7 @@ def test_changes_of_mode_and_time_are_only_pretended(tmp_path: Path) -> None:
 @confined
 def test_a_program_has_no_network() -> None:
     code = "import socket; socket.socket(socket.AF_INET)"
-    with sandbox():
+    with Sandbox():
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "unreachable" in result.stderr
 
@@ -72,7 +72,7 @@ def test_a_program_has_no_network() -> None:
 def test_every_way_of_starting_one_is_held(tmp_path: Path) -> None:
     target = tmp_path / "new"
     command = ["/bin/sh", "-c", f"echo x > {target}"]
-    with sandbox():
+    with Sandbox():
         assert os.system(command[2]) != 0
         os.popen(command[2]).close()
         os.waitpid(os.posix_spawn(command[0], command, os.environ), 0)
@@ -86,7 +86,7 @@ def test_every_way_of_starting_one_is_held(tmp_path: Path) -> None:
 
 @confined
 def test_a_program_starts_in_a_directory_of_the_overlay(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         (tmp_path / "out").mkdir()
         (tmp_path / "out/f").write_text("in the overlay")
         assert shell("cat f; echo more > g", cwd=tmp_path / "out").stdout == "in the overlay"
@@ -96,7 +96,7 @@ def test_a_program_starts_in_a_directory_of_the_overlay(tmp_path: Path) -> None:
 
 @confined
 def test_programs_that_still_run_are_ended() -> None:
-    with sandbox():
+    with Sandbox():
         forgotten = subprocess.Popen(["sleep", "600"])
         done = subprocess.Popen(["true"])
         assert done.wait() == 0
@@ -108,12 +108,12 @@ def test_programs_that_still_run_are_ended() -> None:
 
 
 def test_exit_codes_of_system_are_as_usual() -> None:
-    with sandbox():
+    with Sandbox():
         assert os.waitstatus_to_exitcode(os.system("true")) == 0
 
 
 def test_without_landlock_only_known_programs_run(tmp_path: Path, no_landlock: None) -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         assert subprocess.check_output(["uname"], text=True) == "Linux\n"
         with pytest.raises(PermissionError):
             subprocess.run(["touch", str(tmp_path / "x")])
@@ -155,7 +155,7 @@ def test_workers_are_known() -> None:
 
 
 def test_the_captured_process_is_not_replaced() -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         with pytest.raises(PermissionError):
             os.execv("/bin/true", ["/bin/true"])
         assert any("/bin/true" in note for note in box.notes)
@@ -166,7 +166,7 @@ def write_in_worker(path: str) -> None:
 
 
 def test_a_spawned_worker_joins_the_sandbox(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         worker = multiprocessing.get_context("spawn").Process(
             target=write_in_worker, args=(str(tmp_path / "x"),)
         )
@@ -179,9 +179,9 @@ def test_a_spawned_worker_joins_the_sandbox(tmp_path: Path) -> None:
 
 LOCKED = """
 import os, sys
-from memplan.capturing.sandbox import lockdown, sandbox
+from memplan.capturing.sandbox import lockdown, Sandbox
 target, output = sys.argv[1:]
-with sandbox() as box:
+with Sandbox() as box:
     assert lockdown(str(box.scratch), [output])
     import ctypes
     libc = ctypes.CDLL(None)
@@ -223,7 +223,7 @@ def test_what_a_launcher_starts_is_named(tmp_path: Path) -> None:
     launch: dict[str, object] = {"__name__": "accelerate.commands.launch"}
     exec(LAUNCH, launch)
     start: Callable[[list[str]], None] = launch["simple_launcher"]  # type: ignore[assignment]
-    with sandbox():
+    with Sandbox():
         with pytest.raises(CaptureError, match=r"it starts `train.py --lr 0.1`") as refused:
             start(["train.py", "--lr", "0.1"])
         assert subprocess.run([sys.executable, "-c", "pass"]).returncode == 0
@@ -240,7 +240,7 @@ def test_a_program_that_starts_its_other_ranks(
     exec(LAUNCH, launch)
     start: Callable[[list[str]], None] = launch["simple_launcher"]  # type: ignore[assignment]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with sandbox(), pytest.raises(CaptureError, match="starts its other ranks itself") as refused:
+    with Sandbox(), pytest.raises(CaptureError, match="starts its other ranks itself") as refused:
         start(["-m", "project.train", "--lr", "0.1"])
     hint = refused.value.hint
     assert hint.endswith("memplan estimate --world-size 4 -m project.train --lr 0.1")

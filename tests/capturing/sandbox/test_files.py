@@ -21,8 +21,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from memplan.capturing.sandbox import Sandbox
 from memplan.capturing.sandbox import changes as changes_module
-from memplan.capturing.sandbox import sandbox
 from memplan.capturing.sandbox.budget import Budget
 
 
@@ -59,7 +59,7 @@ def untouched(project: Path) -> Any:
 
 
 def test_writes_are_read_back(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         (untouched / "out").mkdir()
         (untouched / "out/x.bin").write_bytes(b"12345")
         assert (untouched / "out/x.bin").read_bytes() == b"12345"
@@ -71,7 +71,7 @@ def test_writes_are_read_back(untouched: Path) -> None:
 
 
 def test_appending_continues_the_old_file(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         with (untouched / "log.txt").open("a") as log:
             log.write("new\n")
         assert (untouched / "log.txt").read_text() == "old\nnew\n"
@@ -81,7 +81,7 @@ def test_appending_continues_the_old_file(untouched: Path) -> None:
 
 
 def test_names_shown_to_the_script_are_its_own(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         with (untouched / "new.txt").open("w") as file:
             assert file.name == str(untouched / "new.txt")
         os.mkdir(untouched / "d")
@@ -94,7 +94,7 @@ def test_names_shown_to_the_script_are_its_own(untouched: Path) -> None:
 
 
 def test_deleting_hides(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         (untouched / "log.txt").unlink()
         assert not (untouched / "log.txt").exists()
         with pytest.raises(FileNotFoundError):
@@ -107,7 +107,7 @@ def test_deleting_hides(untouched: Path) -> None:
 
 
 def test_links_are_followed_between_the_layers(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         (untouched / "current/train/c.txt").write_text("c")
         assert (untouched / "data/train/c.txt").read_text() == "c"
         (untouched / "data/train/last").symlink_to(untouched / "data/train/a.txt")
@@ -122,7 +122,7 @@ def test_links_are_followed_between_the_layers(untouched: Path) -> None:
 
 def test_a_link_on_the_disk_to_a_changed_file(project: Path) -> None:
     (project / "latest.txt").symlink_to("log.txt")
-    with sandbox():
+    with Sandbox():
         (project / "log.txt").write_text("changed")
         assert (project / "latest.txt").read_text() == "changed"
         (project / "log.txt").unlink()
@@ -132,7 +132,7 @@ def test_a_link_on_the_disk_to_a_changed_file(project: Path) -> None:
 
 def test_working_directory_in_the_overlay(untouched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(untouched)
-    with sandbox():
+    with Sandbox():
         os.makedirs("runs/one")
         os.chdir("runs/one")
         assert os.getcwd() == str(untouched / "runs/one")
@@ -146,7 +146,7 @@ def test_working_directory_in_the_overlay(untouched: Path, monkeypatch: pytest.M
 
 
 def test_directory_descriptors(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         (untouched / "data/train/new").write_text("n")
         fd = os.open(untouched / "data/train", os.O_RDONLY)
         try:
@@ -160,7 +160,7 @@ def test_directory_descriptors(untouched: Path) -> None:
 
 
 def test_metadata(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         os.utime(untouched / "log.txt", (1, 2))
         assert (untouched / "log.txt").stat().st_mtime == 2
         os.chmod(untouched / "log.txt", 0o600)
@@ -177,7 +177,7 @@ def test_metadata(untouched: Path) -> None:
 
 
 def test_files_that_python_code_writes(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         np.save(untouched / "x.npy", np.arange(4))
         np.savez(untouched / "x.npz", y=np.arange(3))
         np.savetxt(untouched / "x.csv", np.arange(3))
@@ -198,7 +198,7 @@ def test_a_module_written_by_the_script_can_be_imported(
     untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(untouched))
-    with sandbox():
+    with Sandbox():
         (untouched / "made_by_script.py").write_text("answer = 42\n")
         importlib.invalidate_caches()
         assert importlib.import_module("made_by_script").answer == 42
@@ -207,7 +207,7 @@ def test_a_module_written_by_the_script_can_be_imported(
 
 
 def test_temporary_files_are_real_and_can_be_moved_into_place(untouched: Path) -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         with tempfile.NamedTemporaryFile("w", delete=False) as file:
             file.write("checkpoint")
         assert file.name.startswith(str(box.scratch))
@@ -217,7 +217,7 @@ def test_temporary_files_are_real_and_can_be_moved_into_place(untouched: Path) -
 
 def test_pipes_and_devices_stay_real(project: Path) -> None:
     os.mkfifo(project / "pipe")
-    with sandbox():
+    with Sandbox():
         reader = os.open(project / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         with (project / "pipe").open("wb", buffering=0) as writer:
             writer.write(b"through")
@@ -230,7 +230,7 @@ def test_pipes_and_devices_stay_real(project: Path) -> None:
 def test_shared_memory_of_the_script_is_its_files(project: Path) -> None:
     name = f"/dev/shm/{project.parent.name}-{project.name}"
     ipc = f"/dev/shm/torch_{project.name}"
-    with sandbox():
+    with Sandbox():
         Path(name).write_text("a cache in memory")
         assert Path(name).read_text() == "a cache in memory"
         Path(ipc).write_text("between processes")
@@ -242,7 +242,7 @@ def test_shared_memory_of_the_script_is_its_files(project: Path) -> None:
 def test_what_gets_past_the_stand_ins_is_refused(untouched: Path) -> None:
     import posix
 
-    with sandbox() as box:
+    with Sandbox() as box:
         escapes: list[Callable[[], object]] = [
             lambda: io.FileIO(untouched / "x", "w"),
             lambda: posix.mkdir(str(untouched / "x")),
@@ -263,7 +263,7 @@ def test_a_large_file_is_not_copied_to_be_changed(
     untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(changes_module, "COPY_LIMIT", 2)
-    with sandbox():
+    with Sandbox():
         tokens = np.memmap(untouched / "log.txt", dtype=np.uint8, mode="r+")
         tokens[0] = ord("X")
         assert bytes(tokens[:4]) == b"Xld\n"
@@ -275,7 +275,7 @@ def test_a_large_file_is_not_copied_to_be_changed(
 
 def test_the_overlay_stays_within_its_budget(project: Path) -> None:
     notes: list[str] = []
-    with sandbox() as box:
+    with Sandbox() as box:
         assert box._view is not None
         box._view.on_write = budget = Budget(notes.append, limit=3 << 20)
         for name in ("large", "larger"):
@@ -290,7 +290,7 @@ def test_the_overlay_stays_within_its_budget(project: Path) -> None:
 
 
 def test_forked_workers_share_the_overlay(untouched: Path) -> None:
-    with sandbox():
+    with Sandbox():
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -377,7 +377,7 @@ def test_any_sequence_does_as_it_would_on_the_disk(
             _populate(root)
         before = fingerprint(Path(shown_root))
         expected = [[_outcome(o, root) for o in s] for s, root in zip(sequences, real, strict=True)]
-        with sandbox():
+        with Sandbox():
             seen = [
                 [_outcome(o, root) for o in s] for s, root in zip(sequences, shown, strict=True)
             ]
@@ -389,7 +389,7 @@ def test_any_sequence_does_as_it_would_on_the_disk(
 
 def test_temporary_file_beside_the_data(untouched: Path) -> None:
     """`tempfile` opens with an opener of its own and names the directory as what it opens."""
-    with sandbox():
+    with Sandbox():
         with tempfile.NamedTemporaryFile("wb", dir=untouched / "data", delete=False) as file:
             file.write(b"rows")
         shutil.move(file.name, untouched / "data/cache.arrow")
@@ -400,5 +400,5 @@ def test_opener_that_passes_the_overlay_is_refused(untouched: Path) -> None:
     def past(name: str, flags: int) -> int:
         return posix.open(str(untouched / "log.txt"), flags)
 
-    with sandbox(), pytest.raises(PermissionError), open(untouched / "log.txt", "a", opener=past):
+    with Sandbox(), pytest.raises(PermissionError), open(untouched / "log.txt", "a", opener=past):
         pass

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def empty(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("as_uri", [False, True])
 def test_sqlite(empty: Path, as_uri: bool) -> None:
-    with sandbox():
+    with Sandbox():
         name = f"file:{empty}/runs.db?mode=rwc" if as_uri else str(empty / "runs.db")
         database = sqlite3.connect(name, uri=as_uri)
         with database:
@@ -49,7 +49,7 @@ def transformers() -> Any:
 
 def test_transformers_save_pretrained(empty: Path, transformers: Any) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
-    with sandbox():
+    with Sandbox():
         model = transformers.GPT2LMHeadModel(config)
         model.save_pretrained(empty / "real")
         assert sorted(os.listdir(empty / "real"))[0] == "config.json"
@@ -63,7 +63,7 @@ def test_transformers_trainer_rotates_its_checkpoints(empty: Path, transformers:
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
     row = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
-    with sandbox():
+    with Sandbox():
         arguments = transformers.TrainingArguments(
             output_dir=str(empty / "out"),
             max_steps=6,
@@ -87,7 +87,7 @@ def test_transformers_trainer_rotates_its_checkpoints(empty: Path, transformers:
 
 def test_accelerate_save_state(empty: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    with sandbox(), FakeTensorMode(allow_non_fake_inputs=True):
+    with Sandbox(), FakeTensorMode(allow_non_fake_inputs=True):
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(model.parameters())
         prepared = accelerate.Accelerator(cpu=True)
@@ -103,7 +103,7 @@ def test_tensorboard(empty: Path) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    with sandbox():
+    with Sandbox():
         writer = SummaryWriter(str(empty / "runs"))
         for step in range(10):
             writer.add_scalar("loss", 1 / (step + 1), step)
@@ -117,7 +117,7 @@ def test_tensorboard(empty: Path) -> None:
 def test_wandb_even_when_told_to_be_online(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb: Any = pytest.importorskip("wandb")
     monkeypatch.chdir(empty)
-    with sandbox() as box:
+    with Sandbox() as box:
         assert wandb.login()
         run = wandb.init(project="p", mode="online", dir=str(empty))
         run.log({"loss": 1.0})
@@ -128,7 +128,7 @@ def test_wandb_even_when_told_to_be_online(empty: Path, monkeypatch: pytest.Monk
 
 def test_hdf5(empty: Path) -> None:
     h5py = pytest.importorskip("h5py")
-    with sandbox():
+    with Sandbox():
         with h5py.File(empty / "x.h5", "w") as file:
             file["x"] = [1, 2, 3]
         with h5py.File(empty / "x.h5", "a") as file:
@@ -142,7 +142,7 @@ def test_arrow(empty: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"x": [1, 2]})
-    with sandbox():
+    with Sandbox():
         parquet.write_table(table, empty / "x.parquet")
         with (
             (empty / "x.arrow").open("wb") as file,
@@ -155,13 +155,13 @@ def test_arrow(empty: Path) -> None:
 
 def test_pandas(empty: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    with sandbox():
+    with Sandbox():
         pandas.DataFrame({"x": [1, 2]}).to_csv(empty / "x.csv", index=False)
         assert list(pandas.read_csv(empty / "x.csv")["x"]) == [1, 2]
 
 
 def test_profiler_traces(empty: Path) -> None:
-    with sandbox():
+    with Sandbox():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             torch.zeros(3).sum()
         profile.export_chrome_trace(str(empty / "trace.json"))
@@ -171,9 +171,9 @@ def test_profiler_traces(empty: Path) -> None:
 IMPORTED_INSIDE = """
 import sys
 from pathlib import Path
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 out = Path(sys.argv[1])
-with sandbox():
+with Sandbox():
     import sqlite3, torch
     torch.save(torch.empty(3, device="meta"), out / "x.pt")
     assert torch.load(out / "x.pt").device.type == "meta"

@@ -14,13 +14,13 @@ import urllib.request
 
 import pytest
 
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 
 OUTSIDE = "192.0.2.1"  # Reserved for documentation: routed nowhere.
 
 
 def test_connections_outside_are_refused_at_once() -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         with pytest.raises(OSError, match="unreachable") as caught:
             socket.create_connection((OUTSIDE, 443), timeout=30)
         assert caught.value.errno == errno.ENETUNREACH
@@ -32,7 +32,7 @@ def test_connections_outside_are_refused_at_once() -> None:
 
 
 def test_names_are_not_looked_up() -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         with pytest.raises(socket.gaierror):
             socket.getaddrinfo("huggingface.co", 443)
         with pytest.raises(urllib.error.URLError):
@@ -43,7 +43,7 @@ def test_names_are_not_looked_up() -> None:
 
 
 def test_loopback_works() -> None:
-    with sandbox() as box, socket.create_server(("127.0.0.1", 0)) as server:
+    with Sandbox() as box, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
         def serve() -> None:
@@ -67,13 +67,13 @@ def test_loopback_works() -> None:
 
 def test_a_proxy_on_this_machine_is_not_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:3128")
-    with sandbox():
+    with Sandbox():
         assert "https_proxy" not in os.environ
     assert os.environ["https_proxy"] == "http://127.0.0.1:3128"
 
 
 def test_a_forked_worker_reports_what_it_was_refused() -> None:
-    with sandbox() as box:
+    with Sandbox() as box:
         pid = os.fork()
         if pid == 0:
             try:
@@ -90,7 +90,7 @@ def test_libraries_are_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with sandbox():
+    with Sandbox():
         assert constants.HF_HUB_OFFLINE
         assert os.environ["HF_HUB_OFFLINE"] == "1"
         assert os.environ["WANDB_MODE"] == "disabled"
@@ -101,7 +101,7 @@ def test_libraries_are_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_network_can_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    with sandbox(allow_network=True) as box:
+    with Sandbox(allow_network=True) as box:
         assert "HF_HUB_OFFLINE" not in os.environ
         assert os.environ["WANDB_MODE"] == "disabled"
         with socket.socket() as plain:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 from memplan.types.errors import CaptureError, InternalError
 
 MODULES = (os, builtins, io, shutil, subprocess, sqlite3, socket, tempfile, torch, torch.jit)
@@ -43,11 +43,11 @@ def attributes() -> dict[tuple[str, str], int]:
 
 
 def test_every_attribute_is_put_back() -> None:
-    with sandbox():  # What is imported on the first use stays imported.
+    with Sandbox():  # What is imported on the first use stays imported.
         torch.save(1, io.BytesIO())
     before = attributes()
     paths = list(sys.meta_path)
-    with sandbox():
+    with Sandbox():
         assert attributes() != before
     assert attributes() == before
     assert sys.meta_path == paths
@@ -60,7 +60,7 @@ def test_what_the_script_changed_is_put_back(tmp_path: Path) -> None:
     before = (os.getcwd(), dict(os.environ), list(sys.path), list(sys.argv), root.level)
     handlers, filters = list(root.handlers), list(warnings.filters)
     arguments = sys.argv
-    with sandbox():
+    with Sandbox():
         os.chdir(tmp_path)
         os.environ["NEW"] = "1"
         os.environ.pop("PATH")
@@ -83,7 +83,7 @@ def test_what_the_script_changed_is_put_back(tmp_path: Path) -> None:
 
 def test_it_is_removed_when_the_script_fails(tmp_path: Path) -> None:
     before = attributes()
-    with pytest.raises(ZeroDivisionError), sandbox() as box:
+    with pytest.raises(ZeroDivisionError), Sandbox() as box:
         os.mkdir(tmp_path / "locked", 0o000)
         os.chmod(tmp_path / "locked", 0o000)
         raise ZeroDivisionError
@@ -92,7 +92,7 @@ def test_it_is_removed_when_the_script_fails(tmp_path: Path) -> None:
 
 
 def test_a_function_kept_from_a_sandbox_works_after_it(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         kept: list[Any] = [open, os.listdir]
     with kept[0](tmp_path / "x", "w") as file:
         file.write("real")
@@ -100,9 +100,9 @@ def test_a_function_kept_from_a_sandbox_works_after_it(tmp_path: Path) -> None:
 
 
 def test_one_at_a_time() -> None:
-    with sandbox(), pytest.raises(InternalError, match="already open"), sandbox():
+    with Sandbox(), pytest.raises(InternalError, match="already open"), Sandbox():
         pass
-    with sandbox():
+    with Sandbox():
         pass
 
 
@@ -117,7 +117,7 @@ def test_what_a_killed_process_left_is_removed(
             os.utime(tmp_path / name / "journal", None if name == "memplan-recent" else (1, 1))
     with (tmp_path / "memplan-alive/journal").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with sandbox() as box:
+        with Sandbox() as box:
             assert box.scratch.parent == tmp_path
     assert sorted(os.listdir(tmp_path)) == ["memplan-alive", "memplan-foreign", "memplan-recent"]
 
@@ -127,7 +127,7 @@ def test_no_place_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(CaptureError, match="TMPDIR"), sandbox():
+    with pytest.raises(CaptureError, match="TMPDIR"), Sandbox():
         pass
 
 
@@ -148,7 +148,7 @@ class Files(Dataset[int]):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_share_the_view(tmp_path: Path, method: str) -> None:
-    with sandbox():
+    with Sandbox():
         for index in range(8):
             (tmp_path / f"{index}.txt").write_text(str(index * index))
         loader = DataLoader(

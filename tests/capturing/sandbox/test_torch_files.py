@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -31,7 +31,7 @@ def test_a_checkpoint_of_fake_tensors(tmp_path: Path, fake: FakeTensorMode) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.empty(2, 1000)).sum().backward()
     optimizer.step()
-    with sandbox():
+    with Sandbox():
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
         torch.save(state, tmp_path / "tmp.pt")
         os.replace(tmp_path / "tmp.pt", tmp_path / "step-3.pt")
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_fake_tensors(tmp_path: Path, fake: FakeTensorMode) -> N
 
 
 def test_loading_gives_a_copy_of_what_was_saved(tmp_path: Path, fake: FakeTensorMode) -> None:
-    with sandbox():
+    with Sandbox():
         state: dict[str, Any] = {"weights": [torch.empty(3)], "epoch": 1}
         torch.save(state, tmp_path / "x.pt")
         state["weights"].append(torch.empty(4))
@@ -69,7 +69,7 @@ def no_garbage_collection() -> Iterator[None]:
 def test_memory_lives_no_longer_than_in_a_real_run(
     tmp_path: Path, fake: FakeTensorMode, no_garbage_collection: None
 ) -> None:
-    with sandbox():
+    with Sandbox():
         weight = torch.empty(10)
         saved = weakref.ref(weight)
         torch.save({"x": weight}, tmp_path / "x.pt")
@@ -87,7 +87,7 @@ def test_memory_lives_no_longer_than_in_a_real_run(
 
 
 def test_shared_storages_and_views_stay_so(tmp_path: Path, fake: FakeTensorMode) -> None:
-    with sandbox():
+    with Sandbox():
         table = torch.nn.Parameter(torch.empty(6, 4))
         torch.save({"in": table, "out": table, "part": table.detach()[2:4].t()}, tmp_path / "x.pt")
         loaded = torch.load(tmp_path / "x.pt")
@@ -100,7 +100,7 @@ def test_shared_storages_and_views_stay_so(tmp_path: Path, fake: FakeTensorMode)
 
 
 def test_a_whole_module_and_a_buffer_in_memory(tmp_path: Path, fake: FakeTensorMode) -> None:
-    with sandbox():
+    with Sandbox():
         buffer = io.BytesIO()
         torch.save(torch.nn.Linear(4, 5), buffer)
         (tmp_path / "model.pt").write_bytes(buffer.getvalue())
@@ -122,13 +122,13 @@ def test_a_whole_module_and_a_buffer_in_memory(tmp_path: Path, fake: FakeTensorM
     ],
 )
 def test_map_location(tmp_path: Path, fake: FakeTensorMode, location: Any) -> None:
-    with sandbox():
+    with Sandbox():
         torch.save(torch.empty(3), tmp_path / "x.pt")
         assert torch.load(tmp_path / "x.pt", map_location=location).device.type == "meta"
 
 
 def test_map_location_of_a_callable(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         torch.save(torch.empty(3, device="meta"), tmp_path / "x.pt")
         loaded = torch.load(tmp_path / "x.pt", map_location=lambda storage, place: storage)
         assert loaded.device.type == "cpu"
@@ -137,7 +137,7 @@ def test_map_location_of_a_callable(tmp_path: Path) -> None:
 
 
 def test_real_tensors_are_really_saved(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         torch.save({"x": torch.arange(5)}, tmp_path / "x.pt")
         assert (tmp_path / "x.pt").read_bytes()[:2] == b"PK"
         assert torch.load(tmp_path / "x.pt")["x"].tolist() == [0, 1, 2, 3, 4]
@@ -148,7 +148,7 @@ def test_real_tensors_are_really_saved(tmp_path: Path) -> None:
 
 def test_a_real_tensor_beside_a_fake_one_keeps_its_values(tmp_path: Path) -> None:
     real = torch.arange(3)
-    with sandbox():
+    with Sandbox():
         torch.save({"rng": real, "weight": torch.empty(2, device="meta")}, tmp_path / "x.pt")
         real.zero_()
         loaded = torch.load(tmp_path / "x.pt")
@@ -157,7 +157,7 @@ def test_a_real_tensor_beside_a_fake_one_keeps_its_values(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_pickled_fails_as_in_torch(tmp_path: Path, fake: FakeTensorMode) -> None:
-    with sandbox(), pytest.raises(Exception, match=r"lambda|pickle"):
+    with Sandbox(), pytest.raises(Exception, match=r"lambda|pickle"):
         torch.save({"f": lambda: 0, "x": torch.empty(1)}, tmp_path / "x.pt")
 
 
@@ -168,7 +168,7 @@ def test_hooks_decide_what_is_fake_and_how_it_is_made(tmp_path: Path) -> None:
         made.append((nbytes, dtype, device))
         return torch.empty(nbytes // dtype.itemsize, dtype=dtype)
 
-    with sandbox(is_fake=lambda tensor: True, new_tensor=new):
+    with Sandbox(is_fake=lambda tensor: True, new_tensor=new):
         torch.save(torch.zeros(3, 5, dtype=torch.float16), tmp_path / "x.pt")
         assert torch.load(tmp_path / "x.pt").shape == (3, 5)
     assert made == [(30, torch.float16, torch.device("cpu"))]
@@ -176,7 +176,7 @@ def test_hooks_decide_what_is_fake_and_how_it_is_made(tmp_path: Path) -> None:
 
 def test_scripted_modules(tmp_path: Path) -> None:
     scripted = torch.jit.script(torch.nn.Linear(2, 3))
-    with sandbox():
+    with Sandbox():
         torch.jit.save(scripted, tmp_path / "x.ts")
         assert torch.jit.load(tmp_path / "x.ts")(torch.zeros(1, 2)).shape == (1, 3)
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 3, device="meta")), tmp_path / "y.ts")
@@ -186,7 +186,7 @@ def test_scripted_modules(tmp_path: Path) -> None:
 
 def test_safetensors(tmp_path: Path, fake: FakeTensorMode) -> None:
     path = tmp_path / "model.safetensors"
-    with sandbox():
+    with Sandbox():
         tensors = {"a": torch.empty(2, 3, dtype=torch.bfloat16), "b": torch.empty(4)}
         safetensors.save_file(tensors, path, metadata={"format": "pt"})
         loaded = safetensors.load_file(path)
@@ -209,7 +209,7 @@ def test_safetensors(tmp_path: Path, fake: FakeTensorMode) -> None:
 
 
 def test_real_safetensors(tmp_path: Path) -> None:
-    with sandbox():
+    with Sandbox():
         safetensors.save_file({"a": torch.arange(3)}, tmp_path / "x.safetensors")
         assert safetensors.load_file(tmp_path / "x.safetensors")["a"].tolist() == [0, 1, 2]
     assert os.listdir(tmp_path) == []
@@ -217,7 +217,7 @@ def test_real_safetensors(tmp_path: Path) -> None:
 
 def test_functions_are_put_back(tmp_path: Path) -> None:
     before = (torch.save, torch.load, torch.serialization.save, safetensors.save_file)
-    with sandbox():
+    with Sandbox():
         assert torch.save is not before[0]
     after = (torch.save, torch.load, torch.serialization.save, safetensors.save_file)
     assert after == before

@@ -94,9 +94,9 @@ DRIVER = """
 import os, runpy, signal, sys
 script = sys.argv[1]
 import torch, torch._subclasses.fake_tensor
-from memplan.capturing.sandbox import sandbox
+from memplan.capturing.sandbox import Sandbox
 before = (os.getcwd(), dict(os.environ), list(sys.path), signal.getsignal(signal.SIGTERM))
-with sandbox() as box:
+with Sandbox() as box:
     runpy.run_path(script, run_name="__main__")
 after = (os.getcwd(), dict(os.environ), list(sys.path), signal.getsignal(signal.SIGTERM))
 assert after == before, (before, after)

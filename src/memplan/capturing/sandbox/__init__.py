@@ -8,6 +8,6 @@ about the process is put back. `docs/sandbox.md` says what is covered and what i
 from __future__ import annotations
 
 from memplan.capturing.sandbox.confine import lockdown
-from memplan.capturing.sandbox.session import Sandbox, join, overlay, report_device, sandbox
+from memplan.capturing.sandbox.session import Sandbox, join, overlay, report_device
 
-__all__ = ["Sandbox", "join", "lockdown", "overlay", "report_device", "sandbox"]
+__all__ = ["Sandbox", "join", "lockdown", "overlay", "report_device"]

@@ -248,7 +248,7 @@ def _settle(view: View, old: Spot, new: Spot, directory: bool) -> None:
 
 def make_link(view: View, target: str, path: str) -> None:
     """`os.symlink` on the view: the text of the link is kept as given."""
-    _make_new(view, path, lambda room: posix.symlink(target, room))
+    make_node(view, path, lambda room: posix.symlink(target, room))
     view.record([(jr.LINKS, "")])
 
 
@@ -264,15 +264,11 @@ def make_hard_link(view: View, source: str, path: str) -> None:
         spot = view.locate(source, follow=False)
         if spot.layer == ABSENT:
             raise error(errno.ENOENT, source, path)
-        _make_new(view, path, link)
+        make_node(view, path, link)
 
 
 def make_node(view: View, path: str, make: Callable[[str], None]) -> None:
-    """`os.mkfifo` and `os.mknod` on the view: `make` is given the place in the overlay."""
-    _make_new(view, path, make)
-
-
-def _make_new(view: View, path: str, make: Callable[[str], None]) -> None:
+    """A new entry (`os.mkfifo`, `os.mknod`): `make` is given its place in the overlay."""
     with view.lock:
         spot = view.locate(path, follow=False)
         if spot.layer == REAL:

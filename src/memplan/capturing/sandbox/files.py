@@ -224,58 +224,57 @@ def make_listings(view: View) -> dict[str, Callable[..., Any]]:
     return {"listdir": listdir, "scandir": scandir}
 
 
+def on_path(view: View, name: str, inside: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for a function of `os` that takes a path: `inside` is given one that the view knows,
+    and the rest."""
+    real = getattr(posix, name)
+
+    def call(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        text = text_of(view, path, dir_fd)
+        if text is not None:
+            return inside(text, *args, **kwargs)
+        if dir_fd is not None:
+            kwargs["dir_fd"] = dir_fd
+        return real(path, *args, **kwargs)
+
+    return call
+
+
 def make_readers(view: View) -> dict[str, Callable[..., Any]]:
     """Stand-ins for the functions of `os` that only look."""
 
-    def stat_(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
-        text = text_of(view, path, dir_fd)
-        if text is None:
-            return posix.stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
-        return posix.stat(view.reading(text, follow_symlinks), follow_symlinks=follow_symlinks)
+    def reader(name: str, follow: bool = True) -> Callable[..., Any]:
+        real = getattr(posix, name)
 
-    def lstat(path: Any, *, dir_fd: int | None = None) -> Any:
-        text = text_of(view, path, dir_fd)
-        if text is None:
-            return posix.lstat(path, dir_fd=dir_fd)
-        return posix.lstat(view.reading(text, False))
+        def read(path: str, *args: Any, follow_symlinks: bool = follow, **kwargs: Any) -> Any:
+            if not follow_symlinks and follow:
+                kwargs["follow_symlinks"] = False
+            return real(view.reading(path, follow_symlinks), *args, **kwargs)
+
+        return on_path(view, name, read)
 
     def access(
-        path: Any,
-        mode: int,
-        *,
-        dir_fd: int | None = None,
-        effective_ids: bool = False,
-        follow_symlinks: bool = True,
+        path: str, mode: int, *, effective_ids: bool = False, follow_symlinks: bool = True
     ) -> bool:
-        text = text_of(view, path, dir_fd)
-        if text is None:
-            return posix.access(path, mode)
-        spot = view.locate(text, follow_symlinks)
+        spot = view.locate(path, follow_symlinks)
         if spot.layer != REAL:
             mode &= ~posix.W_OK  # Everything in the view can be written, in the overlay.
         return spot.layer != ABSENT and posix.access(spot.disk, mode)
 
+    read_link = reader("readlink", follow=False)
+
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
-        text = text_of(view, path, dir_fd)
-        if text is None:
-            return posix.readlink(path, dir_fd=dir_fd)
-        target = posix.readlink(view.reading(text, False))
-        return os.fsencode(target) if isinstance(path, bytes) else target
+        target = read_link(path, dir_fd=dir_fd)
+        bytes_given = isinstance(path, bytes) and isinstance(target, str)
+        return os.fsencode(target) if bytes_given else target
 
-    def on_path(name: str) -> Callable[..., Any]:
-        real = getattr(posix, name)
-
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            text = text_of(view, path)
-            return real(path if text is None else view.reading(text), *args, **kwargs)
-
-        call.__name__ = name
-        return call
-
-    stat_.__name__ = "stat"
-    looked = {f.__name__: f for f in (stat_, lstat, access, readlink)}
-    others = ("statvfs", "pathconf", "getxattr", "listxattr")
-    return looked | {name: on_path(name) for name in others}
+    following = ("stat", "statvfs", "pathconf", "getxattr", "listxattr")
+    return {
+        **{name: reader(name) for name in following},
+        "lstat": reader("lstat", follow=False),
+        "readlink": readlink,
+        "access": on_path(view, "access", access),
+    }
 
 
 def make_directory_functions(view: View) -> dict[str, Callable[..., Any]]:

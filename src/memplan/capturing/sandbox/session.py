@@ -43,7 +43,8 @@ class Sandbox:
     """A context manager; everything in this process is in the sandbox while it is open.
 
     `is_fake(tensor)` says which tensors have no data to save, `new_tensor(nbytes, dtype, device)`
-    makes the flat tensor that a loaded one is a view of.
+    makes the flat tensor that a loaded one is a view of. `on_note` is told each note as it is made,
+    `on_program` each program that this process starts and that is no worker.
     """
 
     def __init__(
@@ -184,18 +185,6 @@ class Sandbox:
     def _release(self) -> None:
         originals = {id(s): s.__wrapped__ for table in self._stand_ins for s in table.values()}
         patches.release_by_name(originals)
-
-
-def sandbox(
-    allow_network: bool = False,
-    on_note: Callable[[str], None] | None = None,
-    is_fake: Callable[[torch.Tensor], bool] | None = None,
-    new_tensor: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
-    on_program: Callable[[Sequence[str]], None] | None = None,
-) -> Sandbox:
-    """A sandbox to be entered with `with`. `on_note` is told each note as it is made, `on_program`
-    each program that this process starts and that is no worker."""
-    return Sandbox(allow_network, on_note, is_fake, new_tensor, on_program)
 
 
 def join(root: str, allow_network: bool) -> None:
