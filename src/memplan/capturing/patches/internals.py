@@ -23,241 +23,123 @@ from typing import Any
 
 from memplan.types.errors import CaptureError
 
+
+def _names(table: str) -> tuple[str, ...]:
+    """Of `prefix: name name …`; a dot is the prefix itself."""
+    found, prefix = [], ""
+    for word in table.split():
+        if word.endswith(":"):
+            prefix = word[:-1]
+        else:
+            found.append(prefix if word == "." else f"{prefix}.{word}")
+    return tuple(found)
+
+
 NAMES: dict[str, tuple[str, ...]] = {
-    "capturing": (
-        "torch.Tensor._make_subclass",
-        "torch._C",
-        "torch._C.DisableTorchFunction",
-        "torch._C.DispatchKey.BackendSelect",
-        "torch._C.DispatchKey.CompositeExplicitAutograd",
-        "torch._C.DispatchKey.CompositeImplicitAutograd",
-        "torch._C.DispatchKey.Python",
-        "torch._C._DisableTorchDispatch",
-        "torch._C._TorchDispatchModeKey.FAKE",
-        "torch._C._autograd._get_sequence_nr",
-        "torch._C._current_autograd_node",
-        "torch._C._current_graph_task_id",
-        "torch._C._disabled_torch_dispatch_impl",
-        "torch._C._dispatch_get_all_op_names",
-        "torch._C._dispatch_has_kernel_for_dispatch_key",
-        "torch._C._dispatch_keys",
-        "torch._C._get_default_device",
-        "torch._C._get_dispatch_mode",
-        "torch._C._get_sdp_priority_order",
-        "torch._C._len_torch_function_stack",
-        "torch._C._only_lift_cpu_tensors",
-        "torch._C._set_only_lift_cpu_tensors",
-        "torch._C._set_warn_deprecated_on_mutable_data_ptr",
-        "torch._C._storage_Use_Count",
-        "torch._C._swap_tensor_impl",
-        "torch._ops.HigherOrderOperator",
-        "torch._ops.OpOverload",
-        "torch._subclasses.fake_tensor",
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
-        "torch._subclasses.fake_tensor.UnsupportedOperatorException",
-        "torch.autograd._engine_run_backward",
-        "torch.cuda._lazy_init",
-        "torch.jit._builtins._get_builtin_table",
-        "torch.nn.Module._apply",
-        "torch.nn.attention._registry",
-        "torch.optim.optimizer._global_optimizer_post_hooks",
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
-        "torch.utils._python_dispatch",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-        "torch.utils._pytree",
-        "torch.utils._triton.has_triton_package",
-    ),
-    "capturing/compiled": (
-        "torch._C",
-        "torch._C.DisableTorchFunction",
-        "torch._C.DispatchKey.CompositeExplicitAutograd",
-        "torch._C._dynamo.eval_frame._FrameAction",
-        "torch._C._dynamo.eval_frame._FrameExecStrategy",
-        "torch._dynamo.config",
-        "torch._dynamo.convert_frame",
-        "torch._dynamo.convert_frame.input_codes.seen",
-        "torch._dynamo.device_interface",
-        "torch._dynamo.eval_frame",
-        "torch._dynamo.exc.BackendCompilerFailed",
-        "torch._dynamo.exc.InternalTorchDynamoError",
-        "torch._dynamo.output_graph",
-        "torch._dynamo.trace_rules",
-        "torch._dynamo.types.ConvertFrameReturn",
-        "torch._dynamo.utils.counters",
-        "torch._dynamo.variables",
-        "torch._dynamo.variables.optimizer",
-        "torch._dynamo.variables.torch",
-        "torch._functorch.config",
-        "torch._higher_order_ops.utils.registered_hop_fake_fns",
-        "torch._inductor.async_compile",
-        "torch._inductor.codecache.PyCodeCache",
-        "torch._inductor.compile_fx",
-        "torch._inductor.config",
-        "torch._inductor.fx_passes.joint_graph",
-        "torch._inductor.fx_passes.pad_mm",
-        "torch._inductor.graph",
-        "torch._inductor.ir",
-        "torch._inductor.runtime.hints",
-        "torch._inductor.scheduler",
-        "torch._inductor.select_algorithm",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch.cuda._exchange_device",
-        "torch.cuda._maybe_exchange_device",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._triton",
-    ),
-    "capturing/distributed": (
-        "torch._C._distributed_c10d",
-        "torch._C._distributed_c10d.FakeProcessGroup",
-        "torch._C._distributed_c10d._create_work_from_future",
-        "torch._C._distributed_c10d._resolve_process_group",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-    ),
-    "runtime": (
-        "torch._C.DisableTorchFunction",
-        "torch._C.DispatchKey.ADInplaceOrView",
-        "torch._C.DispatchKey.AutocastCPU",
-        "torch._C.DispatchKey.AutocastCUDA",
-        "torch._C.DispatchKeySet",
-        "torch._C._AutoDispatchBelowAutograd",
-        "torch._C._DisableTorchDispatch",
-        "torch._C._ExcludeDispatchKeyGuard",
-        "torch._C._TorchDispatchModeKey.FAKE",
-        "torch._C._autograd._pop_saved_tensors_default_hooks",
-        "torch._C._autograd._push_saved_tensors_default_hooks",
-        "torch._C._autograd._top_saved_tensors_default_hooks",
-        "torch._C._cuda_getCurrentRawStream",
-        "torch._C._current_graph_task_id",
-        "torch._C._disabled_torch_function_impl",
-        "torch._C._dispatch_tls_is_dispatch_key_excluded",
-        "torch._C._dispatch_tls_set_dispatch_key_excluded",
-        "torch._C._dynamo.eval_frame",
-        "torch._C._get_cudnn_enabled",
-        "torch._C._get_dispatch_mode",
-        "torch._C._get_fp32_precision_getter",
-        "torch._C._get_mkldnn_enabled",
-        "torch._C._len_torch_function_stack",
-        "torch._C._only_lift_cpu_tensors",
-        "torch._C._set_cudnn_enabled",
-        "torch._C._set_fp32_precision_setter",
-        "torch._C._set_mkldnn_enabled",
-        "torch._C._set_only_lift_cpu_tensors",
-        "torch._C._storage_Use_Count",
-        "torch._conj",
-        "torch._neg_view",
-        "torch._ops.OpOverload",
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch.autograd.function._SingleLevelFunction",
-        "torch.cuda.memory._dump_snapshot",
-        "torch.cuda.memory._record_memory_history",
-        "torch.ops.aten._unsafe_view.default",
-        "torch.overrides._get_current_function_mode",
-        "torch.overrides._pop_mode_temporarily",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-        "torch.utils._pytree.tree_leaves",
-        "torch.utils._pytree.tree_map",
-    ),
-    "runtime/graph": (
-        "torch._C.DispatchKey",
-        "torch._C._AutoDispatchBelowAutograd",
-        "torch._C._DisableAutocast",
-        "torch._C._dynamo.eval_frame.reset_code",
-        "torch._C._dynamo.guards.DictGuardManager",
-        "torch._C._is_any_autocast_enabled",
-        "torch._C._set_grad_enabled",
-        "torch._dynamo.config.allow_rnn",
-        "torch._dynamo.config.assume_dunder_attributes_remain_unchanged",
-        "torch._dynamo.config.guard_nn_modules",
-        "torch._dynamo.config.guard_nn_modules_using_dict_tags",
-        "torch._dynamo.config.patch",
-        "torch._dynamo.config.recompile_limit",
-        "torch._dynamo.config.skip_fsdp_guards",
-        "torch._dynamo.config.skip_nnmodule_hook_guards",
-        "torch._dynamo.config.skip_no_tensor_aliasing_guards_on_parameters",
-        "torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags",
-        "torch._dynamo.config.trace_numpy",
-        "torch._dynamo.exc.BackendCompilerFailed",
-        "torch._dynamo.exc.ObservedAttributeError",
-        "torch._dynamo.exc.TorchDynamoException",
-        "torch._dynamo.guards.GuardBuilder",
-        "torch._dynamo.guards._get_closure_vars",
-        "torch._dynamo.guards.install_guard",
-        "torch._dynamo.source.GlobalSource",
-        "torch._dynamo.symbolic_convert",
-        "torch._dynamo.symbolic_convert.InstructionTranslator",
-        "torch._dynamo.symbolic_convert.InstructionTranslatorBase",
-        "torch._dynamo.symbolic_convert.is_stdlib",
-        "torch._dynamo.tensor_version_op._tensor_version",
-        "torch._dynamo.types.GuardFilterEntry",
-        "torch._dynamo.utils.counters",
-        "torch._dynamo.utils.preserve_rng_state",
-        "torch._dynamo.variables.base.VariableTracker",
-        "torch._dynamo.variables.builtin",
-        "torch._dynamo.variables.builtin.GetAttrBuiltinVariable",
-        "torch._dynamo.variables.constant.ConstantVariable",
-        "torch._dynamo.variables.dicts.ConstDictVariable",
-        "torch._dynamo.variables.dicts.DunderDictVariable",
-        "torch._dynamo.variables.functions.SkipFunctionVariable",
-        "torch._dynamo.variables.functions.UserFunctionVariable",
-        "torch._dynamo.variables.hashable.HashableTracker",
-        "torch._dynamo.variables.lazy.LazyVariableTracker",
-        "torch._dynamo.variables.misc.LoggingLoggerVariable",
-        "torch._dynamo.variables.misc.ObjectVariable",
-        "torch._dynamo.variables.object_protocol",
-        "torch._dynamo.variables.tensor.SymNodeVariable",
-        "torch._dynamo.variables.tensor.TensorVariable",
-        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable",
-        "torch._functorch.aot_autograd.aot_module_simplified",
-        "torch._functorch.config",
-        "torch._functorch.partitioners.default_partition",
-        "torch._functorch.partitioners.min_cut_rematerialization_partition",
-        "torch._guards.Source",
-        "torch._guards.TracingContext",
-        "torch._inductor.compile_fx.compile_fx",
-        "torch._inductor.compile_fx.compile_fx_inner",
-        "torch._inductor.config",
-        "torch._inductor.cpp_builder.get_cpp_compiler",
-        "torch._inductor.custom_graph_pass.CustomPartitionerFn",
-        "torch._inductor.dependencies.WeakDep",
-        "torch._inductor.graph.GraphLowering",
-        "torch._inductor.ir",
-        "torch._inductor.lowering.fallback_handler",
-        "torch._inductor.memory",
-        "torch._inductor.scheduler",
-        "torch._inductor.scheduler.NopKernelSchedulerNode",
-        "torch._inductor.virtualized.V",
-        "torch._ops.HigherOrderOperator",
-        "torch._ops.OpOverload",
-        "torch._ops.OpOverloadPacket",
-        "torch._prims.rng_prims.run_and_save_rng_state",
-        "torch._prims.rng_prims.run_with_rng_state",
-        "torch.compiler._is_compiling_flag",
-        "torch.ops.aten._local_scalar_dense",
-        "torch.ops.aten._local_scalar_dense.default",
-        "torch.ops.aten._native_batch_norm_legit.no_stats",
-        "torch.ops.aten._native_batch_norm_legit_functional.default",
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._python_dispatch._disable_current_modes",
-        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-        "torch.utils._pytree",
-    ),
-    "runtime/planned": (
-        "torch._C",
-        "torch._C._current_graph_task_id",
-        "torch._C._set_cudnn_benchmark",
-    ),
+    "capturing": _names("""
+        torch._C: . DisableTorchFunction DispatchKey.BackendSelect
+            DispatchKey.CompositeExplicitAutograd DispatchKey.CompositeImplicitAutograd
+            DispatchKey.Python _DisableTorchDispatch _TorchDispatchModeKey.FAKE
+            _autograd._get_sequence_nr _current_autograd_node _current_graph_task_id
+            _disabled_torch_dispatch_impl _dispatch_get_all_op_names
+            _dispatch_has_kernel_for_dispatch_key _dispatch_keys _get_default_device
+            _get_dispatch_mode _get_sdp_priority_order _len_torch_function_stack
+            _only_lift_cpu_tensors _set_only_lift_cpu_tensors
+            _set_warn_deprecated_on_mutable_data_ptr _storage_Use_Count _swap_tensor_impl
+        torch._subclasses.fake_tensor: . DataDependentOutputException
+            DynamicOutputShapeException FakeTensor FakeTensorMode UnsupportedFakeTensorException
+            UnsupportedOperatorException
+        torch.utils: _python_dispatch _python_dispatch.TorchDispatchMode
+            _python_dispatch._get_current_dispatch_mode_stack _pytree _triton.has_triton_package
+        torch.cuda: _lazy_init
+        torch: Tensor._make_subclass _ops.HigherOrderOperator _ops.OpOverload
+            autograd._engine_run_backward jit._builtins._get_builtin_table nn.Module._apply
+            nn.attention._registry optim.optimizer._global_optimizer_post_hooks
+            optim.optimizer._global_optimizer_pre_hooks
+    """),
+    "capturing/compiled": _names("""
+        torch._C: . DisableTorchFunction DispatchKey.CompositeExplicitAutograd
+            _dynamo.eval_frame._FrameAction _dynamo.eval_frame._FrameExecStrategy
+        torch._dynamo: config convert_frame convert_frame.input_codes.seen device_interface
+            eval_frame exc.BackendCompilerFailed exc.InternalTorchDynamoError output_graph
+            trace_rules types.ConvertFrameReturn utils.counters variables variables.optimizer
+            variables.torch
+        torch._inductor: async_compile codecache.PyCodeCache compile_fx config
+            fx_passes.joint_graph fx_passes.pad_mm graph ir runtime.hints scheduler
+            select_algorithm
+        torch._functorch: config
+        torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
+        torch._higher_order_ops: utils.registered_hop_fake_fns
+        torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
+            _triton
+        torch.cuda: _exchange_device _maybe_exchange_device
+    """),
+    "capturing/distributed": _names("""
+        torch._C: _distributed_c10d _distributed_c10d.FakeProcessGroup
+            _distributed_c10d._create_work_from_future _distributed_c10d._resolve_process_group
+        torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
+    """),
+    "runtime": _names("""
+        torch._C: DisableTorchFunction DispatchKey.ADInplaceOrView DispatchKey.AutocastCPU
+            DispatchKey.AutocastCUDA DispatchKeySet _AutoDispatchBelowAutograd
+            _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey.FAKE
+            _autograd._pop_saved_tensors_default_hooks
+            _autograd._push_saved_tensors_default_hooks
+            _autograd._top_saved_tensors_default_hooks _cuda_getCurrentRawStream
+            _current_graph_task_id _disabled_torch_function_impl
+            _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_excluded
+            _dynamo.eval_frame _get_cudnn_enabled _get_dispatch_mode _get_fp32_precision_getter
+            _get_mkldnn_enabled _len_torch_function_stack _only_lift_cpu_tensors
+            _set_cudnn_enabled _set_fp32_precision_setter _set_mkldnn_enabled
+            _set_only_lift_cpu_tensors _storage_Use_Count
+        torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
+        torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
+            _python_dispatch._get_current_dispatch_mode_stack
+            _python_dispatch.is_traceable_wrapper_subclass _pytree.tree_leaves _pytree.tree_map
+        torch.cuda: memory._dump_snapshot memory._record_memory_history
+        torch.ops.aten: _unsafe_view.default
+        torch: _conj _neg_view _ops.OpOverload autograd.function._SingleLevelFunction
+            overrides._get_current_function_mode overrides._pop_mode_temporarily
+    """),
+    "runtime/graph": _names("""
+        torch._C: DispatchKey _AutoDispatchBelowAutograd _DisableAutocast
+            _dynamo.eval_frame.reset_code _dynamo.guards.DictGuardManager
+            _is_any_autocast_enabled _set_grad_enabled
+        torch._dynamo: config.allow_rnn config.assume_dunder_attributes_remain_unchanged
+            config.guard_nn_modules config.guard_nn_modules_using_dict_tags config.patch
+            config.recompile_limit config.skip_fsdp_guards config.skip_nnmodule_hook_guards
+            config.skip_no_tensor_aliasing_guards_on_parameters
+            config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
+            exc.BackendCompilerFailed exc.ObservedAttributeError exc.TorchDynamoException
+            guards.GuardBuilder guards._get_closure_vars guards.install_guard
+            source.GlobalSource symbolic_convert symbolic_convert.InstructionTranslator
+            symbolic_convert.InstructionTranslatorBase symbolic_convert.is_stdlib
+            tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
+            utils.preserve_rng_state variables.base.VariableTracker variables.builtin
+            variables.builtin.GetAttrBuiltinVariable variables.constant.ConstantVariable
+            variables.dicts.ConstDictVariable variables.dicts.DunderDictVariable
+            variables.functions.SkipFunctionVariable variables.functions.UserFunctionVariable
+            variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
+            variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
+            variables.object_protocol variables.tensor.SymNodeVariable
+            variables.tensor.TensorVariable variables.user_defined.UserDefinedObjectVariable
+        torch._inductor: compile_fx.compile_fx compile_fx.compile_fx_inner config
+            cpp_builder.get_cpp_compiler custom_graph_pass.CustomPartitionerFn
+            dependencies.WeakDep graph.GraphLowering ir lowering.fallback_handler memory
+            scheduler scheduler.NopKernelSchedulerNode virtualized.V
+        torch._functorch: aot_autograd.aot_module_simplified config
+            partitioners.default_partition partitioners.min_cut_rematerialization_partition
+        torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
+            _python_dispatch.is_traceable_wrapper_subclass _pytree
+        torch.ops.aten: _local_scalar_dense _local_scalar_dense.default
+            _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
+        torch: _guards.Source _guards.TracingContext _ops.HigherOrderOperator _ops.OpOverload
+            _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
+            _prims.rng_prims.run_with_rng_state compiler._is_compiling_flag
+    """),
+    "runtime/planned": _names("""
+        torch._C: . _current_graph_task_id _set_cudnn_benchmark
+    """),
 }
 """By part, which is a folder of memplan."""
 
