@@ -88,7 +88,6 @@ def use_mem_pool(api: FakeCuda) -> Callable[..., Any]:
 
     @contextmanager
     def use(pool: FakeMemPool, device: Any = None) -> Iterator[None]:
-        del device
         api.enter_pool(pool.id)
         try:
             yield

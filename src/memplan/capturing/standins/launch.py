@@ -69,7 +69,6 @@ class CudaKernel:
         shared_mem: int = 0,
         stream: Any = None,
     ) -> None:
-        del grid, block, shared_mem
         if (state := running()) is not None:
             with torch.cuda.stream(stream):
                 _not_run(state, "nvrtc", self._name, args or ())
@@ -112,7 +111,6 @@ def bench(
     return_mode: str = "mean",
 ) -> Any:
     """`triton.testing.do_bench`: two calls, the second beside its buffer; a time of 1 ms."""
-    del warmup, rep
     state = running()
     fn()
     for tensor in grad_to_none or ():

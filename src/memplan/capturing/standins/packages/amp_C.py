@@ -36,7 +36,6 @@ def _writes(name: str) -> Any:
     def kernel(
         call: Call, chunk_size: int, noop_flag: Any, tensor_lists: Lists, *_more: Any
     ) -> None:
-        del chunk_size, noop_flag
         tensors = [tensor for tensors in tensor_lists for tensor in tensors]
         record(f"apex.{name}", tensors, tensors)
 

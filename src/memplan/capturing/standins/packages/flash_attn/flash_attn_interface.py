@@ -207,7 +207,6 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
 ) -> Any:
     """q, k, v of (tokens, heads, head size)."""
-    del block_table
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return _call(1, (q, k, v), lengths, (*options, deterministic, return_attn_probs))

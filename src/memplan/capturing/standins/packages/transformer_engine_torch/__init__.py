@@ -97,13 +97,11 @@ def get_num_cublas_streams() -> int:
 
 def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
     """Least and greatest."""
-    del device_id
     return 0, -5
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
     """From Hopper on."""
-    del device_id
     return torch.cuda.get_device_capability() >= (9, 0)
 
 

@@ -31,7 +31,6 @@ def quantize(
     call: Call, tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None
 ) -> Any:
     """Quantised, into the output where one is given."""
-    del noop
     tensor = tensor.contiguous()
     if output is None:
         output = create(quantizer, tensor.shape, tensor.dtype, tensor.device)
@@ -50,7 +49,6 @@ def create_empty_quantized_tensor(
     call: Call, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin: bool
 ) -> Any:
     """An empty tensor as the quantizer makes it."""
-    del pin
     return create(quantizer, shape, dtype, torch.device(device))
 
 
@@ -71,7 +69,6 @@ def split_quantize(
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """Cut by rows, each part quantised."""
-    del disable_bulk_allocation
     parts = torch.split(tensor, list(split_sections))
     return [_quantized(call, *pair) for pair in zip(parts, quantizers, strict=True)]
 
@@ -87,7 +84,6 @@ def fp8_transpose(
     call: Call, x: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The last dimension first."""
-    del dtype
     if out is None:
         shape = (x.shape[-1], *x.shape[:-1])
         out = torch.empty(shape, dtype=torch.uint8, device=x.device)

@@ -20,32 +20,19 @@ _dropout = Extension("transformer_engine_torch", _SOURCES + "dropout.cpp")
 _SOFTMAX = ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked")
 
 
-def _softmax_forward(call: Call, x: torch.Tensor, *_more: Any) -> torch.Tensor:
+def _alike(call: Call, x: torch.Tensor, *_more: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+fused_rope_forward = _rope.named("fused_rope_forward", _alike)
+fused_rope_backward = _rope.named("fused_rope_backward", _alike)
 
 
 def _softmax_backward(
     call: Call, output_grads: torch.Tensor, softmax_results: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    del scale
     grads, softmax_results = output_grads.contiguous(), softmax_results.contiguous()
     return torch.empty_like(grads)
-
-
-@_rope
-def fused_rope_forward(
-    call: Call, x: torch.Tensor, freqs: torch.Tensor, *_more: Any
-) -> torch.Tensor:
-    """Rotated."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@_rope
-def fused_rope_backward(
-    call: Call, output_grads: torch.Tensor, freqs: torch.Tensor, *_more: Any
-) -> torch.Tensor:
-    """Rotated back."""
-    return torch.empty(output_grads.shape, dtype=output_grads.dtype, device=output_grads.device)
 
 
 @_rope
@@ -79,7 +66,6 @@ def dropout_fwd(
     call: Call, x: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Output, and a bit an element."""
-    del dropout_probability
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mask = torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
@@ -96,7 +82,6 @@ def dropout_bwd(
     grad_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gradient."""
-    del mask, dropout_probability
     return torch.empty_like(grad_output) if grad_input is None else grad_input
 
 
@@ -105,6 +90,6 @@ def softmax_functions() -> dict[str, ExtensionFunction]:
     made = {}
     for kind in _SOFTMAX:
         forward, backward = f"scaled{kind}_softmax_forward", f"scaled{kind}_softmax_backward"
-        made[forward] = _softmax.named(forward, _softmax_forward)
+        made[forward] = _softmax.named(forward, _alike)
         made[backward] = _softmax.named(backward, _softmax_backward)
     return made

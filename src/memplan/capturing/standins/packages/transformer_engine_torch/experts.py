@@ -5,7 +5,7 @@ Source: Transformer Engine 2.20.2, `pytorch/csrc/extensions/{gemm,permutation,ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ def te_general_grouped_gemm(
     **_named: Any,
 ) -> list[torch.Tensor]:
     """Writes to the outputs that it is given; the biases, or their gradients, come back."""
-    del m_splits
     made = out
     if made is None:
         dtype = TORCH[DType(int(out_dtype))]
@@ -76,7 +75,6 @@ def moe_permute_fwd(
     max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Permuted rows, where each went, and what the sort keeps for later calls."""
-    del dtype
     rows = indices.shape[0] * indices.shape[1] if indices.dim() > 1 else indices.shape[0]
     device = x.device
     if not workspace:
@@ -91,38 +89,21 @@ def moe_permute_fwd(
     return out, row_id_map, workspace
 
 
-def _unpermuted(x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _unpermuted(
+    call: Call,
+    x: torch.Tensor,
+    dtype: Any,
+    row_id_map: torch.Tensor,
+    prob: torch.Tensor,
+    num_tokens: int,
+    top_k: int,
+) -> torch.Tensor:
+    """Rows in their order."""
     return torch.empty(num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
 
 
-@_permutation
-def moe_unpermute_fwd(
-    call: Call,
-    x: torch.Tensor,
-    dtype: Any,
-    row_id_map: torch.Tensor,
-    prob: torch.Tensor,
-    num_tokens: int,
-    top_k: int,
-) -> torch.Tensor:
-    """Rows in their order."""
-    del dtype, row_id_map, prob, top_k
-    return _unpermuted(x, num_tokens)
-
-
-@_permutation
-def moe_permute_bwd(
-    call: Call,
-    x: torch.Tensor,
-    dtype: Any,
-    row_id_map: torch.Tensor,
-    prob: torch.Tensor,
-    num_tokens: int,
-    top_k: int,
-) -> torch.Tensor:
-    """Rows in their order."""
-    del dtype, row_id_map, prob, top_k
-    return _unpermuted(x, num_tokens)
+moe_unpermute_fwd = _permutation.named("moe_unpermute_fwd", _unpermuted)
+moe_permute_bwd = _permutation.named("moe_permute_bwd", _unpermuted)
 
 
 @_permutation
@@ -135,7 +116,6 @@ def moe_unpermute_bwd(
     prob: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and probabilities."""
-    del dtype
     rows, top_k = (prob.shape[0], prob.shape[1]) if prob.numel() else (row_id_map.shape[0], 1)
     act = torch.empty(x.shape[0], grad.shape[1], dtype=grad.dtype, device=grad.device)
     return act, torch.empty(rows, top_k, dtype=torch.float32, device=grad.device)
@@ -173,16 +153,6 @@ def fused_topk_with_score_function_fwd(
 
 
 @_router
-def fused_topk_with_score_function_bwd(call: Call, *args: Any, **named: Any) -> Any:
-    """Writes the gradient of the logits where it is given; older versions make it."""
-    tensors = [item for item in (*args, *named.values()) if isinstance(item, torch.Tensor)]
-    if len(tensors) > 3:
-        _wrote("topk_bwd", tensors[:3], tensors[3:4])
-        return None
-    return torch.empty_like(tensors[2])
-
-
-@_router
 def fused_score_for_moe_aux_loss_fwd(
     call: Call, logits: torch.Tensor, topk: int, score_function: str, routing_map_format: Any = 0
 ) -> tuple[torch.Tensor, ...]:
@@ -191,14 +161,25 @@ def fused_score_for_moe_aux_loss_fwd(
     return scores, _map(logits, routing_map_format, topk), torch.empty_like(scores)
 
 
-@_router
-def fused_score_for_moe_aux_loss_bwd(call: Call, *args: Any, **named: Any) -> Any:
-    """Writes the gradient of the logits where it is given; older versions make it."""
-    tensors = [item for item in (*args, *named.values()) if isinstance(item, torch.Tensor)]
-    if len(tensors) > 2:
-        _wrote("aux_scores_bwd", tensors[:2], tensors[2:3])
-        return None
-    return torch.empty_like(tensors[1])
+def _router_backward(given: int) -> Callable[..., Any]:
+    """Of so many tensors. The gradient of the logits comes after them; older versions make it."""
+
+    def backward(call: Call, *args: Any, **named: Any) -> Any:
+        tensors = [item for item in (*args, *named.values()) if isinstance(item, torch.Tensor)]
+        if len(tensors) > given:
+            _wrote("router_bwd", tensors[:given], tensors[given : given + 1])
+            return None
+        return torch.empty_like(tensors[given - 1])
+
+    return backward
+
+
+fused_topk_with_score_function_bwd = _router.named(
+    "fused_topk_with_score_function_bwd", _router_backward(3)
+)
+fused_score_for_moe_aux_loss_bwd = _router.named(
+    "fused_score_for_moe_aux_loss_bwd", _router_backward(2)
+)
 
 
 @_router
@@ -223,17 +204,9 @@ def fused_moe_aux_loss_bwd(
     return torch.empty(num_rows, num_cols, dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
 
 
-@_padding
-def fused_multi_row_padding(
-    call: Call, x: torch.Tensor, out: torch.Tensor, rows: Any, padded: Any
-) -> None:
-    """Writes to the output."""
+def _padded(call: Call, x: torch.Tensor, out: torch.Tensor, *_rows: Any) -> None:
     _wrote("padding", [x], [out])
 
 
-@_padding
-def fused_multi_row_unpadding(
-    call: Call, x: torch.Tensor, out: torch.Tensor, rows: Any, unpadded: Any
-) -> None:
-    """Writes to the output."""
-    _wrote("unpadding", [x], [out])
+fused_multi_row_padding = _padding.named("fused_multi_row_padding", _padded)
+fused_multi_row_unpadding = _padding.named("fused_multi_row_unpadding", _padded)

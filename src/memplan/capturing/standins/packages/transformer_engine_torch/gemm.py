@@ -76,7 +76,6 @@ def generic_gemm(
     beta: float | None = None,
 ) -> list[Any]:
     """Product, gradient of the bias, input of GELU, extra output; the workspace is the caller's."""
-    del workspace_size, accumulate, use_split_accumulator, alpha, beta, gelu_in
     shape = product_shape(a, transa, b, transb)
     dtype = dtype_of(a) if output_dtype is None else TORCH[DType(int(output_dtype))]
     device = workspace.device

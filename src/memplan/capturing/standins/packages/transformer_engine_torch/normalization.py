@@ -77,7 +77,6 @@ def layernorm_fwd(
     zero_centered_gamma: bool,
 ) -> list[Any]:
     """Output, mean and inverse deviation of each row."""
-    del weight, bias, eps, sm_margin, zero_centered_gamma
     out, kept = _forward(call, x, 2, ln_out, quantizer, otype)
     return [out, *kept]
 
@@ -95,7 +94,6 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool,
 ) -> list[Any]:
     """Output, nothing, inverse root mean square of each row."""
-    del weight, eps, sm_margin, zero_centered_gamma
     out, kept = _forward(call, x, 1, ln_out, quantizer, otype)
     return [out, None, *kept]
 
@@ -112,7 +110,6 @@ def layernorm_bwd(
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """Gradients of input, weight and bias."""
-    del mu, rsigma, zero_centered_gamma
     dz, x, gamma = dz.contiguous(), x.contiguous(), gamma.contiguous()
     made = [torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)]
     _parts(call, x, sm_margin, 2)
@@ -130,7 +127,6 @@ def rmsnorm_bwd(
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """Gradients of input and weight."""
-    del rsigma, zero_centered_gamma
     dz, x, gamma = dz.contiguous(), x.contiguous(), gamma.contiguous()
     made = [torch.empty_like(x), torch.empty_like(gamma)]
     _parts(call, x, sm_margin, 1)
@@ -149,7 +145,6 @@ def rmsnorm_bwd_add(
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
     """As `rmsnorm_bwd`, plus another gradient."""
-    del rsigma, zero_centered_gamma
     dz, x, add, gamma = dz.contiguous(), x.contiguous(), add.contiguous(), gamma.contiguous()
     made = [torch.empty_like(x), torch.empty_like(gamma)]
     _parts(call, x, sm_margin, 1)

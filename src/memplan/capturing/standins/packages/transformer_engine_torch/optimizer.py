@@ -38,7 +38,6 @@ def _writes(name: str) -> Any:
     def kernel(
         call: Call, chunk_size: int, noop_flag: Any, tensor_lists: Lists, *_more: Any, **_named: Any
     ) -> None:
-        del chunk_size, noop_flag
         tensors = [tensor for tensors in tensor_lists for tensor in tensors]
         record(f"transformer_engine.{name}", tensors, tensors)
 
@@ -87,7 +86,6 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm of all, and of each, unscaled."""
-    del inv_scale
     return _norm(call, chunk_size, noop_flag, tensor_lists, bool(per_tensor))
 
 

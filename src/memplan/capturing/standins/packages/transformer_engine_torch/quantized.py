@@ -223,6 +223,5 @@ def is_fused_output(quantizer: Any, a: Any, b: Any) -> bool:
 
 def quantize_into(call: Call, source: torch.Tensor, quantizer: Any, out: Any) -> None:
     """Quantise a tensor: current scaling takes its largest magnitude and scale."""
-    del source, out
     if kind(quantizer) == _CURRENT:
         call.workspace(_AMAX_AND_SCALE)

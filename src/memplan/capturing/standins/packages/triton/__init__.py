@@ -27,7 +27,6 @@ class KernelInterface:
 
     def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
         """Launch on a grid."""
-        del grid
         if warmup:
             return None
         inner = self.fn

@@ -1,7 +1,8 @@
 """Fused normalisation: mean and inverse deviation of each row are kept, in fp32.
 
 Source: NVIDIA/apex, `csrc/layer_norm_cuda.cpp`, `csrc/layer_norm_cuda_kernel.cu`: the backward
-pass stages partial sums of 16 parts for the gradients of weight and bias.
+pass stages partial sums of 16 parts for the gradients of weight and bias. With `memory_efficient`
+the output is kept instead of the input, of the same size.
 """
 
 from __future__ import annotations
@@ -73,7 +74,6 @@ class FusedLayerNormAffineFunction(_Function):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        del ctx, eps, memory_efficient  # keeps the output instead of the input, of the same size
         made: torch.Tensor = _norm(input, weight, bias, True, torch.Size(normalized_shape).numel())
         return made
 
@@ -90,7 +90,6 @@ class FastLayerNormFN(_Function):
         epsilon: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        del ctx, epsilon, memory_efficient
         made: torch.Tensor = _norm(x, gamma, beta, True, gamma.numel())
         return made
 
@@ -106,7 +105,6 @@ class _Norm(nn.Module):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__()
-        del memory_efficient
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         self.normalized_shape = torch.Size(shape)
         self.eps = eps

@@ -24,7 +24,6 @@ class LigerRMSNorm(nn.Module):
         row_mode: bool | None = None,
     ) -> None:
         super().__init__()
-        del init_fn, in_place, row_mode
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.variance_epsilon = eps
         self.offset = offset
@@ -61,7 +60,6 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, in place."""
-    del position_ids, unsqueeze_dim
     made: tuple[torch.Tensor, torch.Tensor] = functions.rope(q, k, cos, sin)
     return made
 
@@ -95,7 +93,6 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         **_more: Any,
     ) -> None:
         super().__init__()
-        del ce_weight, lse_square_scale, label_smoothing, softcap, return_z_loss
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.accum_dtype = accum_dtype

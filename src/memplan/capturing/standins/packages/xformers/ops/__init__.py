@@ -38,7 +38,6 @@ def swiglu(
     op: Any = None,
 ) -> torch.Tensor:
     """In plain operators, as the package's own eager path."""
-    del op
     return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 

@@ -32,7 +32,6 @@ def memory_efficient_attention(
     output_dtype: Any = None,
 ) -> torch.Tensor:
     """Flash-attention in half precision without a tensor bias, else the cutlass kernel."""
-    del op, output_dtype
     if isinstance(attn_bias, AttentionBias) and not isinstance(attn_bias, LowerTriangularMask):
         from memplan.types.errors import CaptureError
 
