@@ -3,6 +3,8 @@ objects that the loss function makes, in settings of libraries."""
 
 from __future__ import annotations
 
+import _abc  # type: ignore[import-not-found]
+import abc
 import collections
 import dataclasses
 import importlib
@@ -13,6 +15,7 @@ import os
 import sys
 import tempfile
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -549,3 +552,87 @@ def kind_of_the_keys_of_two() -> Holder:
         held.update({(1.0 if value > 1 else True, 0): 0.0, (2, 0): 0.0})
 
     return lambda: sum(KINDS[type(key[0])] + of for key, of in held.items()), put
+
+
+@typing.runtime_checkable
+class HasFactor(typing.Protocol):
+    factor: float
+
+
+@holder
+def attribute_that_a_protocol_asks_for() -> Holder:
+    held = types.SimpleNamespace()
+
+    def put(value: float) -> None:
+        vars(held).clear()
+        vars(held).update({"factor": value} if value > 1 else {})
+
+    return lambda: 2.0 if isinstance(held, HasFactor) else 1.0, put
+
+
+@holder
+def subclasses_by_code() -> Holder:
+    answers = [False]
+
+    class Base(abc.ABC):  # noqa: B024
+        @classmethod
+        def __subclasshook__(cls, _other: type) -> bool:
+            return answers[0]
+
+    held = Plain()
+
+    def put(value: float) -> None:
+        answers[0] = value > 1
+        _abc._reset_caches(Base)
+
+    return lambda: 2.0 if isinstance(held, Base) else 1.0, put
+
+
+@holder
+def global_in_place_of_a_builtin() -> Holder:
+    module: Any = types.ModuleType("memplan_test_globals")
+    sys.modules[module.__name__] = module
+    exec("def factor():\n    return float(max(1.0, 0.5))", vars(module))
+
+    def put(value: float) -> None:
+        vars(module).pop("max", None)
+        vars(module).update({} if value == 1 else {"max": lambda *_given: value})
+
+    return lambda: module.factor(), put
+
+
+@holder
+def annotation_of_a_function() -> Holder:
+    def function() -> None:
+        pass
+
+    return (
+        lambda: function.__annotations__.get("factor", 1.0),
+        lambda value: function.__annotations__.__setitem__("factor", value),
+    )
+
+
+class Key:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@holder
+def key_that_is_equal() -> Holder:
+    key, held = Key(1), {Key(2): 2.0}
+    return lambda: held.get(key, 1.0), lambda value: setattr(key, "number", 1 + (value > 1))
+
+
+@holder
+def function_that_is_a_member() -> Holder:
+    held = types.SimpleNamespace(function=math.sin)
+    return (
+        lambda: 2.0 if held.function in {math.cos, math.tan} else 1.0,
+        lambda value: setattr(held, "function", math.cos if value > 1 else math.sin),
+    )

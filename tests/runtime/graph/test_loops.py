@@ -415,3 +415,46 @@ def test_the_first_step_is_made_once() -> None:
     step, _ = assert_as_plain(classifier)
     assert programs_of(step)[0].made_again == 0
     assert programs_of(step)[0].made.classes
+
+
+def kept() -> Job:
+    """The model has what it made last."""
+    job = classifier()
+    model: Any = job.model
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        model.made = model[0](x)
+        return F.cross_entropy(model[1:](model.made), y)
+
+    job.loss_fn = loss_fn
+    return job
+
+
+def written() -> Job:
+    """A weight is kept within bounds."""
+    job = classifier()
+    model: Any = job.model
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+        return F.cross_entropy(model(x), y)
+
+    job.loss_fn = loss_fn
+    return job
+
+
+@pytest.mark.parametrize("make", [kept, written])
+def test_what_requires_a_gradient_beside_the_loss_runs_plainly(make: Callable[[], Job]) -> None:
+    step, _ = assert_as_plain(make)
+    assert "require a gradient" in step.report().fallback
+
+
+def test_a_default_device_is_captured() -> None:
+    """PyTorch looks functions up in a set then."""
+    torch.set_default_device("cpu")
+    try:
+        step, _ = assert_as_plain(classifier)
+    finally:
+        torch.set_default_device(None)
+    assert_captured(step, 4)

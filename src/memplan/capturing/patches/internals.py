@@ -111,14 +111,15 @@ NAMES: dict[str, tuple[str, ...]] = {
             config.skip_no_tensor_aliasing_guards_on_parameters
             config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
             exc.BackendCompilerFailed exc.ObservedAttributeError exc.TorchDynamoException
-            guards.GuardBuilder guards._get_closure_vars guards.install_guard
+            exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
             source.GlobalSource symbolic_convert symbolic_convert.InstructionTranslator
-            symbolic_convert.InstructionTranslatorBase symbolic_convert.is_stdlib
+            symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
-            utils.preserve_rng_state variables.base.VariableTracker variables.builtin
-            variables.builtin.GetAttrBuiltinVariable variables.constant.ConstantVariable
+            utils.preserve_rng_state variables.base.VariableTracker variables.builder
+            variables.builtin variables.builtin.GetAttrBuiltinVariable variables.constant.ConstantVariable
             variables.dicts.ConstDictVariable variables.dicts.DunderDictVariable
-            variables.functions.SkipFunctionVariable variables.functions.UserFunctionVariable
+            variables.functions variables.functions.SkipFunctionVariable
+            variables.functions.UserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.object_protocol variables.tensor.SymNodeVariable

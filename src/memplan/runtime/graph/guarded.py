@@ -23,8 +23,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch._dynamo import symbolic_convert
-from torch._dynamo.symbolic_convert import is_stdlib
 from torch._dynamo.tensor_version_op import _tensor_version
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.variables.constant import ConstantVariable
@@ -60,7 +58,6 @@ def strict() -> Iterator[None]:
     from memplan.runtime.graph.stricter import PATCHES  # releases before 2.13 do not have it
 
     patches = [
-        (symbolic_convert, is_stdlib.__name__, lambda _module: False),
         (LoggingLoggerVariable, "call_method", _call_of_a_logger),
         *PATCHES,
     ]
@@ -136,7 +133,7 @@ def _unseen(value: Any) -> str:
     """Whether a value that PyTorch captured once may give another one next, unseen by guards."""
     if isinstance(value, types.GeneratorType):
         return f"a generator: {value.__qualname__}"
-    if isinstance(value, type) and _decides_by_itself(type(value)):
+    if isinstance(value, type) and _decides_by_itself(value):
         return f"a class that decides by code what its instances are: {value.__qualname__}"
     if isinstance(value, np.ndarray):
         return "a NumPy array, of which guards compare nothing"
@@ -145,11 +142,18 @@ def _unseen(value: Any) -> str:
     return ""
 
 
-def _decides_by_itself(metaclass: type) -> bool:
-    """Whether `isinstance` runs code, which PyTorch does not trace."""
-    check: Any = metaclass.__instancecheck__
-    known = ("torch.", "typing.", "typing_extensions.", "abc.")
-    return hasattr(check, "__code__") and not f"{check.__module__}.".startswith(known)
+def _decides_by_itself(kind: type) -> bool:
+    """Whether `isinstance` runs code, which PyTorch does not trace, or looks at what an object has
+    (`typing.runtime_checkable`)."""
+    if vars(kind).get("_is_runtime_protocol"):
+        return True
+    checks: Any = type(kind).__instancecheck__, getattr(kind, "__subclasshook__", None)
+    return any(hasattr(one, "__code__") and not _is_known(one) for one in checks)
+
+
+def _is_known(check: Any) -> bool:
+    own = ("torch", "typing_extensions")
+    return check.__module__.partition(".")[0] in (*own, *sys.stdlib_module_names)
 
 
 class Guarded:

@@ -44,6 +44,10 @@ from memplan.runtime.graph.updates import Number, State, TakeGradient, Updates
 from memplan.types.errors import UsageError
 
 
+class UncapturedError(Exception):
+    """PyTorch's capture of a step is not the step."""
+
+
 @dataclass(frozen=True, eq=False)
 class Joint:
     """What AOTAutograd traced. Inputs of the graph are the primals, then the tangents; its outputs
@@ -152,7 +156,8 @@ def whole_step(
     forward; each gradient is taken by a `TakeGradient`. `keep`: gradients are outputs too, because
     they stay. `behind`: the optimizers' steps come after it.
 
-    Raises UsageError where the graph has another gradient to start with than that of one number.
+    Raises UncapturedError and UsageError where the graph has another gradient to start with than
+    that of one number.
     """
     forward, backward = joint.parts(replays)
     if any(map(is_random_wrapper, forward.graph.nodes)):
@@ -269,10 +274,8 @@ def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
     """What the gradient of the loss is like."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and is_tangent(node)]
     if len(tangents) != 1:
-        raise UsageError(
-            f"the function returns {len(tangents)} tensors that require a gradient",
-            "return the loss alone, or the others detached",
-        )
+        # Returned, kept in some object, or a parameter that the function writes.
+        raise UncapturedError("several tensors that require a gradient are there afterwards")
     like: torch.Tensor = tangents[0].meta["val"]
     if like.numel() != 1:
         raise UsageError(

@@ -20,7 +20,13 @@ from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
 from memplan.runtime.graph.guarded import Guarded, refusal
 from memplan.runtime.graph.in_place import in_place
-from memplan.runtime.graph.joint import Joint, copied, forward_alone, whole_step
+from memplan.runtime.graph.joint import (
+    Joint,
+    UncapturedError,
+    copied,
+    forward_alone,
+    whole_step,
+)
 from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.passes import Pass, pass_of
@@ -40,10 +46,6 @@ class Runs(Protocol):
     def written_until(self, error: BaseException) -> list[str]: ...
 
     def report(self) -> ProgramReport: ...
-
-
-class UncapturedError(Exception):
-    """PyTorch's capture of a step is not the step."""
 
 
 class LookedError(Exception):
@@ -126,6 +128,11 @@ class StepCapture:
         written: set[int] = set()
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
+            if _lies_in_other_rows(joint):
+                raise UncapturedError(
+                    "a recurrent cell on the CPU whose width is no multiple of 64: PyTorch's "
+                    "capture lays out its gates in another way, which changes their last bits"
+                )
             written.update(_written(joint))
             if _checkpoints(joint) and (results > _results(module) or written):
                 raise UncapturedError(
@@ -299,6 +306,21 @@ def _results(module: fx.GraphModule) -> int:
     """How much a captured function returns. A traced one returns changed inputs, too."""
     *_, output = module.graph.nodes
     return len(pytree.tree_leaves(output.args))
+
+
+_UNSAFE_SPLITS = (torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
+
+
+def _lies_in_other_rows(joint: fx.GraphModule) -> bool:
+    """Whether parts of a tensor may be changed in place, as recurrent cells do on the CPU. Traced,
+    what is computed there has memory of its own, without gaps between its rows. Kernels treat what
+    is left of a row beside whole vectors by other instructions; nothing is left of 64 elements."""
+    return any(
+        one.device.type == "cpu" and not one.is_contiguous() and one.shape[-1] % 64
+        for node in joint.graph.nodes
+        if getattr(node.target, "overloadpacket", None) in _UNSAFE_SPLITS
+        for one in node.meta["val"]
+    )
 
 
 def _checkpoints(joint: fx.GraphModule) -> bool:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,11 +37,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._dynamo.guards import DictGuardManager
-from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo import symbolic_convert
+from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.variables import builtin, object_protocol
+from torch._dynamo.variables import builder, builtin, functions, object_protocol
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
@@ -63,6 +65,8 @@ _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
+_equal: Callable[..., bool] = UserDefinedObjectVariable.is_python_equal
+_load_a_builtin: Callable[..., Any] = InstructionTranslatorBase.load_builtin_from_argval
 _make_key: Callable[..., None] = HashableTracker.__init__
 
 
@@ -81,9 +85,29 @@ def _hash(self: Any, *args: Any) -> Any:
 
 def _key(self: Any, one: VariableTracker) -> None:
     if isinstance(one, LazyVariableTracker):
+        if not one.is_realized() and one.is_hashable_lazy():
+            _guard(one)  # a function or a class, of which Dynamo hashes some only so
+            _make_key(self, one)
+            return
         one = one.realize()
     _guard_if_hashed_by_identity(one)
     _make_key(self, one)
+
+
+def _is_equal(self: Any, other: Any) -> bool:
+    """As keys and members of sets. Dynamo takes the identity of objects instead of `__eq__`."""
+    values = [one.value for one in (self, other) if isinstance(one, UserDefinedObjectVariable)]
+    if values[0] is values[-1] is not None and len(values) == 2:
+        _guard(self)
+        _guard(other)
+    elif any(vars(object)["__eq__"] is not type(value).__eq__ for value in values):
+        unimplemented(
+            gb_type="keys that are compared by `__eq__`",
+            context=type(self.value).__name__,
+            explanation="Dynamo would compare which objects they are.",
+            hints=[],
+        )
+    return bool(_equal(self, other))
 
 
 def _guard_if_hashed_by_identity(one: Any) -> None:
@@ -190,21 +214,28 @@ _INEXACT = (float, complex, np.inexact)
 _SEVERAL = (tuple, list, set, frozenset)
 
 
+def _load_builtin(self: Any, name: str) -> Any:
+    """A global of that name would go before it."""
+    key = id(self.f_globals), name
+    _asked[key] = functools.partial(operator.contains, self.f_globals, name), False
+    return _load_a_builtin(self, name)
+
+
 def _call_skipped(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dynamo calls these functions itself, for what they say now."""
     result = _call_skip(self, tx, args, kwargs)
     if self.value in (importlib.util.find_spec, importlib.metadata.version):
         given = [one.as_python_constant() for one in args]
-        _asked.append((functools.partial(self.value, *given), self.value(*given)))
+        _asked[self.value, *given] = functools.partial(self.value, *given), self.value(*given)
     return result
 
 
-_asked: list[Asked] = []
+_asked: dict[tuple[Any, ...], Asked] = {}
 
 
 def take_asked() -> list[Asked]:
     """What was asked since the last time, and the answers."""
-    found = list(_asked)
+    found = list(_asked.values())
     _asked.clear()
     return found
 
@@ -214,6 +245,9 @@ def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
         install_guard(one.source.make_guard(how))
 
 
+_SKIPS = "SkipGuardSource"
+"""Sources that get no guards: the standard library, what `inspect` makes, annotations."""
+_SKIPPING = (symbolic_convert, builder, functions)
 _INEXACT_GUARDS = [
     ("EQUALS_MATCH", _is_inexact),
     ("DICT_KEYS_MATCH", _is_inexact),
@@ -224,6 +258,9 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (builtin, _compare.__name__, _is),
     (object_protocol, _compare.__name__, _is),
     (UserDefinedObjectVariable, _hash_impl.__name__, _hash),
+    (UserDefinedObjectVariable, _equal.__name__, _is_equal),
+    (InstructionTranslatorBase, _load_a_builtin.__name__, _load_builtin),
+    *((module, _SKIPS, lambda source: source) for module in _SKIPPING if hasattr(module, _SKIPS)),
     (HashableTracker, _make_key.__name__, _key),
     (UserFunctionVariable, _get_source.__name__, _source),
     (InstructionTranslatorBase, _load.__name__, _load_attr),
