@@ -20,11 +20,13 @@ def record(
     *packages: str,
     routing: str = "balanced",
     steps: int | None = None,
+    scan_seconds: float = 0.0,
 ) -> Trace:
     """The trace of a job on a fake A100."""
     options = CaptureOptions(
         profile=find_profile("a100-80gb"),
         steps=steps,
+        scan_seconds=scan_seconds,
         packages=packages,
         routing="worst" if routing == "worst" else "balanced",
     )

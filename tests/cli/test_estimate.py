@@ -163,6 +163,30 @@ def test_which_allocator_settings_win(
     assert json.loads(capfd.readouterr().out)["alloc_conf"] == conf
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "seconds", "said"),
+    [
+        ("", 0, 0.0, ""),
+        ("--whole-run", 0, 60.0, ""),
+        ("--whole-run --scan 2.5", 0, 2.5, ""),
+        ("--scan 2.5", 2, None, "--whole-run --scan 2.5"),
+        ("--whole-run --scan 0", 2, None, "not a number of seconds above 0"),
+        ("--whole-run --steps 4", 2, None, "leave one of them out"),
+    ],
+)
+def test_reading_the_loader_ahead(
+    capture: Capture,
+    capfd: pytest.CaptureFixture[str],
+    words: str,
+    code: int,
+    seconds: float | None,
+    said: str,
+) -> None:
+    assert main(["estimate", *words.split(), "train.py"]) == code
+    assert said in capfd.readouterr().err
+    assert (capture.options.scan_seconds if capture.options else None) == seconds
+
+
 def test_bad_settings_are_refused_before_capturing(
     capture: Capture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,8 @@ class CaptureOptions:
     """Optimizer steps to run; None stops once the steady step repeats."""
     routing: Literal["balanced", "worst"] = "balanced"
     """Assumption for shapes that depend on data."""
+    scan_seconds: float = 0.0
+    """For reading data loaders ahead, to capture their largest batches too; 0: not."""
     allow_network: bool = False
     packages: tuple[str, ...] = ()
     """Packages that the job's machine has and that are stood in for here, also where the program

@@ -108,7 +108,7 @@ class CaptureSession:
             observers={**data_dependent.OBSERVERS, **self._additions.observers()},
         )
         self._mode = CaptureMode(self.state, self._additions)
-        self.ending = Ending(self.state)
+        self.ending = Ending(self.state, self._scan_seconds(options))
         self.steps = StepWatcher(self.state, options.steps, self.ending if stop else None)
         self.repeats = Repeats(self.state)
         self.by_hand = HandUpdates(self.state, self.steps)
@@ -179,6 +179,7 @@ class CaptureSession:
                 compiled.install()
             if self.steps.ending is not None:
                 self.ending.install(patches, self._observer)
+                stack.callback(self.ending.close)
             self._observer.on_backward(self.by_hand.around_backward)
             self._observer.on_backward(self.caught.noted)
             stack.callback(self._observer.close)
@@ -203,6 +204,12 @@ class CaptureSession:
                 self.by_hand.look(at_end=True)
         self._alloc_conf = self._settings_in_force()
         self._stack.__exit__(*exc)
+
+    @staticmethod
+    def _scan_seconds(options: CaptureOptions) -> float:
+        """None for a rank that only answers another one, nor where somebody chose the steps."""
+        chosen = options.steps is not None or peers.current().answering
+        return 0.0 if chosen else options.scan_seconds
 
     def _forget_imports(self, before: frozenset[str]) -> None:
         self._patches.forget_in(_of_the_job(name for name in sys.modules if name not in before))
@@ -375,6 +382,7 @@ class CaptureSession:
             optimizer_steps=self.steps.completed,
             stop_reason=self.steps.stop_reason or "the job ended by itself",
             steady_steps=list(self.steps.repeats or ()),
+            batches=self.ending.batches,
             assumptions=self.state.assumptions.listed(),
             kernels=[
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)

@@ -18,7 +18,12 @@ from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
-from memplan.cli.job import add_packages_option, add_rank_options, read_job
+from memplan.cli.job import (
+    add_packages_option,
+    add_rank_options,
+    add_whole_run_options,
+    read_job,
+)
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
 from memplan.cli.streams import write_json, write_report
@@ -51,6 +56,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
+    add_whole_run_options(parser)
     add_packages_option(parser)
     add_rank_options(parser, several=True)
     add_maximize_options(parser)

@@ -20,7 +20,14 @@ from memplan.capturing.options import ScriptTarget
 from memplan.cli.allocator import check_settings
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
-from memplan.cli.job import ALL_RANKS, Job, add_packages_option, add_rank_options, read_job
+from memplan.cli.job import (
+    ALL_RANKS,
+    Job,
+    add_packages_option,
+    add_rank_options,
+    add_whole_run_options,
+    read_job,
+)
 from memplan.cli.machine import machine_profile
 from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import find_profile, parse_size
@@ -58,6 +65,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
+    add_whole_run_options(parser)
     add_packages_option(parser)
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")
     add("-f", "--force", action="store_true", help="write over an existing file")

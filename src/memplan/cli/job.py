@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from memplan.worker.perform import extend_path
 from memplan.worker.request import CaptureRequest, Question
 
 ALL_RANKS = "all"
+_SCAN_SECONDS = 60.0
 MOST_LOCAL = 16
 """Processes of a node that a capture can tell apart: `MAX_DEVICES` of `capturing/cuda/device.py`,
 which cannot be asked without importing torch."""
@@ -79,6 +81,7 @@ class Job:
         options = CaptureOptions(
             profile=profile or find_profile(DEFAULT_PROFILE),
             steps=args.steps,
+            scan_seconds=_scan_seconds(args),
             routing=args.routing,
             allow_network=args.allow_network,
             packages=tuple(args.packages),
@@ -104,6 +107,24 @@ def add_rank_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         help="ranks on each node (8, or all if there are fewer)")  # fmt: skip
     which = "the rank to capture" + (", or all that can differ" if several else " (0)")
     add("--rank", type=_rank, help=which, metavar="N|all" if several else "N")
+
+
+def add_whole_run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--whole-run", action="store_true",
+        help="read the data loader ahead, and capture its largest batches too")  # fmt: skip
+    add("--scan", type=_seconds, metavar="SECONDS",
+        help=f"with --whole-run: for reading ahead ({_SCAN_SECONDS:.0f})")  # fmt: skip
+
+
+def _scan_seconds(args: argparse.Namespace) -> float:
+    if not args.whole_run:
+        if args.scan is not None:
+            raise UsageError("--scan without --whole-run", f"--whole-run --scan {args.scan:g}")
+        return 0.0
+    if args.steps is not None:
+        raise UsageError("--whole-run and --steps contradict each other", "leave one of them out")
+    return args.scan or _SCAN_SECONDS
 
 
 def add_packages_option(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +231,16 @@ def _agreed(world: World, size: int | None, per_node: int | None, launchers: str
 
 def _launchers(launch: Launch) -> str:
     return " ".join(layer.launcher for layer in launch.layers if layer.world is not None)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return found
 
 
 def positive(text: str) -> int:

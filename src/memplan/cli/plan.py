@@ -65,7 +65,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--allow-network", action="store_true", help="let the script use the network")
     add("--json", action="store_true", help="the answer as JSON on stdout")
     add("-m", metavar="MODULE", help="plan a module instead of a script")
-    parser.set_defaults(packages=(), alloc_conf=None)
+    parser.set_defaults(packages=(), alloc_conf=None, whole_run=False, scan=None)
 
 
 def run(args: argparse.Namespace) -> int:

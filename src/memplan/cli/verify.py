@@ -56,6 +56,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="the answer as JSON on stdout")
     parser.set_defaults(world_size=None, gpus_per_node=None, rank=None)
     parser.set_defaults(routing="balanced", allow_network=False, alloc_conf=None)
+    parser.set_defaults(whole_run=False, scan=None)
 
 
 def run(args: argparse.Namespace) -> int:

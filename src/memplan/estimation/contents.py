@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from memplan.estimation.roles import derive_roles, requested_bytes
 from memplan.simulate import Timeline
-from memplan.types.estimate import Breakdown, PeakPoint, TensorInfo
-from memplan.types.trace import Role, Trace
+from memplan.types.estimate import Breakdown, PeakPoint, PhasePeak, TensorInfo
+from memplan.types.trace import Phase, Role, Trace
 
 LARGEST = 10
 _LOOKED_AT = 20_000
@@ -53,6 +53,24 @@ def point_at(trace: Trace, event: int) -> PeakPoint:
         step=row.step,
         source=row.source,
     )
+
+
+def phase_peaks(trace: Trace, timeline: Timeline) -> list[PhasePeak]:
+    """The peak of each phase that the job was in."""
+    found = []
+    for phase in Phase:
+        rows = np.flatnonzero(trace.events.phase == phase)
+        if len(rows):
+            most = int(rows[timeline.allocated[rows].argmax()])
+            found.append(
+                PhasePeak(
+                    phase=phase.name.lower(),
+                    allocated_peak_bytes=int(timeline.allocated[most]),
+                    reserved_peak_bytes=int(timeline.reserved[rows].max()),
+                    step=int(trace.events.step[most]),
+                )
+            )
+    return found
 
 
 class Contents:

@@ -14,7 +14,7 @@ from memplan.estimation.communication import (
     communication_bytes,
     communication_notes,
 )
-from memplan.estimation.contents import Contents, peak_event, point_at
+from memplan.estimation.contents import Contents, peak_event, phase_peaks, point_at
 from memplan.estimation.curve import thin
 from memplan.estimation.host import host_memory
 from memplan.estimation.interval import CachingPlayer, Interval, Player, find_interval
@@ -142,6 +142,7 @@ def _contents(
         "gathered_parameter_bytes": contents.gathered_bytes(),
         "peak": contents.point(),
         "allocated_peak": point_at(steady.trace, timeline.allocated_peak_event),
+        "phases": phase_peaks(steady.trace, timeline),
         "largest": contents.largest(),
         "curve": thin(steady.trace, timeline),
     }
@@ -173,6 +174,11 @@ def _repetitions(steady: Settled) -> list[str]:
     more = steady.rounds * steady.steps
     if not more:
         return []
+    if steady.of_batches:
+        return [
+            f"{more:,} steps on batches of the data loader's other sizes were simulated, made up "
+            "from those captured"
+        ]
     return [
         f"the allocator was simulated for {more} step{'s' if more > 1 else ''} more than were "
         "captured, like the last of these, because what it reserves grew until then"

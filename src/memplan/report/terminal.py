@@ -59,6 +59,7 @@ def estimate_lines(
     yield from _breakdown(estimate, width, ascii_only)
     yield Text()
     yield from _peak(estimate, width, ascii_only)
+    yield from _phases(estimate)
     yield from _host(estimate, ascii_only)
     yield from _largest(estimate, width, ascii_only)
     yield from _curve(estimate, width, ascii_only)
@@ -66,6 +67,14 @@ def estimate_lines(
     if next_command:
         yield Text()
         yield Text.assemble(("next: ", "bold"), clean(next_command, ascii_only=ascii_only))
+
+
+def _phases(estimate: Estimate) -> Iterator[Text]:
+    """What is allocated in each phase, where the job does more than train."""
+    if not any(one.phase == "evaluation" for one in estimate.phases):
+        return
+    said = (f"{one.phase} {format_bytes(one.allocated_peak_bytes)}" for one in estimate.phases)
+    yield Text.assemble(("allocated at most  ", "bold"), ", ".join(said))
 
 
 def _headline(estimate: Estimate, ascii_only: bool) -> Text:

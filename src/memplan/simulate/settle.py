@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memplan.simulate.batches import with_batches
 from memplan.simulate.repeat import Round, find_round, repeated
 from memplan.simulate.settings import AllocatorSettings
 from memplan.simulate.simulator import simulate
@@ -37,6 +38,8 @@ class Settled:
     """Repetitions in `trace`."""
     steps: int = 0
     """Optimizer steps of one."""
+    of_batches: bool = False
+    """Whether they are a run over batches of different sizes."""
     unsettled: str = ""
     """Why later steps may reserve more than these, in words; empty where they do not."""
 
@@ -56,6 +59,9 @@ def settled(trace: Trace, settings: AllocatorSettings) -> Settled:
 
 
 def _settle(trace: Trace, settings: AllocatorSettings) -> Settled:
+    made_up = with_batches(trace)
+    if made_up is not None:
+        return Settled(made_up.trace, made_up.captured, made_up.steps, 1, of_batches=True)
     of = find_round(trace)
     if of is None or not len(of):
         return Settled(trace)
@@ -78,8 +84,8 @@ def _settle(trace: Trace, settings: AllocatorSettings) -> Settled:
         return Settled(trace, unsettled=unsettled)
     shorter, events = repeated(trace, of, grew)
     if simulate(shorter, settings).reserved_peak_bytes == timeline.reserved_peak_bytes:
-        return Settled(shorter, events, grew, of.steps, unsettled)
-    return Settled(longer, captured, times, of.steps, unsettled)
+        return Settled(shorter, events, grew, of.steps, unsettled=unsettled)
+    return Settled(longer, captured, times, of.steps, unsettled=unsettled)
 
 
 def _growth(timeline: Timeline, of: Round, times: int) -> tuple[int, bool]:

@@ -81,6 +81,18 @@ class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
 
+class PhasePeak(msgspec.Struct, frozen=True, kw_only=True):
+    """What one phase of the job needs."""
+
+    phase: str
+    """`setup`, `forward`, `backward`, `optimizer`, `evaluation` or `other`."""
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    """The allocator seldom gives memory back, so what earlier phases reserved counts too."""
+    step: int
+    """Where the most is allocated: optimizer steps completed before."""
+
+
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A storage alive at the peak, and who asked for it; or several that were asked for alike."""
 
@@ -160,6 +172,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     peak: PeakPoint
     allocated_peak: PeakPoint = PeakPoint(event=-1)
     """Where the job stands when most is allocated: seldom where the reserved memory peaks."""
+    phases: list[PhasePeak] = []
+    """Those that the capture saw, in the order of a step."""
     largest: list[TensorInfo]
     """The ten groups of like storages that hold most at the peak, the largest first."""
     assumptions: list[Assumption]

@@ -201,6 +201,24 @@ class HostCapture(msgspec.Struct, frozen=True):
     """Processes of the job that share the host."""
 
 
+class Batches(msgspec.Struct, kw_only=True):
+    """What a data loader gives in a run, and which of it a capture was given. Bytes of batches."""
+
+    bytes: list[int] = []
+    """Of each batch of an epoch, in order; empty where the loader was not read ahead or all are
+    alike."""
+    complete: bool = False
+    """Whether that is the whole epoch."""
+    each: int = 1
+    """Batches that a step takes."""
+    given_from: int = 0
+    """The earliest step that can have had another batch than the loader's own; see `first_step`."""
+    shown: list[int] = []
+    """Of the batches that steps were given behind the steady one: a step each."""
+    first_step: int = 0
+    """The earliest step that can have had the first of them: a loop may fetch one ahead."""
+
+
 class TraceMeta(msgspec.Struct, kw_only=True):
     """Where a trace comes from."""
 
@@ -221,6 +239,7 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     steady_steps: list[int] = []
     """First and one past the last of the steps that the rest of the job is taken to repeat; empty
     where none are known, or the job ended by itself."""
+    batches: Batches = msgspec.field(default_factory=Batches)
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None

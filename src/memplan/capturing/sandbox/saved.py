@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 _MARKER = re.compile(rb"memplan saved object (\d+)-(\d+)\n")
+_STORAGES = torch.UntypedStorage | torch.TypedStorage
 MARKER_BYTES = 64
 """Length of every marker."""
 
@@ -40,11 +41,14 @@ class Layout(NamedTuple):
     parameter: bool
 
 
+Kept = Layout | torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+
+
 class SavedObject(NamedTuple):
     """A pickle whose persistent ids index `tensors`."""
 
     pickled: bytes
-    tensors: list[Layout | torch.Tensor]
+    tensors: list[Kept]
 
 
 def default_is_fake(tensor: torch.Tensor) -> bool:
@@ -82,19 +86,23 @@ class _Apart:
     """Gives the tensors met in pickling their places in `tensors`."""
 
     def __init__(self, is_fake: Callable[[torch.Tensor], bool]) -> None:
-        self.tensors: list[Layout | torch.Tensor] = []
+        self.tensors: list[Kept] = []
         self._is_fake = is_fake
-        self._kept: list[torch.Tensor] = []  # An id stays a tensor's own while the tensor lives.
+        self._alive: list[object] = []  # An id stays an object's own while it lives.
         self._places: dict[int, int] = {}
 
     def place(self, item: object) -> int | None:
-        """The place of a tensor; None for anything else."""
-        if not isinstance(item, torch.Tensor):
+        """The place of a tensor, or of a storage, which pickles itself by `torch.save`; None for
+        anything else."""
+        if not isinstance(item, torch.Tensor | _STORAGES):
             return None
         if id(item) not in self._places:
             self._places[id(item)] = len(self.tensors)
-            self._kept.append(item)
-            self.tensors.append(_layout(item) if self._is_fake(item) else item)
+            self._alive.append(item)
+            if isinstance(item, torch.Tensor) and self._is_fake(item):
+                self.tensors.append(_layout(item))
+            else:
+                self.tensors.append(item)
         return self._places[id(item)]
 
 
@@ -112,9 +120,9 @@ def _pickler(module: Any) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    make: Callable[[int], torch.Tensor]
+    make: Callable[[int], Any]
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> Any:
         return self.make(pid)
 
 
@@ -148,7 +156,7 @@ class Saved:
         tensors = apart.tensors
         if not any(isinstance(tensor, Layout) for tensor in tensors):
             return None
-        real = [t if isinstance(t, Layout) else t.detach().clone() for t in tensors]
+        real = [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in tensors]
         return SavedObject(buffer.getvalue(), real)
 
     def add(self, saved: SavedObject) -> bytes:
@@ -180,16 +188,18 @@ class Saved:
         unpickler.make = functools.cache(self._maker(saved, map_location))
         return unpickler.load()
 
-    def _maker(self, saved: SavedObject, map_location: Any) -> Callable[[int], torch.Tensor]:
+    def _maker(self, saved: SavedObject, map_location: Any) -> Callable[[int], Any]:
         storages: dict[tuple[int, torch.device], torch.Tensor] = {}
         return lambda pid: self._tensor(saved.tensors[pid], map_location, storages)
 
     def _tensor(
         self,
-        kept: Layout | torch.Tensor,
+        kept: Kept,
         map_location: Any,
         storages: dict[tuple[int, torch.device], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> Any:
+        if isinstance(kept, _STORAGES):
+            return kept.clone()  # type: ignore[no-untyped-call]
         device = _location(map_location, kept.device)
         if isinstance(kept, torch.Tensor):
             copy = kept.clone()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from torch.utils.data import dataloader
@@ -22,7 +22,9 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
+from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.deadline import Deadline
+from memplan.types.trace import Batches
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
@@ -39,10 +41,14 @@ _MOST_TRAININGS = 8
 class Ending:
     """Decides when the script has shown enough, and stops it."""
 
-    def __init__(self, state: CaptureState) -> None:
+    def __init__(self, state: CaptureState, scan_seconds: float = 0.0) -> None:
+        """`scan_seconds`: for reading loaders ahead; 0: none is."""
         self.state = state
+        self.whole_run = WholeRun(scan_seconds) if scan_seconds else None
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last: weakref.ref[Any] | None = None
+        """The iterator that was read last."""
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._deadline: Deadline | None = None
         self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -80,10 +86,16 @@ class Ending:
         real_next = iterator.__next__
 
         def next_batch(loader: Any) -> Any:
+            if self.whole_run is not None and self.whole_run.feeding:
+                with suppress(LookupError):
+                    return self._fed(loader, self.whole_run)
             if self.draining:
                 self._allow(loader)
             batch = real_next(loader)
             self._reading.add(loader)
+            if self.whole_run is not None:
+                self.whole_run.gave(loader)
+                self._last = weakref.ref(loader)
             return batch
 
         real_init: Any = dataloader.DataLoader.__init__
@@ -98,7 +110,9 @@ class Ending:
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
             self._largest = max(self._largest, loader.batch_size or 0)
-            return real_iter(loader)
+            if self.whole_run is None:
+                return real_iter(loader)
+            return self.whole_run.opened(loader, real_iter)
 
         real_reset = iterator._reset
 
@@ -113,10 +127,34 @@ class Ending:
         patches.set(iterator, "_reset", reset)
         observer.on_backward(self._before_backward)
 
-    def begin(self, *, at_once: bool) -> None:
-        """Enough training steps were seen: drain the loaders being read, or stop right here."""
+    def look_ahead(self, steps: int, *, last: bool) -> None:
+        """So many steps were done: with the last of those that are never like others, see what the
+        loader that was read last has to give."""
+        iterator = self._last() if self._last is not None else None
+        if self.whole_run is not None and iterator is not None:
+            self.whole_run.stepped(iterator)
+            if last:
+                self.whole_run.look_ahead(iterator, steps)
+
+    def _fed(self, loader: Any, whole_run: WholeRun) -> Any:
+        try:
+            return whole_run.given(loader)
+        except StopIteration:
+            self._drain()
+            self._allow(loader)
+            raise
+
+    def begin(self, *, at_once: bool, steps: int) -> None:
+        """Enough training steps were seen, `steps` of them: batches of other sizes, where there
+        are some; then drain the loaders being read, or stop right here."""
         if at_once or not self._reading:
             self.stop()
+        if self.whole_run is not None and self.whole_run.feeding:
+            self.whole_run.others(steps)
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
         self.draining = self.state.answers.finishing = True
         self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
@@ -175,6 +213,8 @@ class Ending:
 
     def after_step(self) -> None:
         """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
+        if not self.draining:
+            return
         self._steps_left -= 1
         if self._evaluated or self._opened_another or self._steps_left < 0:
             self.stop()
@@ -226,14 +266,25 @@ class Ending:
         self._dry.discard(loader)
         self._batches.pop(loader, None)
 
+    @property
+    def batches(self) -> Batches:
+        return self.whole_run.batches if self.whole_run is not None else Batches()
+
+    def close(self) -> None:
+        if self.whole_run is not None:
+            self.whole_run.end()
+
     def notes(self) -> list[str]:
-        """Of a loader that was not read, and whose batches are larger than all that were seen."""
+        """Of loaders that were read ahead; and of one that was not read, and whose batches are
+        larger than all that were seen."""
+        ahead = self.whole_run.notes if self.whole_run is not None else []
         unread = max(self._unread.values(), default=0)
         if unread <= self._largest:
-            return []
+            return ahead
         return [
+            *ahead,
             f"a data loader with batches of {unread:,} was made and not read (those that were read "
-            f"have batches of {self._largest:,}): what runs on it may need more: --steps N"
+            f"have batches of {self._largest:,}): what runs on it may need more: --steps N",
         ]
 
     @property

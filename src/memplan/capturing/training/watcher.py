@@ -183,11 +183,13 @@ class StepWatcher:
         if self.ending is None:
             self.state.answers.finishing = self.steady or self._out_of_patience()
             return
+        if self.completed <= _STATE_STEPS:
+            self.ending.look_ahead(self.completed, last=self.completed == _STATE_STEPS)
         if self.enough:
             self.ending.after_step()
         elif self._seen_enough():
             self.enough = True
-            self.ending.begin(at_once=self.max_steps is not None)
+            self.ending.begin(at_once=self.max_steps is not None, steps=self.completed)
 
     def _steps_that_repeat(self) -> int:
         """More than one where a loop has a second optimizer that steps less often."""

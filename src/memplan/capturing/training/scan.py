@@ -1,0 +1,197 @@
+"""The batches that a data loader will give, read ahead without the model by a copy of the process.
+
+The copy is forked before the loader gives its first batch. So it reads the script's own data in the
+script's own order (tokenizer, sampler, collator, random generators are as the job has them), and
+nothing that it does to them is seen by the job. It waits until its answer is wanted, and ends with
+the capture if that is never.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+_MOST_KEPT = 48
+"""Batches of different sizes that are kept while the loader is read."""
+_GO = b"."
+
+
+@dataclass
+class Scan:
+    """What a loader gives."""
+
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each batch, in order."""
+    widths: list[int] = field(default_factory=list)
+    """The largest dimension of a tensor of each."""
+    complete: bool = False
+    """Whether the loader came to its end."""
+    failed: str = ""
+    """Why it did not, where it failed."""
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """By number some batches, pickled: the largest, the smallest, the widest and others."""
+
+    @property
+    def varies(self) -> bool:
+        return len(set(self.sizes)) > 1
+
+    @property
+    def largest(self) -> int:
+        return int(np.argmax(self.sizes))
+
+    def spread(self, count: int) -> list[int]:
+        """Numbers of batches to look at: the largest, the smallest, the widest, and of the rest
+        some whose sizes are spread as those of all batches are."""
+        sizes = np.array(self.sizes)
+        known = np.array(sorted(self.kept))
+        wanted = np.quantile(sizes, np.linspace(0, 1, count + 2)[1:-1])
+        near = [int(known[np.abs(sizes[known] - size).argmin()]) for size in wanted]
+        widest = max(known.tolist(), key=lambda number: self.widths[number])
+        return list(dict.fromkeys([self.largest, int(sizes.argmin()), widest, *near]))
+
+
+class LoaderScan:
+    """A copy of this process that stands before a loader's first batch."""
+
+    def __init__(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> None:
+        """`read`: PyTorch's own `DataLoader.__iter__`."""
+        asked, self._ask = os.pipe()
+        self._answer, answer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._ask)
+            os.close(self._answer)
+            _serve(asked, answer, loader, read)
+        os.close(asked)
+        os.close(answer)
+
+    def result(self, seconds: float) -> Scan:
+        """What was read until the loader's end, or for so many seconds."""
+        with _offsets_kept(), suppress(BrokenPipeError):
+            os.write(self._ask, str(seconds).encode() + _GO)
+            os.close(self._ask)
+            pieces = []
+            while piece := os.read(self._answer, 1 << 20):
+                pieces.append(piece)
+        self.end()
+        try:
+            found: Scan = pickle.loads(b"".join(pieces))
+        except (EOFError, pickle.UnpicklingError):
+            return Scan(failed="the process that read it ended")
+        return found
+
+    def end(self) -> None:
+        """Also where nothing was asked."""
+        for end in (self._ask, self._answer):
+            with suppress(OSError):
+                os.close(end)
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _serve(asked: int, answer: int, loader: Any, read: Callable[[Any], Iterator[Any]]) -> NoReturn:
+    """In the copy: wait, read, answer, and end."""
+    status = 1
+    try:
+        question = b""
+        while not question.endswith(_GO):
+            piece = os.read(asked, 64)
+            if not piece:
+                os._exit(0)
+            question += piece
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nothing, stream)
+        torch.set_num_threads(1)  # OpenMP's threads did not come along
+        found = _read(loader, read, time.monotonic() + float(question[:-1]))
+        left = memoryview(pickle.dumps(found))
+        while left:
+            left = left[os.write(answer, left) :]
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _read(loader: Any, read: Callable[[Any], Iterator[Any]], until: float) -> Scan:
+    found = Scan()
+    # In this process: a loader's workers would be children of a child that nobody looks after.
+    settings = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "pin_memory": False}
+    vars(loader).update(settings, _iterator=None)
+    try:
+        for number, batch in enumerate(read(loader)):
+            sizes = _Sizes()
+            found.sizes.append(sizes.of(batch))
+            found.widths.append(sizes.widest)
+            _keep(found, number, batch)
+            if time.monotonic() > until:
+                break
+        else:
+            found.complete = True
+    except Exception as error:
+        found.failed = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _keep(found: Scan, number: int, batch: Any) -> None:
+    """Of each size one batch, and always the widest; of too many sizes every other one goes."""
+    size, width = found.sizes[number], found.widths[number]
+    known = {found.sizes[other] for other in found.kept}
+    widest = max((found.widths[other] for other in found.kept), default=0)
+    if size in known and width <= widest:
+        return
+    with suppress(Exception):  # what cannot be pickled cannot be given to the job
+        found.kept[number] = pickle.dumps(batch)
+    if len(found.kept) > _MOST_KEPT:
+        by_size = sorted(found.kept, key=lambda other: found.sizes[other])
+        widest_one = max(found.kept, key=lambda other: found.widths[other])
+        for other in by_size[1:-1:2]:
+            if other != widest_one:
+                del found.kept[other]
+
+
+class _Sizes(pickle.Pickler):
+    """Bytes of a batch, whatever it is made of: what pickle finds in it, it is asked about."""
+
+    def __init__(self) -> None:
+        self._rest = io.BytesIO()
+        super().__init__(self._rest)
+        self._bytes = 0
+        self.widest = 0
+
+    def of(self, batch: Any) -> int:
+        with suppress(Exception):  # beyond what cannot be pickled nothing is counted
+            self.dump(batch)
+        return self._bytes + self._rest.tell()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor | np.ndarray):
+            return None
+        self._bytes += obj.nbytes
+        self.widest = max(self.widest, *obj.shape, 1)
+        return 0
+
+
+@contextmanager
+def _offsets_kept() -> Iterator[None]:
+    """Where open files are read next is shared with a forked process: put back."""
+    before = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if path.is_file():
+                before[int(path.name)] = os.lseek(int(path.name), 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        for number, offset in before.items():
+            with suppress(OSError):
+                os.lseek(number, offset, os.SEEK_SET)

@@ -1,0 +1,312 @@
+"""A run over batches of different sizes, made up from the captured steps on some of them.
+
+Steps that run the same operators differ in the sizes of what they ask for, and each size is a
+polynomial of the batch's: linear for activations, quadratic for attention scores. So the steps that
+were captured on batches of a few sizes tell those of all: where a polynomial of degree two through
+them gives each size to the byte it is taken, elsewhere what lies between the two nearest sizes.
+What lives from a step into the next is followed by its place in the step that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from memplan.types.trace import I64, EventKind, Phase, Storages, Trace
+
+_MOST_EVENTS = 2_000_000
+"""That are made up: a second or two for each replay."""
+_MOST_AHEAD = 2
+"""Batches that a loop fetches before it needs them, at most."""
+_UNKNOWN_BYTES = 1 << 20
+"""Released in a step though made neither in it nor in the one before: beyond this no step is made
+up."""
+_ALIKE = 0.9
+"""Correlation of a step's bytes with its batch's."""
+_AROUND = 8
+"""Batches, the last of them a large one, that are taken from the end of a long run."""
+_SIZES = ("bytes", "bytes_low", "bytes_high")
+_DEGREE = 2
+_EXACT = 0.5
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """The longer trace."""
+
+    trace: Trace
+    captured: I64
+    """By event the captured one that it is or is made from."""
+    steps: int
+    """That were made up."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A captured step."""
+
+    size: int
+    """Of its batch, in bytes."""
+    begin: int
+    end: int
+    """Its events."""
+    born: I64
+    """Storages that begin in it, in order."""
+    survivors: I64
+    """Numbers, in `born`, of those that the next step finds alive."""
+    kind: bytes
+    """What is the same in steps that differ in sizes only."""
+    storage: I64
+    """By event: the number in `born`; `_BEFORE` and the number among the survivors of the step
+    before; `_OLDER` and the storage; or -1."""
+    stays: np.ndarray
+    """By event, whether it recurs: the release of what is older comes once."""
+
+
+_BEFORE, _OLDER, _GONE = 1 << 24, 1 << 40, -2
+
+
+def with_batches(trace: Trace) -> MadeUp | None:
+    """The job on an epoch's batches, in their order: its first steps as captured, then a step for
+    each batch (or so many as a step takes, run as the largest of them is) in place of the captured
+    ones on chosen batches, then what follows. None where the captured steps do not tell:
+    too few sizes, or steps that leave other things alive.
+
+    Of more batches than can be replayed the first are taken, and those around the largest.
+    """
+    batches = trace.meta.batches
+    if len(batches.shown) < 2 or batches.given_from < 1:
+        return None
+    step = np.maximum.accumulate(trace.events.step)
+    edges = np.searchsorted(step, np.arange(int(step[-1]) + 2)).tolist()
+    late = _ahead(trace, edges)
+    if late is None:
+        return None
+    begins = edges[batches.first_step + late - 1 :]
+    samples = [_sample(trace, size, *begins[n : n + 3]) for n, size in enumerate(batches.shown)]
+    own = batches.given_from + late
+    before = _sample(trace, 0, edges[own - 2] if own > 1 else 0, edges[own - 1], edges[own])
+    samples = [one for one in samples if len(one.survivors) == len(before.survivors)]
+    if (
+        len({sample.size for sample in samples}) < 2
+        or samples[-1].end != begins[len(batches.shown) + 1]
+    ):
+        return None
+    for one in samples:
+        once = trace.events.bytes[one.begin : one.end][~one.stays]
+        if int(once.sum()) > _UNKNOWN_BYTES:
+            return None
+    steps = len(batches.bytes) // batches.each
+    sizes = np.array(batches.bytes[: steps * batches.each], np.int64).reshape(steps, -1)[own:]
+    chosen = _replayed(sizes.max(axis=1), max(_MOST_EVENTS // max(map(_length, samples)), 1))
+    return _longer(trace, before, samples, sizes[chosen])
+
+
+def _ahead(trace: Trace, edges: list[int]) -> int | None:
+    """How many steps later than they were given a loop may have had its batches: as many as make
+    the bytes that steps ask for follow those of the batches; None where they never do."""
+    shown, first = trace.meta.batches.shown, trace.meta.batches.first_step
+    events = trace.events
+    asked = np.cumsum(np.append(0, np.where(events.kind == EventKind.ALLOC, events.bytes, 0)))
+    total = np.diff(asked[edges])
+    alike = {}
+    for late in range(_MOST_AHEAD + 1):
+        part = total[first + late : first + late + len(shown)]
+        if len(part) == len(shown) and part.std() > 0:
+            alike[late] = float(np.corrcoef(part, shown)[0, 1])
+    best = max(alike, key=lambda late: alike[late], default=None)
+    return best if best is not None and alike[best] >= _ALIKE else None
+
+
+def _sample(trace: Trace, size: int, before: int, begin: int, end: int) -> _Sample:
+    """The step of events `[begin, end)`; the one before begins at `before`."""
+    events = trace.events
+
+    def made(start: int, stop: int) -> I64:
+        storages = events.storage[start:stop]
+        begun: I64 = storages[(events.kind[start:stop] == EventKind.ALLOC) & (storages >= 0)]
+        return begun
+
+    earlier, own = made(before, begin), made(begin, end)
+    alive = earlier[~np.isin(earlier, _released(trace, before, begin))]
+    survivors = np.flatnonzero(~np.isin(own, _released(trace, begin, end)))
+    number = np.arange(len(trace.storages)) + _OLDER
+    number[alive] = np.arange(len(alive)) + _BEFORE
+    number[own] = np.arange(len(own))
+    rows = slice(begin, end)
+    meant = events.storage[rows]
+    storage = np.where(meant >= 0, number[meant], -1)
+    op = np.append(trace.ops.name, -1)[events.op[rows]]
+    same = (events.kind[rows], events.stream[rows], events.device[rows], op, storage)
+    kind = b"".join(np.ascontiguousarray(column, np.int64).tobytes() for column in same)
+    stays = (events.kind[rows] != EventKind.FREE) | (storage < _OLDER)
+    return _Sample(size, begin, end, own, survivors, kind, storage, stays)
+
+
+def _released(trace: Trace, start: int, stop: int) -> I64:
+    events = trace.events
+    released: I64 = events.storage[start:stop][events.kind[start:stop] == EventKind.FREE]
+    return released
+
+
+def _length(sample: _Sample) -> int:
+    return sample.end - sample.begin
+
+
+def _replayed(sizes: I64, most: int) -> I64:
+    """Which batches, in order."""
+    if len(sizes) <= most:
+        return np.arange(len(sizes))
+    largest = np.argsort(-sizes, kind="stable")[: max(most // (4 * _AROUND), 1)]
+    around = (largest[:, None] + np.arange(1 - _AROUND, 1)).ravel()
+    first = np.arange(max(most - len(around), 0))
+    return np.unique(np.concatenate((first, around[around >= 0])))
+
+
+def _longer(trace: Trace, before: _Sample, samples: list[_Sample], sizes: I64) -> MadeUp:
+    """`before`: the last step that stays as it was captured. `sizes`: by step and batch in it."""
+    events, known = trace.events, len(trace.storages)
+    start, stop = before.end, samples[-1].end
+    models = _models(trace, samples)
+    by_size = sorted(samples, key=lambda one: one.size)
+    ends = np.array([one.size for one in by_size])
+    rows, storage, born, asked = [], [], [], []
+    alive, base = before.born[before.survivors], known
+    for of_step in sizes.tolist():
+        # A size between two samples of different operators: as the larger one.
+        like = by_size[min(int(np.searchsorted(ends, max(of_step))), len(ends) - 1)]
+        meant = like.storage[like.stays]
+        part = np.where(meant >= _OLDER, meant - _OLDER, meant)
+        own = (meant >= 0) & (meant < _BEFORE)
+        part[own] += base
+        earlier = (meant >= _BEFORE) & (meant < _OLDER)
+        part[earlier] = alive[meant[earlier] - _BEFORE]
+        rows.append(np.arange(like.begin, like.end)[like.stays])
+        storage.append(part)
+        born.append(like.born)
+        asked.append(models[like.kind].step(of_step))
+        alive, base = base + like.survivors, base + len(like.born)
+
+    heir = np.arange(known + 1)
+    gone = events.storage[start:stop][events.kind[start:stop] == EventKind.ALLOC]
+    heir[gone] = _GONE
+    heir[samples[-1].born[samples[-1].survivors]] = alive
+    rest = np.arange(stop, len(trace))
+    rest = rest[heir[events.storage[rest]] != _GONE]
+    captured = np.concatenate((np.arange(start), *rows, rest))
+    columns = {name.name: getattr(events, name.name)[captured] for name in fields(events)}
+    later = events.storage[rest]
+    columns["storage"] = np.concatenate(
+        (events.storage[:start], *storage, np.where(later >= 0, heir[later], later))
+    )
+    lengths = [len(part) for part in rows]
+    made = slice(start, start + sum(lengths))
+    for row, name in enumerate(_SIZES):
+        columns[name][made] = np.concatenate([part[row] for part in asked])
+    first = int(events.step[:start].max(initial=0))
+    columns["step"][made] = np.repeat(np.arange(1, len(sizes) + 1) + first, lengths)
+    columns["step"][made.stop :] = first + 1 + len(sizes)
+    _release_what_was_asked(columns, made, base)
+    of = np.concatenate((np.arange(known), *born))
+    storages = {c.name: getattr(trace.storages, c.name)[of] for c in fields(Storages)}
+    longer = replace(
+        trace,
+        events=replace(events, **columns),
+        storages=Storages(**storages),
+        ops=replace(trace.ops, event=_moved(trace.ops.event, start, rest, made.stop)),
+        _cache={},
+    )
+    return MadeUp(longer, captured, len(sizes))
+
+
+def _moved(at: I64, start: int, rest: I64, behind: int) -> I64:
+    """Where events `at` are in the longer trace: up to `start` where they were, those of steps that
+    are no more at `start`, and those that stay, `rest`, from `behind` on."""
+    later = behind + np.searchsorted(rest, at)
+    first = int(rest[0]) if len(rest) else int(at.max(initial=0)) + 1
+    return np.where(at < start, at, np.where(at < first, start, later))
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What steps of one kind ask for, by the size of the batch."""
+
+    at: I64
+    """Sizes that are known."""
+    known: np.ndarray
+    """By size, column of `_SIZES` and event."""
+    coefficients: np.ndarray | None
+    """Of the polynomials, the highest degree first; None where too few sizes are known."""
+    exact: np.ndarray
+    """By column and event, whether these give what is known."""
+
+    batch: I64
+    """By event, which batch of the step it belongs to."""
+
+    def step(self, sizes: list[int]) -> I64:
+        """As `sizes`, of a step on several batches, each event by its own."""
+        found = self.sizes(sizes[0])
+        for number, size in enumerate(sizes[1:], 1):
+            found = np.where(self.batch >= number, self.sizes(size), found)
+        return found
+
+    def sizes(self, size: int) -> I64:
+        """By column of `_SIZES` and event, bytes; outside of what is known those of its end, but
+        for what is exact."""
+        right = int(np.clip(np.searchsorted(self.at, size), 1, max(len(self.at) - 1, 1)))
+        if len(self.at) == 1:
+            found = self.known[0]
+        else:
+            low, high = self.at[right - 1], self.at[right]
+            share = min(max((size - low) / (high - low), 0.0), 1.0)
+            found = self.known[right - 1] + share * (self.known[right] - self.known[right - 1])
+        if self.coefficients is not None:
+            powers = np.vander([size / self.at[-1]], _DEGREE + 1)[0]
+            curve = np.tensordot(powers, self.coefficients, 1)
+            found = np.where(self.exact, curve, found)
+        rounded: I64 = np.rint(np.maximum(found, 0)).astype(np.int64)
+        return rounded
+
+
+def _models(trace: Trace, samples: list[_Sample]) -> dict[bytes, _Model]:
+    models = {}
+    for kind in {one.kind for one in samples}:
+        seen = {one.size: one for one in samples if one.kind == kind}
+        at = np.array(sorted(seen))
+        known = np.stack([_asked(trace, seen[size]) for size in at.tolist()])
+        coefficients, exact = None, np.zeros(known.shape[1:], bool)
+        if len(at) > _DEGREE:
+            terms = np.vander(at / at[-1], _DEGREE + 1)
+            flat = np.linalg.lstsq(terms, known.reshape(len(at), -1), rcond=None)[0]
+            coefficients = flat.reshape(_DEGREE + 1, *known.shape[1:])
+            exact = np.abs(np.tensordot(terms, coefficients, 1) - known).max(axis=0) < _EXACT
+        batch = _batches_before(trace, next(iter(seen.values())))
+        models[kind] = _Model(at, known, coefficients, exact, batch)
+    return models
+
+
+def _batches_before(trace: Trace, sample: _Sample) -> I64:
+    """By event, how many backward passes of the step have ended."""
+    backward = trace.events.phase[sample.begin : sample.end] == Phase.BACKWARD
+    ended = np.append(False, backward[:-1] & ~backward[1:])
+    number: I64 = np.cumsum(ended)[sample.stays]
+    return number
+
+
+def _asked(trace: Trace, sample: _Sample) -> np.ndarray:
+    rows = slice(sample.begin, sample.end)
+    return np.stack([getattr(trace.events, name)[rows][sample.stays] for name in _SIZES]) * 1.0
+
+
+def _release_what_was_asked(columns: dict[str, np.ndarray], made: slice, storages: int) -> None:
+    """A release has the bytes of its storage, which may be of a batch of another size."""
+    storage, kind = columns["storage"], columns["kind"]
+    begun = np.flatnonzero((kind == EventKind.ALLOC) & (storage >= 0))
+    gone = np.arange(made.start, made.stop)
+    gone = gone[(kind[made] == EventKind.FREE) & (storage[made] >= 0)]
+    for name in _SIZES:
+        of = np.zeros(storages, np.int64)
+        of[storage[begun]] = columns[name][begun]
+        columns[name][gone] = of[storage[gone]]

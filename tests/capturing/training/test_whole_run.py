@@ -1,0 +1,200 @@
+"""Batches of different sizes: the loader is read ahead, and the whole epoch is simulated."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from memplan.estimation import estimate
+from memplan.simulate import AllocatorSettings, settled, simulate
+from memplan.types.trace import Trace
+from tests.capturing.jobs import record
+
+BATCHES = 40
+LONG_ENOUGH = 600.0
+
+
+class Texts(Dataset[torch.Tensor]):
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, 4000, (self.lengths[index],))
+
+
+def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def ragged(seed: int, count: int = 8 * BATCHES) -> list[int]:
+    draw = random.Random(seed)
+    return [min(16 + int(draw.expovariate(1 / 90)), 700) for _ in range(count)]
+
+
+def fetched_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
+    """As Accelerate does, to know the last batch when it gives it out."""
+    reading = iter(loader)
+    held = next(reading)
+    for batch in reading:
+        yield held
+        held = batch
+    yield held
+
+
+def job(
+    lengths: list[int],
+    workers: int = 0,
+    accumulation: int = 1,
+    given: Callable[[DataLoader[Any]], Iterator[Any]] = iter,
+) -> Callable[[], None]:
+    def run() -> None:
+        torch.manual_seed(1)
+        loader = DataLoader(Texts(lengths), 8, shuffle=True, collate_fn=padded, num_workers=workers)
+        model = nn.Sequential(nn.Embedding(4000, 256), nn.Linear(256, 4000)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for number, batch in enumerate(given(loader), 1):
+            tokens = batch.cuda()
+            logits = model(tokens)
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return run
+
+
+def peaks(trace: Trace) -> tuple[int, int, int]:
+    timeline = simulate(settled(trace, AllocatorSettings()).trace)
+    return (
+        timeline.reserved_peak_bytes,
+        timeline.allocated_peak_bytes,
+        timeline.requested_peak_bytes,
+    )
+
+
+@pytest.mark.parametrize("given", [iter, fetched_ahead])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_is_foretold_to_the_byte(
+    given: Callable[[DataLoader[Any]], Iterator[Any]], workers: int
+) -> None:
+    run = job(ragged(1), workers, given=given)
+    foretold, complete = record(run, scan_seconds=LONG_ENOUGH), record(run, steps=BATCHES)
+    assert foretold.meta.optimizer_steps < 16 < complete.meta.optimizer_steps
+    assert foretold.meta.batches.complete and len(foretold.meta.batches.bytes) == BATCHES
+    assert peaks(foretold) == peaks(complete)
+    # Sizes that are not reused fragment: the steps that were captured do not show it.
+    assert peaks(foretold)[0] > simulate(foretold).reserved_peak_bytes
+
+
+def test_several_batches_of_a_step() -> None:
+    run = job(ragged(2), accumulation=2)
+    foretold, complete = record(run, scan_seconds=LONG_ENOUGH), record(run, steps=BATCHES // 2)
+    assert foretold.meta.batches.each == 2
+    assert peaks(foretold) == pytest.approx(peaks(complete), rel=0.005)
+
+
+def test_the_answer_says_what_was_read() -> None:
+    found = estimate(record(job(ragged(1)), scan_seconds=LONG_ENOUGH))
+    (said,) = (note for note in found.notes if "were read, without the model" in note)
+    assert said.startswith(f"all {BATCHES} batches of the data loader")
+    assert any("made up from those captured" in note for note in found.notes)
+    assert not any(one.kind == "steady-step" for one in found.assumptions)
+
+
+def test_batches_alike_are_left_alone() -> None:
+    run = job([64] * 8 * BATCHES)
+    ahead, plain = record(run, scan_seconds=LONG_ENOUGH), record(run)
+    assert not ahead.meta.batches.bytes and len(ahead) == len(plain)
+    assert any(
+        f"all {BATCHES} batches of the data loader have" in note for note in ahead.meta.notes
+    )
+
+
+def test_reading_ahead_leaves_the_job_as_it_is(tmp_path: Path) -> None:
+    """Its random numbers, and where it reads its open files."""
+    path = tmp_path / "lengths"
+    path.write_text("".join(f"{length}\n" for length in ragged(3)))
+
+    class Lines(IterableDataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.file = path.open("rb", buffering=0)
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while line := self.file.readline():
+                yield torch.randint(0, 100, (int(line),))
+
+    def values(**how: Any) -> list[tuple[int, ...]]:
+        seen = []
+
+        def run() -> None:
+            torch.manual_seed(0)
+            model = nn.Embedding(100, 64).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            for batch in DataLoader(Lines(), 4, collate_fn=padded):
+                seen.append((*batch.shape, int(batch.sum())))
+                model(batch.cuda()).sum().backward()
+                optimizer.step()
+
+        record(run, **how)
+        return seen
+
+    plain, ahead = values(steps=6), values(scan_seconds=LONG_ENOUGH)
+    assert plain[:2] == ahead[:2]  # read before
+    assert max(plain, key=lambda one: one[1])[1] <= max(ahead, key=lambda one: one[1])[1]
+
+
+def test_a_loader_without_an_end() -> None:
+    class Endless(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while True:
+                yield torch.zeros(random.randint(1, 50))
+
+    def run() -> None:
+        model = nn.Linear(1, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for batch in DataLoader(Endless(), 4, collate_fn=padded):
+            model(batch.cuda()[..., None]).sum().backward()
+            optimizer.step()
+
+    trace = record(run, scan_seconds=0.2)
+    assert trace.meta.batches.bytes and not trace.meta.batches.complete
+    assert any("the first " in note and "were read" in note for note in trace.meta.notes)
+
+
+def test_a_dataset_that_fails_is_said() -> None:
+    class Broken(Texts):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 90:
+                raise OSError("no such record")
+            return super().__getitem__(index)
+
+    def run() -> None:
+        model = nn.Embedding(4000, 16).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for batch in DataLoader(Broken(ragged(4, 96)), 8, collate_fn=padded):
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+
+    trace = record(run, scan_seconds=LONG_ENOUGH)
+    assert any("reading the data loader ahead ended: OSError" in n for n in trace.meta.notes)
+    assert len(trace.meta.batches.bytes) == 11
+
+
+def test_a_script_may_pickle_its_tensors() -> None:
+    def run() -> None:
+        kept = pickle.loads(pickle.dumps({"a": torch.arange(5), "b": torch.ones(2)[1:]}))
+        assert kept["a"].tolist() == [0, 1, 2, 3, 4] and kept["b"].tolist() == [1.0]
+        torch.zeros(3, device="cuda")
+
+    record(run)
