@@ -3,6 +3,7 @@ are the plain loop's bits."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import memplan
+from memplan.runtime.graph import step_capture
+from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
 from tests.runtime.graph.training import (
@@ -98,6 +101,20 @@ def test_bits_of_the_plain_loop(name: str) -> None:
     for optimizer in job.optimizers:
         names = list(optimizer.state_dict()["state"])
         assert names == sorted(names)
+
+
+def test_modules_that_a_search_imports_are_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They register classes with abstract ones. SGD with momentum has a graph made in the second
+    call, too."""
+    order = choose_order
+
+    def imports(*args: Any, **options: Any) -> Any:
+        abc.ABCMeta("Registry", (), {}).register(type("Registered", (), {}))
+        return order(*args, **options)
+
+    monkeypatch.setattr(step_capture, choose_order.__name__, imports)
+    step, _ = assert_as_plain(lambda: classifier(make=OPTIMIZERS["sgd nesterov"]))
+    assert_captured(step, 4)
 
 
 @pytest.mark.parametrize("name", ["sgd nesterov", "adam foreach", "adamw fused amsgrad", "groups"])

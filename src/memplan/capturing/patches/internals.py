@@ -116,8 +116,9 @@ NAMES: dict[str, tuple[str, ...]] = {
             symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
             utils.preserve_rng_state variables.base.VariableTracker variables.builder
-            variables.builtin variables.builtin.GetAttrBuiltinVariable variables.constant.ConstantVariable
-            variables.dicts.ConstDictVariable variables.dicts.DunderDictVariable
+            variables.builtin variables.builtin.GetAttrBuiltinVariable
+            variables.constant.ConstantVariable variables.dicts.ConstDictVariable
+            variables.dicts.DunderDictVariable
             variables.functions variables.functions.SkipFunctionVariable
             variables.functions.UserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker

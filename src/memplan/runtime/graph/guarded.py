@@ -204,8 +204,8 @@ class Guarded:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around what runs after the capture and is PyTorch's alone: it imports modules, which
-        register classes with abstract ones."""
+        """Around what runs after the capture, where nothing of the loss function does: it imports
+        modules, which register classes with abstract ones."""
         before = _limits()
         yield
         if self._limits == before:

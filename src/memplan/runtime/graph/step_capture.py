@@ -122,6 +122,10 @@ class StepCapture:
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
+        with self.guarded.compiling():
+            return self._compiled(module, primals)
+
+    def _compiled(self, module: Any, primals: list[Any]) -> Callable[..., Any]:
         if why := refusal(module) or of_several(primals) or self._not_trained(primals):
             raise UncapturedError(why)
 
@@ -156,7 +160,9 @@ class StepCapture:
             owner = weakref.ref(self)
 
             def make(primals: list[Any]) -> Made:
-                made: Made = _there(owner)._make(joints[0], primals)
+                capture = _there(owner)
+                with capture.guarded.compiling():  # also in a later call, for another arithmetic
+                    made: Made = capture._make(joints[0], primals)
                 return made
 
             made = Compiled(make, make(primals), self._updates, joints[0].results)
@@ -172,24 +178,23 @@ class StepCapture:
     def _fused(
         self, module: Any, primals: list[Any], refuse: Any, written: set[int]
     ) -> Callable[..., Any]:
-        with self.guarded.compiling():
-            # Takes seconds to import.
-            from memplan.runtime.graph.fused_step import StepParts, fused_step
+        # Takes seconds to import.
+        from memplan.runtime.graph.fused_step import StepParts, fused_step
 
-            parts = StepParts(
-                primals,
-                self._updates,
-                self._scaler,
-                keep=self._keeps(),
-                base_bytes=self._held_bytes(),
-                behind_bytes=0 if self.can_update_in_graph() else self._updates.behind_bytes(),
-                budget=self._options.budget,
-                deadline_seconds=self._options.deadline_seconds,
-                refuse=refuse,
-                wrap=lambda made: self._boxed(made, written),
-                without_gradient=_without_gradient,
-            )
-            compiled: Callable[..., Any] = fused_step(module, primals, parts)
+        parts = StepParts(
+            primals,
+            self._updates,
+            self._scaler,
+            keep=self._keeps(),
+            base_bytes=self._held_bytes(),
+            behind_bytes=0 if self.can_update_in_graph() else self._updates.behind_bytes(),
+            budget=self._options.budget,
+            deadline_seconds=self._options.deadline_seconds,
+            refuse=refuse,
+            wrap=lambda made: self._boxed(made, written),
+            without_gradient=_without_gradient,
+        )
+        compiled: Callable[..., Any] = fused_step(module, primals, parts)
         return compiled
 
     def _boxed(self, made: Runs, written: set[int]) -> Callable[[list[Any]], list[Any]]:
