@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from memplan.types.trace import I64, EventKind, Phase, Storages, Trace
+from memplan.types.trace import I64, Batches, EventKind, Phase, Storages, Trace
 
 _MOST_EVENTS = 2_000_000
 """That are made up: a second or two for each replay."""
@@ -79,43 +79,48 @@ def with_batches(trace: Trace) -> MadeUp | None:
     batches = trace.meta.batches
     if len(batches.shown) < 2 or batches.given_from < 1:
         return None
-    step = np.maximum.accumulate(trace.events.step)
-    edges = np.searchsorted(step, np.arange(int(step[-1]) + 2)).tolist()
+    number = np.maximum.accumulate(trace.events.step)
+    edges = np.searchsorted(number, np.arange(int(number[-1]) + 2)).tolist()
     late = _ahead(trace, edges)
     if late is None:
         return None
-    begins = edges[batches.first_step + late - 1 :]
-    samples = [_sample(trace, size, *begins[n : n + 3]) for n, size in enumerate(batches.shown)]
+    samples = [
+        _sample(trace, size, *edges[step - 1 : step + 2])
+        for step, size in zip(_steps(batches, late), batches.shown, strict=True)
+    ]
     own = batches.given_from + late
     before = _sample(trace, 0, edges[own - 2] if own > 1 else 0, edges[own - 1], edges[own])
-    samples = [one for one in samples if len(one.survivors) == len(before.survivors)]
-    if (
-        len({sample.size for sample in samples}) < 2
-        or samples[-1].end != begins[len(batches.shown) + 1]
-    ):
+    like = [one for one in samples if len(one.survivors) == len(before.survivors)]
+    # The last one says what becomes of its tensors in what follows.
+    if len({one.size for one in like}) < 2 or like[-1] is not samples[-1]:
         return None
-    for one in samples:
+    for one in like:
         once = trace.events.bytes[one.begin : one.end][~one.stays]
         if int(once.sum()) > _UNKNOWN_BYTES:
             return None
     steps = len(batches.bytes) // batches.each
     sizes = np.array(batches.bytes[: steps * batches.each], np.int64).reshape(steps, -1)[own:]
-    chosen = _replayed(sizes.max(axis=1), max(_MOST_EVENTS // max(map(_length, samples)), 1))
-    return _longer(trace, before, samples, sizes[chosen])
+    chosen = _replayed(sizes.max(axis=1), max(_MOST_EVENTS // max(map(_length, like)), 1))
+    return _longer(trace, before, like, sizes[chosen])
+
+
+def _steps(batches: Batches, late: int) -> range:
+    """Those on the batches that were shown, the last of several on each."""
+    first = batches.first_step + late + batches.steps_each - 1
+    return range(first, first + len(batches.shown) * batches.steps_each, batches.steps_each)
 
 
 def _ahead(trace: Trace, edges: list[int]) -> int | None:
     """How many steps later than they were given a loop may have had its batches: as many as make
     the bytes that steps ask for follow those of the batches; None where they never do."""
-    shown, first = trace.meta.batches.shown, trace.meta.batches.first_step
-    events = trace.events
+    batches, events = trace.meta.batches, trace.events
     asked = np.cumsum(np.append(0, np.where(events.kind == EventKind.ALLOC, events.bytes, 0)))
     total = np.diff(asked[edges])
     alike = {}
     for late in range(_MOST_AHEAD + 1):
-        part = total[first + late : first + late + len(shown)]
-        if len(part) == len(shown) and part.std() > 0:
-            alike[late] = float(np.corrcoef(part, shown)[0, 1])
+        steps = _steps(batches, late)
+        if steps[-1] < len(total) and total[steps].std() > 0:
+            alike[late] = float(np.corrcoef(total[steps], batches.shown)[0, 1])
     best = max(alike, key=lambda late: alike[late], default=None)
     return best if best is not None and alike[best] >= _ALIKE else None
 

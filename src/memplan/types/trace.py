@@ -214,7 +214,8 @@ class Batches(msgspec.Struct, kw_only=True):
     given_from: int = 0
     """The earliest step that can have had another batch than the loader's own; see `first_step`."""
     shown: list[int] = []
-    """Of the batches that steps were given behind the steady one: a step each."""
+    """Of the batches that steps were given behind the steady one: `steps_each` steps on each."""
+    steps_each: int = 1
     first_step: int = 0
     """The earliest step that can have had the first of them: a loop may fetch one ahead."""
 

@@ -112,7 +112,7 @@ class WholeRun:
         feed = self._feed[1]
         feed.go_on()
         self.batches.first_step = step
-        self.batches.shown = feed.shown
+        self.batches.shown, self.batches.steps_each = feed.shown, feed.steps_each
 
 
 class Feed:
@@ -121,6 +121,8 @@ class Feed:
     def __init__(self, found: Scan, each: int) -> None:
         """`each`: batches that a step takes."""
         self._scan, self._each = found, each
+        # A loop that fetches a batch ahead mixes two sizes in the first of two steps.
+        self.steps_each = 1 if each == 1 else 2
         self._rest: list[int] | None = None
 
     def __next__(self) -> Any:
@@ -137,7 +139,7 @@ class Feed:
         middle = len(others) // 2
         order = [*others[:middle], self._scan.largest, *others[middle:], self._scan.largest]
         self.shown = [self._scan.sizes[one] for one in order]
-        self._rest = [one for one in order for _ in range(self._each)]
+        self._rest = [one for one in order for _ in range(self._each * self.steps_each)]
 
     def _batch(self, number: int) -> Any:
         return pickle.loads(self._scan.kept[number])
