@@ -13,7 +13,7 @@ from memplan.recompute.evaluate import evaluate
 from memplan.recompute.offload import Link, in_order, solve, to_offload_part
 from memplan.recompute.selection import Selection
 from memplan.recompute.transfers import OffloadPlan, evaluate_offload, without_offloaded
-from memplan.types.solution import Solved
+from memplan.types.solution import Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from tests.oracles.exhaustive_offload import best_plans, least_seconds
 from tests.recompute.graphs import chain, llama, residual_blocks, unet
@@ -38,6 +38,20 @@ def test_the_choice_is_the_best_of_all_plans(seed: int) -> None:
         assert isinstance(found, Solved)
         assert found.cost == pytest.approx(least_seconds(plans, budget))
         assert found.bound <= least_seconds(plans, budget) + 1e-9
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_step_that_saves_next_to_nothing(saved: int) -> None:
+    graph = chain(random.Random(0), 4)
+    kept = np.flatnonzero(graph.values.droppable)[saved:]
+    droppable = graph.values.droppable.copy()
+    droppable[kept] = False
+    graph = replace(graph, values=replace(graph.values, droppable=droppable))
+    plain = evaluate(graph, Selection()).peak_bytes
+    found = solve(graph, plain - 1, Link(1), deadline_seconds=PLENTY)
+    assert isinstance(found, Solved | TimedOut)
+    if isinstance(found, Solved):
+        assert evaluate_offload(graph, found.solution, 1).peak_bytes < plain
 
 
 def test_both_are_better_than_either() -> None:

@@ -108,7 +108,7 @@ class OffloadSearch:
         for seed in (self.best(budget_bytes), *self._without_waiting(budget_bytes)):
             if seed is not None and seed.away and not self.deadline.passed:
                 self._again(seed, budget_bytes)
-        if self.small and not self._is_proved(self.best(budget_bytes)):
+        if self.small and self.values and not self._is_proved(self.best(budget_bytes)):
             self._anneal(budget_bytes)
         return self.best(budget_bytes)
 
@@ -338,7 +338,7 @@ class OffloadSearch:
             else:
                 ahead = window
         else:
-            for value in rng.sample(self.values, rng.choice([1, 1, 2])):
+            for value in rng.sample(self.values, min(rng.choice([1, 1, 2]), len(self.values))):
                 offloaded = offloaded - {value}
                 for group in groups:
                     group.discard(value)

@@ -1,10 +1,11 @@
 """A run over batches of different sizes, made up from the captured steps on some of them.
 
-Steps that run the same operators differ in the sizes of what they ask for, and each size is a
-polynomial of the batch's: linear for activations, quadratic for attention scores. So the steps that
-were captured on batches of a few sizes tell those of all: where a polynomial of degree two through
-them gives each size to the byte it is taken, elsewhere what lies between the two nearest sizes.
-What lives from a step into the next is followed by its place in the step that made it.
+Steps on other batches differ in the sizes of what they ask for (and in what some kernels take for
+themselves), and each size is a polynomial of the batch's: linear for activations, quadratic for
+attention scores. So the steps that were captured on batches of a few sizes tell those of all: where
+a polynomial of degree two gives each captured size to the byte it is taken, elsewhere what lies
+between the two nearest. What lives from a step into the next is followed by its place in the step
+that made it.
 """
 
 from __future__ import annotations
@@ -236,17 +237,17 @@ def _moved(at: I64, start: int, rest: I64, behind: int) -> I64:
 
 @dataclass(frozen=True)
 class _Model:
-    """What steps of one kind ask for, by the size of the batch."""
+    """What steps like one sample ask for, by the size of the batch."""
 
     at: I64
-    """Sizes that are known."""
+    """Sizes of samples, rising."""
     known: np.ndarray
-    """By size, column of `_SIZES` and event."""
-    coefficients: np.ndarray | None
-    """Of the polynomials, the highest degree first; None where too few sizes are known."""
+    """By size, column of `_SIZES` and event: what the samples asked for, and, where one of them
+    has no such event, what lies between others."""
+    coefficients: np.ndarray
+    """By power, the highest first, column and event: of the polynomials."""
     exact: np.ndarray
-    """By column and event, whether these give what is known."""
-
+    """By column and event, whether these give what the samples asked for."""
     batch: I64
     """By event, which batch of the step it belongs to."""
 
@@ -260,36 +261,88 @@ class _Model:
     def sizes(self, size: int) -> I64:
         """By column of `_SIZES` and event, bytes; outside of what is known those of its end, but
         for what is exact."""
-        right = int(np.clip(np.searchsorted(self.at, size), 1, max(len(self.at) - 1, 1)))
-        if len(self.at) == 1:
-            found = self.known[0]
-        else:
-            low, high = self.at[right - 1], self.at[right]
-            share = min(max((size - low) / (high - low), 0.0), 1.0)
-            found = self.known[right - 1] + share * (self.known[right] - self.known[right - 1])
-        if self.coefficients is not None:
-            powers = np.vander([size / self.at[-1]], _DEGREE + 1)[0]
-            curve = np.tensordot(powers, self.coefficients, 1)
-            found = np.where(self.exact, curve, found)
-        rounded: I64 = np.rint(np.maximum(found, 0)).astype(np.int64)
+        right = int(np.clip(np.searchsorted(self.at, size), 1, len(self.at) - 1))
+        low, high = self.at[right - 1], self.at[right]
+        share = min(max((size - low) / (high - low), 0.0), 1.0)
+        between = self.known[right - 1] + share * (self.known[right] - self.known[right - 1])
+        powers = np.vander([size / self.at[-1]], _DEGREE + 1)[0]
+        curve = np.tensordot(powers, self.coefficients, 1)
+        rounded: I64 = np.rint(np.maximum(np.where(self.exact, curve, between), 0)).astype(np.int64)
         return rounded
 
 
 def _models(trace: Trace, samples: list[_Sample]) -> dict[bytes, _Model]:
+    """By kind. Steps of another kind, with scratch memory that others do not ask for, tell of what
+    they have in common."""
+    places = {one.size: _places(trace, one) for one in samples}
+    at = np.array(sorted(places))
     models = {}
-    for kind in {one.kind for one in samples}:
-        seen = {one.size: one for one in samples if one.kind == kind}
-        at = np.array(sorted(seen))
-        known = np.stack([_asked(trace, seen[size]) for size in at.tolist()])
-        coefficients, exact = None, np.zeros(known.shape[1:], bool)
-        if len(at) > _DEGREE:
-            terms = np.vander(at / at[-1], _DEGREE + 1)
-            flat = np.linalg.lstsq(terms, known.reshape(len(at), -1), rcond=None)[0]
-            coefficients = flat.reshape(_DEGREE + 1, *known.shape[1:])
-            exact = np.abs(np.tensordot(terms, coefficients, 1) - known).max(axis=0) < _EXACT
-        batch = _batches_before(trace, next(iter(seen.values())))
-        models[kind] = _Model(at, known, coefficients, exact, batch)
+    for like in {one.kind: one for one in samples}.values():
+        here = _places(trace, like)[like.stays]
+        asked = [_asked_at(trace, one, places[one.size], here) for one in _by_size(samples)]
+        known = np.stack(asked)
+        flat = known.reshape(len(at), -1)
+        terms = np.vander(at / at[-1], _DEGREE + 1)
+        coefficients = np.zeros((_DEGREE + 1, flat.shape[1]))
+        exact = np.zeros(flat.shape[1], bool)
+        patterns, of = np.unique(~np.isnan(flat), axis=1, return_inverse=True)
+        for number, there in enumerate(patterns.T):
+            columns = np.flatnonzero(of.ravel() == number)
+            part = flat[np.ix_(there, columns)]
+            flat[:, columns] = _between(at, at[there], part)
+            if there.sum() > _DEGREE:
+                found = np.linalg.lstsq(terms[there], part, rcond=None)[0]
+                coefficients[:, columns] = found
+                exact[columns] = np.abs(terms[there] @ found - part).max(axis=0) < _EXACT
+        shape = known.shape[1:]
+        batch = _batches_before(trace, like)
+        models[like.kind] = _Model(
+            at, known, coefficients.reshape(-1, *shape), exact.reshape(shape), batch
+        )
     return models
+
+
+def _by_size(samples: list[_Sample]) -> list[_Sample]:
+    """One of each size, rising."""
+    return [one for _, one in sorted({one.size: one for one in samples}.items())]
+
+
+def _places(trace: Trace, sample: _Sample) -> np.ndarray:
+    """By event a row that names the same request in every step: module, phase and operator, what
+    the event is and how it is known, and the how-manieth such it is. Other sizes may run an
+    operator more in a module (one that pads), which leaves the names of the rest as they are."""
+    events, rows = trace.events, slice(sample.begin, sample.end)
+    op = np.append(trace.ops.name, -1)[events.op[rows]]
+    what = (events.module[rows], events.phase[rows], op, events.kind[rows], events.provenance[rows])
+    columns = np.stack(what, axis=1).astype(np.int64)
+    group = np.unique(columns, axis=0, return_inverse=True)[1].ravel()
+    order = np.argsort(group, kind="stable")
+    starts = np.searchsorted(group[order], group[order])
+    count = np.empty(len(group), np.int64)
+    count[order] = np.arange(len(group)) - starts
+    return np.column_stack((columns, count))
+
+
+def _asked_at(trace: Trace, sample: _Sample, places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """By column of `_SIZES` and place, what a step asked for there; NaN where there is no such."""
+    both = np.unique(np.vstack((places, wanted)), axis=0, return_inverse=True)[1].ravel()
+    where = np.full(len(both), -1, np.int64)
+    where[both[: len(places)]] = np.arange(len(places))
+    row = where[both[len(places) :]]
+    rows = slice(sample.begin, sample.end)
+    found = np.stack([getattr(trace.events, name)[rows][row] for name in _SIZES]).astype(float)
+    found[:, row < 0] = np.nan
+    return found
+
+
+def _between(at: I64, known_at: I64, known: np.ndarray) -> np.ndarray:
+    """What lies between known values, or beyond them at the nearest."""
+    right = np.clip(np.searchsorted(known_at, at), 1, max(len(known_at) - 1, 1))
+    if len(known_at) == 1:
+        return np.repeat(known, len(at), axis=0)
+    low, high = known_at[right - 1], known_at[right]
+    share = np.clip((at - low) / (high - low), 0.0, 1.0)[:, None]
+    return np.asarray(known[right - 1] + share * (known[right] - known[right - 1]))
 
 
 def _batches_before(trace: Trace, sample: _Sample) -> I64:
@@ -298,11 +351,6 @@ def _batches_before(trace: Trace, sample: _Sample) -> I64:
     ended = np.append(False, backward[:-1] & ~backward[1:])
     number: I64 = np.cumsum(ended)[sample.stays]
     return number
-
-
-def _asked(trace: Trace, sample: _Sample) -> np.ndarray:
-    rows = slice(sample.begin, sample.end)
-    return np.stack([getattr(trace.events, name)[rows][sample.stays] for name in _SIZES]) * 1.0
 
 
 def _release_what_was_asked(columns: dict[str, np.ndarray], made: slice, storages: int) -> None:
