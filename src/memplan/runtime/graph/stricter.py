@@ -65,7 +65,8 @@ _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
-_equal: Callable[..., bool] = UserDefinedObjectVariable.is_python_equal
+_EQUAL = "is_python_equal"
+_equal: Any = getattr(UserDefinedObjectVariable, _EQUAL, None)
 _load_a_builtin: Callable[..., Any] = InstructionTranslatorBase.load_builtin_from_argval
 _make_key: Callable[..., None] = HashableTracker.__init__
 
@@ -258,7 +259,8 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (builtin, _compare.__name__, _is),
     (object_protocol, _compare.__name__, _is),
     (UserDefinedObjectVariable, _hash_impl.__name__, _hash),
-    (UserDefinedObjectVariable, _equal.__name__, _is_equal),
+    # PyTorch 2.15 traces `__eq__`.
+    *([(UserDefinedObjectVariable, _EQUAL, _is_equal)] if _equal is not None else []),
     (InstructionTranslatorBase, _load_a_builtin.__name__, _load_builtin),
     *((module, _SKIPS, lambda source: source) for module in _SKIPPING if hasattr(module, _SKIPS)),
     (HashableTracker, _make_key.__name__, _key),
