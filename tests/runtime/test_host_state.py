@@ -18,7 +18,10 @@ from torch import Tensor, nn, optim
 import memplan.runtime.host_state.in_effect as in_effect
 import memplan.runtime.host_state.ring as ring
 from memplan.runtime.host_state import HostState
-from memplan.types.plan import StatePart
+from memplan.runtime.in_effect import plan_in_effect
+from memplan.types.plan import Plan, StatePart
+from memplan.types.trace import Role
+from tests.capturing.jobs import bytes_of, record
 
 Make = Callable[[Any], optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -169,3 +172,21 @@ def test_a_scaler_skips_a_step_as_ever() -> None:
                 scaler.update()
                 job.optimizer.zero_grad()
     assert same(*jobs)
+
+
+def test_a_capture_has_the_state_in_page_locked_memory_of_the_host() -> None:
+    notes: list[str] = []
+
+    def job() -> None:
+        model = nn.Linear(1024, 2048).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            model(torch.ones(2, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = bytes_of(record(job), Role.OPTIMIZER_STATE)
+    with plan_in_effect(Plan(state=StatePart(share=1.0)), [], notes.append):
+        moved = bytes_of(record(job), Role.OPTIMIZER_STATE)
+    assert plain - moved >= 2 * 4 * 1024 * 2048
+    assert notes == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.cuda import _pin_memory_utils
 from torch.utils.checkpoint import checkpoint
 
 import memplan.runtime.host_buffers as host_buffers
@@ -322,10 +323,10 @@ def test_what_the_host_has_left_is_known() -> None:
 
 
 def test_a_host_that_refuses_to_lock_pages_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_host: Tensor) -> None:
+    def refuse(_address: int, _size: int) -> None:
         raise RuntimeError("not permitted")
 
-    monkeypatch.setattr(host_buffers, "page_lock", refuse)
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", refuse)
     notes: list[str] = []
     found = host_buffers.HostBuffers(notes.append)
     card: Any = SimpleNamespace(is_cuda=True)

@@ -16,26 +16,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.cuda import _pin_memory_utils
 
 from memplan.types.trace import PAGE_LOCKED
 
-_PORTABLE = 1
-"""`cudaHostRegisterPortable`: for every context."""
 _CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
-def page_lock(host: Tensor) -> None:
-    """A tensor's memory as it is, until it is freed. Raises RuntimeError where the host refuses."""
-    storage = host.untyped_storage()
-    address = storage.data_ptr()
-    if error := int(torch.cuda.cudart().cudaHostRegister(address, storage.nbytes(), _PORTABLE)):
-        raise RuntimeError(f"cudaHostRegister: error {error} of CUDA")
-    weakref.finalize(storage, _unlock, address)
+class PageLock:
+    """Locks pages as long as the host does not refuse."""
+
+    def __init__(self, on_note: Callable[[str], None]) -> None:
+        """`on_note` is told, in a sentence, that the host refuses."""
+        self._on_note = on_note
+        self._refused = False
+
+    def lock(self, host: Tensor) -> None:
+        """A tensor's memory as it is, until it is freed."""
+        if isinstance(host, FakeTensor):
+            _tell_capture(host)
+            return
+        if self._refused:
+            return
+        storage = host.untyped_storage()
+        address = storage.data_ptr()
+        try:
+            _pin_memory_utils.pin_memory(
+                address, storage.nbytes()
+            )  # a capture has a stand-in for it
+        except RuntimeError as error:
+            self._refused = True
+            self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
+        else:
+            weakref.finalize(storage, _unlock, address)
 
 
 def _unlock(address: int) -> None:
     with suppress(RuntimeError):  # at the end of the process CUDA may be gone
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _pin_memory_utils.unpin_memory(address)
 
 
 @dataclass(eq=False)
@@ -52,12 +70,11 @@ class HostBuffers:
 
     def __init__(self, on_note: Callable[[str], None]) -> None:
         """`on_note` is told, in a sentence, that the host refuses to lock pages."""
-        self._on_note = on_note
+        self._lock = PageLock(on_note)
         self._free: list[Buffer] = []
         self._in_use = 0
         self._most = 0
         """Bytes that were in use at once."""
-        self._pageable = False
         self._closed = False
 
     def take(self, nbytes: int, card: Tensor) -> Buffer:
@@ -96,16 +113,10 @@ class HostBuffers:
     def _new(self, nbytes: int, card: Tensor) -> Tensor:
         if isinstance(card, FakeTensor):
             host = card.new_empty((nbytes,), dtype=torch.uint8, device="cpu")
-            _tell_capture(host)
-            return host
-        # Pages of its own: two locked blocks must not share one.
-        host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        if card.is_cuda and not self._pageable:
-            try:
-                page_lock(host)
-            except RuntimeError as error:
-                self._pageable = True
-                self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
+        else:  # pages of its own: two locked blocks must not share one
+            host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        if card.is_cuda:
+            self._lock.lock(host)
         return host
 
 

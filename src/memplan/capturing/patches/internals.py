@@ -96,6 +96,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _python_dispatch._get_current_dispatch_mode_stack
             _python_dispatch.is_traceable_wrapper_subclass _pytree.tree_leaves _pytree.tree_map
+        torch.cuda: _pin_memory_utils
         torch.cuda: memory._dump_snapshot memory._record_memory_history
         torch.ops.aten: _unsafe_view.default
         torch: _conj _neg_view _ops.OpOverload autograd.function._SingleLevelFunction

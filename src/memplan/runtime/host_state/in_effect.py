@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplan.runtime import one_update
-from memplan.runtime.host_buffers import page_lock
+from memplan.runtime.host_buffers import PageLock
 from memplan.runtime.host_state.ring import Ring
 from memplan.runtime.host_state.update import update_by_pieces
 from memplan.runtime.optimizer_in_backward.one_parameter import why_not
@@ -52,7 +52,7 @@ class HostState:
         self._chosen: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handles: list[Any] = []
-        self._pageable = False
+        self._lock = PageLock(on_note)
 
     def __enter__(self) -> HostState:
         self._handles = [
@@ -134,10 +134,6 @@ class HostState:
 
     def _new(self, like: Tensor) -> Tensor:
         host = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        if "cuda" in self._devices and not self._pageable:
-            try:
-                page_lock(host)
-            except RuntimeError as error:
-                self._pageable = True
-                self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
+        if "cuda" in self._devices:
+            self._lock.lock(host)
         return host
