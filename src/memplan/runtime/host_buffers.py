@@ -48,12 +48,13 @@ class PageLock:
             self._refused = True
             self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
         else:
-            weakref.finalize(storage, _unlock, address)
+            weakref.finalize(storage, _unlock, _pin_memory_utils.unpin_memory, address)
 
 
-def _unlock(address: int) -> None:
+def _unlock(unpin: Callable[[int], None], address: int) -> None:
+    """`unpin`: the counterpart of what locked it, also after a capture has ended."""
     with suppress(RuntimeError):  # at the end of the process CUDA may be gone
-        _pin_memory_utils.unpin_memory(address)
+        unpin(address)
 
 
 @dataclass(eq=False)
