@@ -40,9 +40,8 @@ class Checkpoints:
         def plan(module: ModuleType) -> None:
             wrapper = module._DistWrapper
             patches.set(wrapper, "__init__", _coordinator(wrapper.__init__))
-            patches.set(wrapper, "reduce_scatter", self._reduce_scatter(module))
-            patches.set(wrapper, "all_reduce", self._all_reduce(module))
-            patches.set(wrapper, "broadcast", self._broadcast(module))
+            for name, stand_in in self._exchanges(module).items():
+                patches.set(wrapper, name, stand_in)
 
         def stage(module: ModuleType) -> None:
             stager = module.StateDictStager
@@ -64,24 +63,22 @@ class Checkpoints:
 
     # What the ranks say to each other
 
-    def _reduce_scatter(self, module: ModuleType) -> Callable[..., Any]:
+    def _exchanges(self, module: ModuleType) -> dict[str, Callable[..., Any]]:
         def reduce_scatter(wrapper: Any, step: str, map_fun: Any, reduce_fun: Any) -> Any:
             self._assume(wrapper)
             return _alone(module, wrapper, step, lambda: reduce_fun([map_fun()])[0])
 
-        return reduce_scatter
-
-    def _all_reduce(self, module: ModuleType) -> Callable[..., Any]:
         def all_reduce(wrapper: Any, step: str, map_fun: Any, reduce_fun: Any) -> Any:
             return _alone(module, wrapper, step, lambda: reduce_fun([map_fun()]))
 
-        return all_reduce
-
-    def _broadcast(self, module: ModuleType) -> Callable[..., Any]:
         def broadcast(wrapper: Any, step: str, map_fun: Any) -> Any:
             return _alone(module, wrapper, step, map_fun)
 
-        return broadcast
+        return {
+            "reduce_scatter": reduce_scatter,
+            "all_reduce": all_reduce,
+            "broadcast": broadcast,
+        }
 
     def _assume(self, wrapper: Any) -> None:
         if wrapper.get_world_size() > 1:

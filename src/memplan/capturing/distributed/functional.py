@@ -7,6 +7,7 @@ PyTorch makes each of a tensor of its own and an asynchronous collective, whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -42,30 +43,18 @@ class FunctionalCollectives:
     def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
         """By operator; each takes the operator, its arguments and its keyword arguments."""
         answers: dict[Any, Callable[..., Any]] = {
-            functional.all_reduce.default: lambda x, op, group: self._reduce(_copy, x, op, group),
-            functional.all_reduce_.default: lambda x, op, group: self._reduce(_same, x, op, group),
-            functional.all_reduce_coalesced.default: lambda xs, op, group: [
-                self._reduce(_copy, x, op, group) for x in xs
-            ],
-            functional.all_reduce_coalesced_.default: lambda xs, op, group: [
-                self._reduce(_same, x, op, group) for x in xs
-            ],
-            functional.broadcast.default: lambda x, src, group: self._broadcast(
-                _copy, x, src, group
-            ),
-            functional.broadcast_.default: lambda x, src, group: self._broadcast(
-                _same, x, src, group
-            ),
+            functional.all_reduce.default: partial(self._reduce, _copy),
+            functional.all_reduce_.default: partial(self._reduce, _same),
+            functional.all_reduce_coalesced.default: _each(partial(self._reduce, _copy)),
+            functional.all_reduce_coalesced_.default: _each(partial(self._reduce, _same)),
+            functional.broadcast.default: partial(self._broadcast, _copy),
+            functional.broadcast_.default: partial(self._broadcast, _same),
             functional.all_gather_into_tensor.default: self._all_gather,
             functional.all_gather_into_tensor_out.default: self._all_gather,
-            functional.all_gather_into_tensor_coalesced.default: lambda xs, size, group: [
-                self._all_gather(x, size, group) for x in xs
-            ],
+            functional.all_gather_into_tensor_coalesced.default: _each(self._all_gather),
             functional.reduce_scatter_tensor.default: self._reduce_scatter,
             functional.reduce_scatter_tensor_out.default: self._reduce_scatter,
-            functional.reduce_scatter_tensor_coalesced.default: lambda xs, op, size, group: [
-                self._reduce_scatter(x, op, size, group) for x in xs
-            ],
+            functional.reduce_scatter_tensor_coalesced.default: _each(self._reduce_scatter),
             functional.all_to_all_single.default: self._all_to_all,
             functional.wait_tensor.default: self._wait,
             torch.ops._dtensor.shard_dim_alltoall.default: self._to_other_dimension,
@@ -195,6 +184,10 @@ def _copy(own: FunctionalCollectives, x: torch.Tensor) -> torch.Tensor:
 
 def _same(_own: FunctionalCollectives, x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _each(answer: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    return lambda tensors, *args: [answer(tensor, *args) for tensor in tensors]
 
 
 def _adapted(answer: Callable[..., Any]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:

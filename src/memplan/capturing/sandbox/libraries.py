@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,139 +24,110 @@ def _on_disk(view: View, path: Any, write: bool, keep: bool = True) -> Any:
     return native_path(view, text, write, keep) if text else path
 
 
-def _sqlite(patches: Patches, view: View) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        real = module.connect
+def _sqlite(patches: Patches, view: View, module: types.ModuleType) -> None:
+    real = module.connect
 
-        def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
-            name = os.fsdecode(database)
-            if name == ":memory:":
+    def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+        name = os.fsdecode(database)
+        if name == ":memory:":
+            return real(database, *args, **kwargs)
+        if kwargs.get("uri") and name.startswith("file:"):
+            path, mark, query = name[5:].partition("?")
+            if path == ":memory:" or "mode=memory" in query:
                 return real(database, *args, **kwargs)
-            if kwargs.get("uri") and name.startswith("file:"):
-                path, mark, query = name[5:].partition("?")
-                if path == ":memory:" or "mode=memory" in query:
-                    return real(database, *args, **kwargs)
-                path = _on_disk(view, "/" + path.lstrip("/") if path[:1] == "/" else path, True)
-                return real(f"file:{path}{mark}{query}", *args, **kwargs)
-            return real(_on_disk(view, name, True), *args, **kwargs)
+            path = _on_disk(view, "/" + path.lstrip("/") if path[:1] == "/" else path, True)
+            return real(f"file:{path}{mark}{query}", *args, **kwargs)
+        return real(_on_disk(view, name, True), *args, **kwargs)
 
-        replace_by_name(patches, {id(real): connect})
-
-    return adapt
+    replace_by_name(patches, {id(real): connect})
 
 
-def _arrow(patches: Patches, view: View) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        for name in ("memory_map", "OSFile"):
-            patches.set(module, name, _opener(getattr(module, name), view))
+def _arrow(patches: Patches, view: View, module: types.ModuleType) -> None:
+    def opener(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            place = _on_disk(view, path, write=mode[0] != "r" or "+" in mode, keep=mode[0] != "w")
+            return real(place, mode, *args, **kwargs)
 
-    return adapt
+        return opened
 
-
-def _opener(real: Callable[..., Any], view: View) -> Callable[..., Any]:
-    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        place = _on_disk(view, path, write=mode[0] != "r" or "+" in mode, keep=mode[0] != "w")
-        return real(place, mode, *args, **kwargs)
-
-    return opened
+    for name in ("memory_map", "OSFile"):
+        patches.set(module, name, opener(getattr(module, name)))
 
 
-def _parquet(patches: Patches, view: View) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        real = module.ParquetWriter.__init__
+def _parquet(patches: Patches, view: View, module: types.ModuleType) -> None:
+    real = module.ParquetWriter.__init__
 
-        def init(self: Any, where: Any, *args: Any, **kwargs: Any) -> None:
-            real(self, _on_disk(view, where, True, keep=False), *args, **kwargs)
+    def init(self: Any, where: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, _on_disk(view, where, True, keep=False), *args, **kwargs)
 
-        patches.set(module.ParquetWriter, "__init__", init)
-
-    return adapt
+    patches.set(module.ParquetWriter, "__init__", init)
 
 
-def _open_now(*args: Any, **kwargs: Any) -> Any:
-    return open(*args, **kwargs)  # noqa: PTH123
+def _numpy(patches: Patches, _view: View, module: types.ModuleType) -> None:
+    # Its table of ways to open a file holds the original `open`.
+    openers = getattr(module, "_file_openers", None)
+    if isinstance(table := getattr(openers, "_file_openers", None), dict):
+        now = lambda *args, **kwargs: open(*args, **kwargs)  # noqa: E731, PTH123, SIM115
+        patches.set(openers, "_file_openers", table | {None: now})
 
 
-def _numpy(patches: Patches) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        # Its table of ways to open a file holds the original `open`.
-        openers = getattr(module, "_file_openers", None)
-        if isinstance(table := getattr(openers, "_file_openers", None), dict):
-            patches.set(openers, "_file_openers", table | {None: _open_now})
+def _hdf5(patches: Patches, view: View, module: types.ModuleType) -> None:
+    real = module.File.__init__
 
-    return adapt
+    def init(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
+        real(self, _on_disk(view, name, mode != "r", keep=mode != "w"), mode, *args, **kwargs)
 
-
-def _hdf5(patches: Patches, view: View) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        real = module.File.__init__
-
-        def init(self: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
-            place = _on_disk(view, name, write=mode != "r", keep=mode != "w")
-            real(self, place, mode, *args, **kwargs)
-
-        patches.set(module.File, "__init__", init)
-
-    return adapt
+    patches.set(module.File, "__init__", init)
 
 
-def _profiler(patches: Patches, view: View) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        real = module.profile.export_chrome_trace
+def _profiler(patches: Patches, view: View, module: types.ModuleType) -> None:
+    real = module.profile.export_chrome_trace
 
-        def export_chrome_trace(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-            return real(self, _on_disk(view, path, True, keep=False), *args, **kwargs)
+    def export_chrome_trace(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(self, _on_disk(view, path, True, keep=False), *args, **kwargs)
 
-        patches.set(module.profile, "export_chrome_trace", export_chrome_trace)
-
-    return adapt
+    patches.set(module.profile, "export_chrome_trace", export_chrome_trace)
 
 
-def _wandb(patches: Patches) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        real = module.init
+def _wandb(patches: Patches, _view: View, module: types.ModuleType) -> None:
+    real = module.init
 
-        def init(*args: Any, **kwargs: Any) -> Any:
-            return real(*args, **kwargs | {"mode": "disabled"})
+    def init(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs | {"mode": "disabled"})
 
-        patches.set(module, "init", init)
-        patches.set(module, "login", lambda *args, **kwargs: True)
-
-    return adapt
+    patches.set(module, "init", init)
+    patches.set(module, "login", lambda *args, **kwargs: True)
 
 
-def _mlflow(patches: Patches) -> Adapter:
-    def adapt(module: types.ModuleType) -> None:
-        module.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
-        patches.set(module, "set_tracking_uri", lambda uri: None)
-
-    return adapt
+def _mlflow(patches: Patches, _view: View, module: types.ModuleType) -> None:
+    module.set_tracking_uri(os.environ["MLFLOW_TRACKING_URI"])
+    patches.set(module, "set_tracking_uri", lambda uri: None)
 
 
-def _tokenizers(patches: Patches) -> Adapter:
+def _tokenizers(patches: Patches, _view: View, module: types.ModuleType) -> None:
     """Fast tokenizers write their files in Rust, past the view; nothing reads them back here."""
 
-    def adapt(module: types.ModuleType) -> None:
-        def save_pretrained(_tokenizer: Any, directory: Any, *_: Any, **__: Any) -> tuple[str, ...]:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            return ()
+    def save_pretrained(_tokenizer: Any, directory: Any, *_: Any, **__: Any) -> tuple[str, ...]:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        return ()
 
-        patches.set(module.PreTrainedTokenizerBase, "save_pretrained", save_pretrained)
+    patches.set(module.PreTrainedTokenizerBase, "save_pretrained", save_pretrained)
 
-    return adapt
+
+_ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
+    "sqlite3": _sqlite,
+    "sqlite3.dbapi2": _sqlite,
+    "numpy.lib._datasource": _numpy,
+    "pyarrow": _arrow,
+    "pyarrow.parquet.core": _parquet,
+    "h5py._hl.files": _hdf5,
+    "torch.autograd.profiler": _profiler,
+    "transformers.tokenization_utils_base": _tokenizers,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
 
 
 def adapters(patches: Patches, view: View) -> dict[str, Adapter]:
     """What to adapt, by module name."""
-    return {
-        "sqlite3": _sqlite(patches, view),
-        "sqlite3.dbapi2": _sqlite(patches, view),
-        "numpy.lib._datasource": _numpy(patches),
-        "pyarrow": _arrow(patches, view),
-        "pyarrow.parquet.core": _parquet(patches, view),
-        "h5py._hl.files": _hdf5(patches, view),
-        "torch.autograd.profiler": _profiler(patches, view),
-        "transformers.tokenization_utils_base": _tokenizers(patches),
-        "wandb": _wandb(patches),
-        "mlflow": _mlflow(patches),
-    }
+    return {name: partial(adapt, patches, view) for name, adapt in _ADAPTERS.items()}

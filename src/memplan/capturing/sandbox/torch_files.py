@@ -17,21 +17,6 @@ from memplan.capturing.sandbox.patches import replace_by_name
 from memplan.capturing.sandbox.saved import MARKER_BYTES, Saved, SavedObject
 from memplan.capturing.sandbox.view import View
 
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
 
 def _is_path(file: Any) -> bool:
     return isinstance(file, (str, bytes, os.PathLike))
@@ -184,7 +169,9 @@ class SavedSlice:
 
     def get_dtype(self) -> str:
         """Element type, in safetensors' spelling."""
-        return _SAFETENSORS_NAMES[self._tensor.dtype]
+        from safetensors.torch import _TYPES
+
+        return next(name for name, dtype in _TYPES.items() if dtype == self._tensor.dtype)
 
 
 def patch_safetensors(
