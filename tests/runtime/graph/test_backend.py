@@ -175,14 +175,9 @@ def test_measured_peaks_are_within_budgets_and_never_invert(name: str) -> None:
     assert lowest <= least < most
     budgets = [least + (most - least) * part // 3 for part in range(3)]
     peaks = [peak(model, x, budget=budget) for budget in budgets]
-    assert all(found <= budget for found, budget in zip(peaks, budgets, strict=True))
+    kept = all(found <= budget for found, budget in zip(peaks, budgets, strict=True))
+    assert kept, "also the least, which the error of one that is too small names"
     assert peaks == sorted(peaks)
-
-
-def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
-    model, x = perceptron()
-    least = least_budget(Squared(model), x)
-    assert peak(Squared(model), x, budget=least) <= least
 
 
 @pytest.mark.parametrize(
