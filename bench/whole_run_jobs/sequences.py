@@ -51,7 +51,15 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     ),
     "t5": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, num_layers=4, d_model=512, d_ff=1024, num_heads=8, d_kv=64)
+        T5Config(
+            vocab_size=WORDS,
+            num_layers=4,
+            d_model=512,
+            d_ff=1024,
+            num_heads=8,
+            d_kv=64,
+            decoder_start_token_id=0,
+        )
     ),
 }
 
