@@ -10,11 +10,15 @@ py  := $(bin)/python
 pip := $(py) -m pip --disable-pip-version-check install -q -c constraints.txt
 
 native_sources := $(shell find native -type f 2>/dev/null)
-checked := src bench examples tests
+checked := src bench examples tests docs/conf.py
 gpu_site := build/gpu-site
+# What opens the report's page in its tests; root alone can install it.
+install_chromium := test "$$(id -u)" = 0 && apt-get update && \
+  apt-get install -y --no-install-recommends chromium fonts-dejavu-core
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress lint format bench bench-check compat outputs newest gpu clean
+.PHONY: help demo test stress lint format wheel docs figures bench bench-check compat outputs schemas newest gpu \
+  clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -40,6 +44,15 @@ format: $(VENV)/.dev ## let ruff format and mend
 	$(bin)/ruff check --fix $(checked)
 	$(bin)/ruff format $(checked)
 
+wheel: $(VENV)/.built ## build the wheel into dist/, and try it in an environment of its own
+	$(py) -m bench.wheel
+
+docs: $(VENV)/.docs ## the documentation as a site, in build/docs; any warning is an error
+	$(bin)/sphinx-build -q -W --keep-going -j 2 docs build/docs
+
+figures: $(VENV)/.dev ## draw docs/figures anew (needs Chromium)
+	$(py) -m bench.figures
+
 bench: $(VENV)/.dev ## measure, and write bench/results/*.json
 	$(py) -m bench
 
@@ -51,6 +64,9 @@ compat: $(VENV)/.built ## install other releases of torch (several GB), check ea
 
 outputs: $(VENV)/.built ## what commands print, pasted anew into README.md and docs/
 	$(py) -m bench.pasted
+
+schemas: $(VENV)/.built ## JSON Schemas of answers, written anew into docs/schemas/
+	$(py) -m bench.schemas
 
 newest: $(VENV)/.dev ## the examples and small jobs on the newest torch, kept in ~/.cache/memplan
 	$(py) -m bench.newest
@@ -90,4 +106,11 @@ $(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml $(native_sources)
 $(VENV)/.dev: $(VENV)/.built
 	$(pip) --group dev
 	$(pip) --no-deps --upgrade --target $(VENV)/transformer-engine --group transformer-engine
+	$(pip) --no-deps --upgrade --target $(VENV)/trl --group trl
+	@command -v chromium google-chrome >/dev/null || { $(install_chromium); } >/dev/null 2>&1 || \
+	  echo "no Chromium: the tests of the report's page will be skipped (apt-get install chromium)"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.built
+	$(pip) --group docs
 	@touch $@

@@ -192,8 +192,9 @@ def empty_row(build: Build) -> Row:
 
 
 def key(row: Row) -> tuple[str, ...]:
-    release = row["torch"].partition("+")[0]
-    return (release, row["build"], row["os"], "with" if row["gpu"] != "none" else "without")
+    release, python = row["torch"].partition("+")[0], row["python"].rpartition(".")[0]
+    gpu = "with" if row["gpu"] != "none" else "without"
+    return (release, row["build"], row["os"], python, gpu)
 
 
 def merged(rows: list[Row], before: list[Row]) -> list[Row]:

@@ -34,6 +34,7 @@ from bench.gpu_suite import (
 )
 from bench.results import ROOT, write_result
 from memplan import __version__
+from memplan.fit.frozen import frozen_bytes
 from memplan.fit.loss import heads_of
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.offload import Link, OffloadSearch, to_offload_part
@@ -41,13 +42,19 @@ from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.transfers import Saves, Schedule
 from memplan.types.deadline import Deadline
 from memplan.types.device import DeviceProfile, find_profile
-from memplan.types.plan import LossPart, Plan, StatePart
+from memplan.types.plan import FrozenPart, LossPart, Plan, StatePart
 from memplan.types.plan_file import save_plan
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 
 SCRIPT = ROOT / "bench" / "gpu_jobs" / "train.py"
-NAMES = ("gpt2-fp32-adamw", "llama1b-bf16-fused", "resnet50-fp32-sgd", "vit-ampbf16-fused")
+NAMES = (
+    "gpt2-fp32-adamw",
+    "llama1b-bf16-fused",
+    "llama1b-bf16-frozen",
+    "resnet50-fp32-sgd",
+    "vit-ampbf16-fused",
+)
 BUDGET_SECONDS = 600.0
 CAPTURE_SECONDS, STEP_SECONDS = 90.0, 90.0
 SEARCH_SECONDS = 20.0
@@ -87,6 +94,12 @@ def state_on_host(_trace: Trace, _profile: DeviceProfile) -> Plan:
     return Plan(state=StatePart(share=1.0))
 
 
+def frozen_on_host(trace: Trace, _profile: DeviceProfile) -> Plan | None:
+    """All of them: the link is the bound."""
+    sizes = frozen_bytes(trace)
+    return Plan(frozen=FrozenPart(share=1.0, ahead_bytes=2 * max(sizes))) if sizes else None
+
+
 def loss_in_chunks(trace: Trace, _profile: DeviceProfile) -> Plan | None:
     heads = heads_of(trace)
     return Plan(loss=LossPart(heads=heads, rows=CHUNK_ROWS)) if heads else None
@@ -96,6 +109,7 @@ LEVERS: dict[str, Callable[[Trace, DeviceProfile], Plan | None]] = {
     "offload-all": offload_all,
     "offload-half": offload_half,
     "state": state_on_host,
+    "frozen": frozen_on_host,
     "loss": loss_in_chunks,
 }
 
@@ -129,7 +143,9 @@ class Suite(TimedSuite):
         """`promised`, `measured` and `deterministic`, each with `error` where it failed."""
         path = self.work / f"{name}.plan"
         save_plan(msgspec.structs.replace(plan, memplan_version=__version__), path)
-        parts = [getattr(plan, part) for part in ("recompute", "offload", "state", "loss")]
+        parts = [
+            getattr(plan, part) for part in ("recompute", "offload", "state", "frozen", "loss")
+        ]
         added = sum(getattr(part, "added_seconds", 0.0) for part in parts)
         return {
             "added_seconds": added,

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from memplan.runtime.kernel_cases import cuda_seconds as cuda_seconds
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -23,17 +25,6 @@ def cuda_peak(step: Callable[[], object]) -> int:
     step()
     torch.cuda.synchronize()
     return int(torch.cuda.max_memory_allocated())
-
-
-def cuda_seconds(step: Callable[[], object]) -> float:
-    """Time of a step on the device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def host_seconds(step: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""What users get who install PyTorch today: the newest release that the index has.
+"""What users get who install PyTorch today: the newest release that pip takes.
 
 `make newest` keeps it, with the torchvision for it, in a folder of the user's cache; the rest comes
 from the environment that runs this, memplan as it is in the tree. It runs what the support matrix
@@ -7,6 +7,7 @@ runs (`bench.compat`), and estimates the examples. A release that is there alrea
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import site
@@ -36,18 +37,19 @@ def cache() -> Path:
 
 
 def newest() -> compat.Build:
-    """That of the index; the one that is kept, where the index does not answer."""
-    try:
-        found = compat.choose("newest", compat.known_versions())
-    except SystemExit as silent:
-        kept = [path.parent.name for path in cache().glob("torch-*/complete")]
-        if not kept:
-            raise
-        version = kept[0].removeprefix("torch-").partition("-python")[0]
-        print(f"{silent}: torch {version} as it is kept", flush=True)
+    """What pip takes today, by the machine's own constraints; the one that is kept, where the index
+    does not answer."""
+    asked = ("install", "--dry-run", "--ignore-installed", "--no-deps", "-q", "--report", "-")
+    done = compat.run(sys.executable, "-m", "pip", *asked, "torch")
+    if done.returncode == 0:
+        version = json.loads(done.stdout)["install"][0]["metadata"]["version"]
         return compat.Build(version, cuda="+" not in version)
-    assert found is not None
-    return found
+    kept = [path.parent.name for path in cache().glob("torch-*/complete")]
+    if not kept:
+        raise SystemExit(f"the index does not answer: {done.stderr.strip()[-300:]}")
+    version = kept[0].removeprefix("torch-").partition("-python")[0]
+    print(f"the index does not answer: torch {version} as it is kept", flush=True)
+    return compat.Build(version, cuda="+" not in version)
 
 
 def environment(build: compat.Build) -> Path:

@@ -1,5 +1,5 @@
 """Keeping, recomputing or offloading each value, by the model of `memplan.recompute.transfers`
-(`offload.json`). All of it is simulated: seconds are the roofline's, copies the data sheet's.
+(`offload.json`). All of it is simulated: seconds are the time model's, copies the data sheet's.
 
 Small graphs: the choice beside the best of all plans. The blocks of a Llama-3-8B: the choice beside
 the bound, recomputation alone and offload alone. The whole model, one rank of eight on H100: what

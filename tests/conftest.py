@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -37,13 +38,16 @@ def prepared_process() -> None:
 
     The autograd engine counts the devices once, at a process's first backward pass: where that is
     a test's on the CPU, no later test finds the fake device. And a torchvision built for CUDA is
-    imported at most once, so its operators must be there beforehand.
+    imported at most once, so its operators must be there beforehand. What all test files import is
+    a million objects, which no garbage collection of a test has to look through.
     """
     from memplan.capturing.cuda.device import self_test
     from memplan.capturing.standins.adapters import make_torchvision_importable
 
     assert self_test().ok, self_test().detail
     make_torchvision_importable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -97,3 +97,27 @@ def test_setup_that_returns_nothing() -> None:
         made["job"] = build()
 
     assert memplan.estimate(lambda: train(*made["job"]), setup=setup).steps == 3
+
+
+def test_a_capture_that_stops_when_a_step_repeats() -> None:
+    with memplan.capture(stop=True) as captured:
+        arguments = build()
+        for _ in range(1000):
+            train(*arguments)
+    assert captured.trace().meta.optimizer_steps == 3
+    assert captured.estimate().high_bytes == memplan.estimate(train, setup=build).high_bytes
+
+
+def test_a_prepared_process_captures_after_a_real_backward_pass() -> None:
+    program = (
+        "import torch, memplan\n"
+        "memplan.prepare()\n"
+        "torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
+        "with memplan.capture() as captured:\n"
+        "    torch.nn.Linear(2, 2).cuda()(torch.ones(1, 2).cuda()).sum().backward()\n"
+        "print(captured.estimate().breakdown.parameters)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == 4 * (4 + 2)

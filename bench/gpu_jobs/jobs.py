@@ -54,6 +54,9 @@ JOBS: dict[str, str] = {
     ),
     "convnext-fp32-sgd": "--model convnext --batch 32 --length 224 --optimizer sgd",
     "lstm-fp32-adam": "--model lstm --batch 64 --length 128 --optimizer adam --dropout 0.2",
+    "llama1b-bf16-frozen": (
+        "--model llama --batch 4 --length 1024 --precision bf16 --optimizer adamw --freeze"
+    ),
     "gpt2-ampbf16-aot-eager": (
         "--model gpt2 --batch 8 --length 512 --precision amp-bf16 --compile aot_eager"
     ),

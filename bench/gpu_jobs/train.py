@@ -53,6 +53,9 @@ def train(options: argparse.Namespace) -> None:
     model, sample, loss_of = MODELS[options.model](knobs)
     if options.precision == "bf16":
         model = model.to(torch.bfloat16)
+    if options.freeze:
+        for weight in model.parameters():
+            weight.requires_grad_(weight.dim() < 2)
     model = model.to(device)
     if options.channels_last:
         model = model.to(memory_format=torch.channels_last)
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--sdpa", choices=sorted(BACKENDS), default="")
     parser.add_argument("--mask", action="store_true")
     parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--freeze", action="store_true", help="train biases and norms only")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--compile", choices=COMPILERS, default="")
     parser.add_argument("--layers", type=int, default=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from bench.megatron.sentences import BPE, data_path, merges, vocabulary
 from bench.results import ROOT

@@ -149,6 +149,24 @@ CASES = (
             "holds for every second element",
         ),
     ),
+    *(
+        _case(
+            f"grpo-vllm{'-sleep' * sleep}", "grpo", "prompts",
+            "--learning_rate 1.0e-6 --num_train_epochs 1 --per_device_train_batch_size 8 "
+            "--num_generations 8 --max_completion_length 64 --gradient_checkpointing --bf16 True "
+            "--reward_funcs think_format_reward --output_dir out --use_vllm --vllm_mode colocate "
+            f"--vllm_gpu_memory_utilization 0.3 --vllm_enable_sleep_mode {sleep}",
+            *_full(_QWEN2),
+            floor=(
+                Reference(14 * _QWEN2, "494.0 M × (12 + 2) bytes: the engine's while it is awake")
+                if sleep
+                else Reference(18 * _QWEN2, "494.0 M × (16 + 2) bytes")
+            ),
+            words=f"the same, `--use_vllm --vllm_mode colocate --vllm_enable_sleep_mode {sleep}`",
+            found=("vLLM is not installed, and trl refused", "its stand-in"),
+        )
+        for sleep in (False, True)
+    ),
     Case(
         name="trl-orpo",
         setup=SETUP,

@@ -39,10 +39,11 @@ def block(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=80)
+    parser.add_argument("--batches", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    torch.manual_seed(args.seed)
     widths = (64, 64, 128, 256, 512)
     layers = [block(3, 64, 2)]
     layers += [block(a, b, 2 if a != b else 1) for a, b in pairwise(widths)]

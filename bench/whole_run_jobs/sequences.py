@@ -119,7 +119,7 @@ def parse() -> argparse.Namespace:
     add("--mean", type=float, default=120.0, help="of the lengths, about")
     add("--longest", type=int, default=1000)
     add("--batch-size", type=int, default=8)
-    add("--batches", type=int, default=80)
+    add("--batches", type=int, default=300)
     add("--by-tokens", type=int, default=0, metavar="N", help="batches of N tokens at most")
     add("--gradient-accumulation-steps", type=int, default=1)
     add("--workers", type=int, default=0)

@@ -21,7 +21,7 @@ from transformers import (
 WORDS = 2000
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LONGEST = 480
-TEXTS = 32 * 60
+TEXTS = 32 * 300
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -9,6 +9,7 @@ namespace memplan::caching {
 
 namespace {
 
+constexpr std::int64_t kOutsidePage = 2 << 20;  // cuMemCreate's granularity.
 constexpr std::int64_t kLowest = std::numeric_limits<std::int64_t>::min();
 
 // Of memory that may be given back: by stream, then as for best fit.
@@ -135,6 +136,12 @@ bool Allocator::has_cached(std::int64_t bytes, std::int32_t stream) {
 }
 
 Block* Allocator::malloc(std::int64_t bytes, std::int32_t stream) {
+  if (stream >= kOutside) {
+    const std::int64_t pages = (bytes + kOutsidePage - 1) / kOutsidePage * kOutsidePage;
+    const Request request{pages, pages, stream, &large_, &bin_of(large_, stream)};
+    Block* block = take_segment(request);
+    return block == nullptr ? nullptr : hand_out(block, request, bytes);
+  }
   Request request = request_for(bytes, stream);
   Block* block = find_free(request);
   if (block == nullptr) {
@@ -205,11 +212,16 @@ Block* Allocator::grow(Request& request, bool retry) {
   if (retry) ++statistics_.alloc_retries;
   const std::int64_t bytes = request.segment_bytes;
   if (settings_.allowed_bytes != kUnlimited &&
-      statistics_.reserved + bytes > settings_.allowed_bytes) {
+      own_reserved() + bytes > settings_.allowed_bytes) {
     request.rejected = settings_.throw_on_cudamalloc_oom;
     return nullptr;
   }
   if (settings_.expandable_segments) return grow_expandable(request);
+  return take_segment(request);
+}
+
+Block* Allocator::take_segment(const Request& request) {
+  const std::int64_t bytes = request.segment_bytes;
   if (settings_.capacity_bytes != kUnlimited &&
       statistics_.reserved + bytes > settings_.capacity_bytes) {
     return nullptr;
@@ -221,6 +233,7 @@ Block* Allocator::grow(Request& request, bool retry) {
     return nullptr;
   }
   Block* block = new_block(request.pool, request.bin, request.stream, address, bytes, nullptr);
+  if (request.stream >= kOutside) outside_ += bytes;
   log(SegmentAction::kAlloc, *block, address, bytes);
   return block;
 }
@@ -256,14 +269,15 @@ void Allocator::complete_free(Block* block) {
   merge(block, block->prev);
   merge(block, block->next);
   insert_free(block);
+  if (block->stream >= kOutside) release_segment(block);
 }
 
 // Gives back unsplit large blocks of at least average age until the threshold is met.
 void Allocator::collect_garbage() {
   const auto threshold = static_cast<std::int64_t>(settings_.garbage_collection_threshold *
                                                    static_cast<double>(settings_.allowed_bytes));
-  if (statistics_.reserved <= threshold) return;
-  const std::int64_t target = statistics_.reserved - threshold;
+  if (own_reserved() <= threshold) return;
+  const std::int64_t target = own_reserved() - threshold;
   const auto age = [this](const Block& block) {
     return static_cast<std::int32_t>(large_.searches - block.searches_then);
   };
@@ -344,6 +358,7 @@ void Allocator::release_segment(Block* block) {
   log(SegmentAction::kFree, *block, block->address, block->size);
   source_.release(block->address, block->size);
   statistics_.reserved -= block->size;
+  if (block->stream >= kOutside) outside_ -= block->size;
   erase_free(block);
   delete_block(block);
 }

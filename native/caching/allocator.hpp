@@ -61,7 +61,8 @@ class Allocator {
   std::vector<Block*> restore(const std::vector<InitialSegment>& segments,
                               const std::vector<InitialBlock>& blocks);
 
-  // A block of at least `bytes` > 0; nullptr when memory is out after all retries.
+  // A block of at least `bytes` > 0; nullptr when memory is out after all retries. On a stream from
+  // kOutside on: pages that are taken for it alone, for which nothing cached is given back.
   Block* malloc(std::int64_t bytes, std::int32_t stream);
   // Whether a cached block would serve the request, so that no memory is taken for it.
   bool has_cached(std::int64_t bytes, std::int32_t stream);
@@ -106,6 +107,8 @@ class Allocator {
 
   Block* find_free(const Request& request);
   Block* grow(Request& request, bool retry);
+  Block* take_segment(const Request& request);
+  std::int64_t own_reserved() const { return statistics_.reserved - outside_; }
   Block* hand_out(Block* block, const Request& request, std::int64_t bytes);
   bool should_split(const Block& block, std::int64_t size) const;
 
@@ -137,6 +140,7 @@ class Allocator {
   const bool keep_events_;
   std::int64_t now_ = 0;
   Statistics statistics_;
+  std::int64_t outside_ = 0;  // Of what is reserved, pages that are not the allocator's.
   std::vector<SegmentEvent> segment_events_;
   Pool small_{true};
   Pool large_{false};

@@ -12,6 +12,8 @@ struct Pool;
 
 // Streams from here on are private pools (memplan.types.trace.PRIVATE_POOLS).
 constexpr std::int32_t kPrivatePools = 1 << 16;
+// Streams from here on are memory of the card that is not the allocator's (OUTSIDE, likewise).
+constexpr std::int32_t kOutside = 1 << 20;
 
 // One range of virtual addresses whose pages are mapped on demand.
 struct ExpandableSegment {

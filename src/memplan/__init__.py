@@ -20,14 +20,21 @@ if TYPE_CHECKING:
     from memplan.api import estimate as estimate
     from memplan.api import install as install
     from memplan.api import planned as planned
+    from memplan.api import prepare as prepare
+    from memplan.api import read_estimate as read_estimate
     from memplan.api import register_rule as register_rule
 
 __version__ = "0.1.0"
 _OF_THE_API = ("auto_checkpoint", "capture", "compile", "estimate", "install", "planned",
-               "register_rule")  # fmt: skip
+               "prepare", "read_estimate", "register_rule")  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _OF_THE_API:
         return getattr(importlib.import_module("memplan.api"), name)
     raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext memplan`: the magic `%%memplan`."""
+    importlib.import_module("memplan.integrations.notebook").load(shell)

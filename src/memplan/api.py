@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+import torch
+
+from memplan.capturing.cuda.device import self_test
 from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.session import CaptureSession
@@ -33,12 +36,25 @@ __all__ = [
     "estimate",
     "install",
     "planned",
+    "prepare",
+    "read_estimate",
     "register_rule",
 ]
 
 _MOST_CALLS = 64
 
 Routing = Literal["balanced", "worst"]
+
+
+def prepare() -> None:
+    """Make this process one that can capture also after it has trained on the CPU.
+
+    PyTorch looks for devices once, at a process's first backward pass. Called before that one, this
+    shows it the fake device. Nothing else changes. Called after it, or where there is a real
+    device, it does nothing.
+    """
+    if not torch.cuda.is_available():
+        self_test()
 
 
 class Capture:
@@ -64,19 +80,22 @@ class Capture:
 
 
 @contextmanager
-def capture(*, gpu: str | None = None, routing: Routing = "balanced") -> Iterator[Capture]:
+def capture(
+    *, gpu: str | None = None, routing: Routing = "balanced", stop: bool = False
+) -> Iterator[Capture]:
     """While entered, CUDA is fake and what is asked of it is recorded.
 
     Build the model inside the block: a tensor made before it is real data. Nothing ends the block
-    early; run as many steps as should count, three for a steady one. `gpu` is a name or a size as
-    on the command line; None: the estimate carries no verdict.
+    early; run as many steps as should count, three for a steady one. With `stop` the block is left
+    once a step repeats the one before it, as a script is. `gpu` is a name or a size as on the
+    command line; None: the estimate carries no verdict.
 
     Raises UsageError for an unknown `gpu`, RuntimeError when a capture is already running.
     """
     profile = find_profile(gpu) if gpu else None
     options = CaptureOptions(profile=profile or find_profile(DEFAULT_PROFILE), routing=routing)
-    session = CaptureSession(options, stop=False)
-    with session:
+    session = CaptureSession(options, stop=stop)
+    with suppress(EnoughSeen), session:
         yield Capture(session, profile)
 
 
@@ -106,6 +125,17 @@ def estimate(
         return _estimate(step, setup, profile, options)
     finally:
         gc.collect()  # with the last fake tensor PyTorch's classes are as they were
+
+
+def read_estimate(path: str) -> Estimate:
+    """The estimate in a file: an answer of `memplan estimate --json` or `fit --json` (with the plan
+    in effect), or made of a trace, a PyTorch memory snapshot or an event log, without a card.
+
+    Raises UsageError where there is no file, FormatError for one that is none of these.
+    """
+    from memplan.cli.answers import read_estimate as read
+
+    return read(path)
 
 
 def _estimate(

@@ -16,6 +16,7 @@ from bench.gpu_estimate import Suite, errors, gpu_argument, main, run_jobs, summ
 from bench.gpu_jobs.jobs import JOBS
 from memplan.runtime import nvml
 
+SUITE = gpu_estimate
 GIB = 2**30
 MEASURED = {
     "error": "",
@@ -58,15 +59,7 @@ class Machine:
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What would have been written to bench/results, by name."""
-    results: dict[str, Any] = {}
-
-    def write(name: str, data: dict[str, Any]) -> Path:
-        results[name] = json.loads(json.dumps(data))
-        return Path(name)
-
-    monkeypatch.setattr(gpu_estimate, "write_result", write)
+def saved(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(gpu_estimate, "explain", lambda work, name: {})
     return results
 

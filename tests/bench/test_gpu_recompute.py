@@ -16,6 +16,7 @@ from bench.gpu_recompute import BUDGETS, FRACTIONS, JOBS, Suite, main, planned, 
 from bench.gpu_recompute_jobs import measure, models
 from memplan.runtime import nvml
 
+SUITE = gpu_recompute
 GIB = 2**30
 LEAST, PLAIN, PER_BLOCK = 4 * GIB, 12 * GIB, 6 * GIB
 CPU = torch.device("cpu")
@@ -70,18 +71,9 @@ class Machine:
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What would have been written to bench/results, last."""
-    result: dict[str, Any] = {}
-
-    def write(name: str, data: dict[str, Any]) -> Path:
-        assert name == "gpu_recompute"
-        result.clear()
-        result.update(json.loads(json.dumps(data)))
-        return Path(name)
-
-    monkeypatch.setattr(gpu_recompute, "write_result", write)
-    return result
+def saved(results: dict[str, Any]) -> dict[str, Any]:
+    one: dict[str, Any] = results.setdefault("gpu_recompute", {})
+    return one
 
 
 def run(tmp_path: Path, budget: float = 450.0, **how: Any) -> Machine:

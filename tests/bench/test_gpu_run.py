@@ -17,6 +17,7 @@ from bench.gpu_run import GROWN, JOBS, PAIRS, STEPS, Suite, largest, main, paire
 from bench.gpu_run_jobs import train
 from memplan.runtime import nvml
 
+SUITE = gpu_run
 GIB = 2**30
 EFFICIENCY = {"native": 0.85, "expandable": 0.95, "planned": 0.995, "captured": 0.99}
 ROOM = {"native": 20, "expandable": 24, "captured": 27}
@@ -77,19 +78,6 @@ class Machine:
         }
 
 
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What would have been written to bench/results, last, by name."""
-    results: dict[str, dict[str, Any]] = {}
-
-    def write(name: str, data: dict[str, Any]) -> Path:
-        results[name] = json.loads(json.dumps(data))
-        return Path(name)
-
-    monkeypatch.setattr(gpu_run, "write_result", write)
-    return results
-
-
 def run(tmp_path: Path, machine: Machine, budget: float = 1e6) -> Suite:
     suite = Suite(tmp_path, budget=budget, run=machine.run, clock=machine.clock)
     suite.run_steps(list(JOBS))
@@ -97,55 +85,51 @@ def run(tmp_path: Path, machine: Machine, budget: float = 1e6) -> Suite:
     return suite
 
 
-def missed(tmp_path: Path, saved: dict[str, dict[str, Any]]) -> list[str]:
+def missed(tmp_path: Path, results: dict[str, Any]) -> list[str]:
     """The goals that the results miss."""
     folder = tmp_path / "results"
     folder.mkdir()
-    for name, data in saved.items():
+    for name, data in results.items():
         (folder / f"{name}.json").write_text(json.dumps({"data": data}))
     goals = [goal for goal in read_goals() if goal.result in ("gpu_run", "gpu_run_batches")]
     assert {goal.result for goal in goals} == {"gpu_run", "gpu_run_batches"}
     return [goal.says for goal in goals if not judge(goal, folder).met]
 
 
-def test_a_card_where_all_is_well_meets_every_goal(
-    tmp_path: Path, saved: dict[str, dict[str, Any]]
-) -> None:
+def test_a_card_where_all_is_well_meets_every_goal(tmp_path: Path, results: dict[str, Any]) -> None:
     machine = Machine()
     suite = run(tmp_path, machine)
-    assert missed(tmp_path, saved) == []
+    assert missed(tmp_path, results) == []
     assert suite.batches["moe"]["native"]["batch"] == 20
-    assert saved["gpu_run"]["jobs_done"] == len(JOBS)
-    assert saved["gpu_run"]["jobs"]["gpt2"]["step_time"]["pairs"] == PAIRS * (STEPS - 8)
+    assert results["gpu_run"]["jobs_done"] == len(JOBS)
+    assert results["gpu_run"]["jobs"]["gpt2"]["step_time"]["pairs"] == PAIRS * (STEPS - 8)
     plans = [env for words, env in zip(machine.commands, machine.environments, strict=True)
              if "plan" in words]  # fmt: skip
     assert plans and all(env["CUDA_VISIBLE_DEVICES"] == "" for env in plans)
 
 
-def test_other_losses_are_told(tmp_path: Path, saved: dict[str, dict[str, Any]]) -> None:
+def test_other_losses_are_told(tmp_path: Path, results: dict[str, Any]) -> None:
     run(tmp_path, Machine(wrong="moe"))
-    assert saved["gpu_run"]["same_losses"] == len(JOBS) - 1
-    assert len(missed(tmp_path, saved)) == 1
+    assert results["gpu_run"]["same_losses"] == len(JOBS) - 1
+    assert len(missed(tmp_path, results)) == 1
 
 
 def test_what_fails_is_told_and_the_rest_stands(
-    tmp_path: Path, saved: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, results: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path, Machine(failing="--record"))
-    assert saved["gpu_run"]["jobs_done"] == 0
-    assert "a fault" in saved["gpu_run"]["jobs"]["gpt2"]["runs"]["planned"]["error"]
-    assert "efficiency" in saved["gpu_run"]["jobs"]["gpt2"]["runs"]["captured"]
+    assert results["gpu_run"]["jobs_done"] == 0
+    assert "a fault" in results["gpu_run"]["jobs"]["gpt2"]["runs"]["planned"]["error"]
+    assert "efficiency" in results["gpu_run"]["jobs"]["gpt2"]["runs"]["captured"]
     assert "planned failed" in capsys.readouterr().out
 
 
-def test_nothing_begins_once_the_budget_is_spent(
-    tmp_path: Path, saved: dict[str, dict[str, Any]]
-) -> None:
+def test_nothing_begins_once_the_budget_is_spent(tmp_path: Path, results: dict[str, Any]) -> None:
     machine = Machine(slow=30.0)
     run(tmp_path, machine, budget=400.0)
     assert len(machine.commands) <= 14
-    assert saved["gpu_run"]["jobs"]["moe"]["runs"]["native"]["error"] == "no time left"
-    assert saved["gpu_run_batches"]["jobs"]["moe"]["native"]["error"] == "no time left"
+    assert results["gpu_run"]["jobs"]["moe"]["runs"]["native"]["error"] == "no time left"
+    assert results["gpu_run_batches"]["jobs"]["moe"]["native"]["error"] == "no time left"
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, 8, 100, 1000])

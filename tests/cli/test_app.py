@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def memplan(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "memplan", *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
     )
 
@@ -100,13 +101,35 @@ def test_a_fault_of_ours_is_one_line(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_quiet(
+def test_a_machine_too_small_is_no_fault_of_ours(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(words: list[str], *, own_process: bool) -> int:
-        raise KeyboardInterrupt
+    def fail(words: list[str], *, own_process: bool) -> int:
+        raise MemoryError
 
-    monkeypatch.setattr(app, "_dispatch", interrupt)
+    monkeypatch.setattr(app, "_dispatch", fail)
+    assert main(["report"]) == 4
+    assert "error: this machine's memory is not enough" in capsys.readouterr().err
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted_in_native_code() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemError("returned a result with an exception set")  # noqa: B904
+
+
+@pytest.mark.parametrize("interrupt", [_interrupted, _interrupted_in_native_code])
+def test_an_interrupt_is_quiet(
+    interrupt: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(app, "_dispatch", lambda words, *, own_process: interrupt())
     assert main(["env"]) == 130
     assert capsys.readouterr().err == "memplan: interrupted\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from memplan.capturing.patches.internals import MissingNameError
 from memplan.cli import env, main
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.types.device import find_profile, known_profiles
+from tests.schemas import read_answer
 
 
 def put_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, rc: int = 0) -> None:
@@ -79,7 +79,7 @@ def test_hidden_and_chosen_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(env, "_self_test", lambda: (True, "fine"))
     assert main(["env", "--json"]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("env", capfd.readouterr().out)
     assert answer["schema_version"] == 1 and answer["memplan_version"] == __version__
     assert answer["capture_ok"] is True and answer["capture_detail"] == "fine"
     assert [p["name"] for p in answer["profiles"]] == [p.name for p in known_profiles()]

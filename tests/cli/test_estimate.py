@@ -21,6 +21,7 @@ from memplan.types.errors import CaptureError
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from tests.estimation.jobs import training_job
+from tests.schemas import read_answer
 
 
 class Capture:
@@ -70,7 +71,7 @@ def test_the_answer_alone_is_on_stdout(capture: Capture, capfd: pytest.CaptureFi
 
 def test_json_is_the_whole_estimate(capture: Capture, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--json", "--gpu", "rtx4090", "train.py"]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("estimate", capfd.readouterr().out)
     expected = estimate(capture.trace, find_profile("rtx4090"))
     assert answer == json.loads(msgspec.json.encode(expected))
 
@@ -94,7 +95,7 @@ def test_it_does_not_fit(capture: Capture, capfd: pytest.CaptureFixture[str]) ->
 
 def test_without_a_card(capture: Capture, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--json", "train.py"]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("estimate", capfd.readouterr().out)
     assert answer["fits"] is None and answer["gpu"] is None and answer["missing_bytes"] is None
     assert capture.options is not None and capture.options.profile.name == "a100-80gb"
 
@@ -104,7 +105,7 @@ def test_the_card_of_this_machine(
 ) -> None:
     monkeypatch.setattr(command, "machine_profile", lambda: find_profile("l4"))
     assert main(["estimate", "--json", "train.py"]) == 0
-    assert json.loads(capfd.readouterr().out)["gpu"]["name"] == "l4"
+    assert read_answer("estimate", capfd.readouterr().out)["gpu"]["name"] == "l4"
 
 
 def test_the_trace_is_kept_and_never_written_over(

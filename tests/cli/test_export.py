@@ -32,6 +32,19 @@ def test_memory_viz(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "-f"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["perfetto", "csv"])
+def test_the_others(job: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    target = job.with_suffix(f".{kind}")
+    words = ["export", "--format", kind, "-o", str(target), str(job)]
+    assert main(words) == 0
+    assert str(target) in capfd.readouterr().out
+    before = target.read_bytes()
+    assert main(words) == 2
+    assert target.read_bytes() == before
+    assert main([*words, "-f", "--device", "1"]) == 2
+    assert "nothing of device 1" in capfd.readouterr().err
+
+
 def test_no_such_folder(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = job.parent / "no" / "x.pickle"
     assert main(["export", "--format", "memory_viz", "-o", str(target), str(job)]) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from memplan import _native
 from memplan.cli import main
 from memplan.layout.problem_file import read_problem
 from tests.oracles.layout_fault import validate
+from tests.schemas import read_answer
 
 TIGHT = "id,lower,upper,size\na,0,4,6\nb,2,8,4\nc,4,9,6\nd,8,9,4\n"
 
@@ -30,7 +30,7 @@ def problem(tmp_path: Path) -> Path:
 def test_the_least_height(problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = problem.with_name("out.csv")
     assert main(["layout", "--json", "-o", str(out), str(problem)]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("layout", capfd.readouterr().out)
     assert answer["height_bytes"] == answer["lower_bound_bytes"] == 10
     assert answer["optimal"] is True and answer["status"] == "solved" and answer["seconds"] >= 0
     assert answer["schema_version"] == 1 and answer["memplan_version"]
@@ -52,7 +52,7 @@ def test_a_capacity(problem: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = capfd.readouterr().out
     assert said.startswith("no: ") and "at least 10 B" in said and "bytes over [" in said
     assert main(["layout", "--capacity", "9", "--json", str(problem)]) == 3
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("layout", capfd.readouterr().out)
     assert answer["status"] == "infeasible" and answer["height_bytes"] is None
     rows = {"a": 6, "b": 4, "c": 6, "d": 4}
     assert sum(rows[name] for name in answer["cannot_fit"]) > 9
@@ -88,7 +88,7 @@ def test_ctrl_c_gives_the_best_so_far(
     monkeypatch.setattr(_native, "pack", interrupted)
     assert main(["layout", "--json", str(problem)]) == 0
     out, err = capfd.readouterr()
-    answer = json.loads(out)
+    answer = read_answer("layout", out)
     assert answer["status"] in ("cancelled", "solved")
     assert answer["height_bytes"] >= answer["lower_bound_bytes"] >= 10
     assert "the best so far" in err and "Traceback" not in err
@@ -129,7 +129,7 @@ def test_bytes_beyond_what_a_float_tells_apart(
     large = (1 << 53) + 1
     path.write_text(f"id,lower,upper,size\na,0,4,{large}\n")
     assert main(["layout", "--capacity", str(large), "--json", str(path)]) == 0
-    assert json.loads(capfd.readouterr().out)["lower_bound_bytes"] == large
+    assert read_answer("layout", capfd.readouterr().out)["lower_bound_bytes"] == large
     assert main(["layout", "--capacity", str(large - 1), str(path)]) == 3
     assert f"at least 8192.0 TiB ({large} B)" in capfd.readouterr().out
     assert main(["layout", "--capacity", str((1 << 63) - 1), str(path)]) == 0

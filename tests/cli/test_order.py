@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from memplan.types.deadline import Deadline
 from memplan.types.trace_file import load_trace
 from tests.order.graphs import make_graph, write_graph
 from tests.order.test_solve import random_graph, training_step, weak_bound
+from tests.schemas import read_answer
 
 SCRIPT = """
 import torch
@@ -55,7 +55,7 @@ def graph_file(tmp_path: Path) -> Path:
 
 def test_a_trace(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["order", "--json", "--timeout", "20", str(job)]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("order", capfd.readouterr().out)
     graph = op_graph(load_trace(job))
     candidates = baseline_orders(graph)
     assert answer["schema_version"] == 1 and answer["gpu"] == "rtx4090"
@@ -77,7 +77,7 @@ def test_a_trace(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_graph_file(graph_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["order", "--json", str(graph_file)]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("order", capfd.readouterr().out)
     assert answer["gpu"] is None and answer["status"] == "solved" and answer["optimal"]
     assert main(["order", str(graph_file)]) == 0
     text = capfd.readouterr().out
@@ -109,7 +109,7 @@ def test_a_graph_file_may_begin_with_a_mark_and_empty_lines(
     for begin in ("\ufeff", "\n \r\n"):
         path.write_text(begin + '{"memplan_graph": 1, "base_bytes": 7}\n', encoding="utf-8")
         assert main(["order", "--json", str(path)]) == 0
-        assert json.loads(capfd.readouterr().out)["ordered_peak_bytes"] == 7
+        assert read_answer("order", capfd.readouterr().out)["ordered_peak_bytes"] == 7
 
 
 def test_the_baselines_are_computed_once(
@@ -127,7 +127,7 @@ def test_the_baselines_are_computed_once(
         write_graph(graph, path)
         asked.clear()
         assert main(["order", "--json", str(path)]) == 0
-        answer = json.loads(capfd.readouterr().out)
+        answer = read_answer("order", capfd.readouterr().out)
         assert len(asked) == 1
         assert answer["baseline_peak_bytes"] == best(baseline_orders(graph)).peak_bytes
 
@@ -164,7 +164,7 @@ def test_ctrl_c_gives_the_best_so_far(tmp_path: Path) -> None:
     time.sleep(0.5)
     os.kill(running.pid, signal.SIGINT)
     out, err = running.communicate(timeout=240)
-    answer = json.loads(out)
+    answer = read_answer("order", out)
     assert running.returncode == 0 and "interrupted" in err
     assert answer["status"] == "cancelled" and not answer["optimal"]
     assert answer["ordered_peak_bytes"] <= answer["program_peak_bytes"]
@@ -199,4 +199,4 @@ def test_a_module_without_an_optimizer_has_nothing_to_update(
     path = tmp_path / "module.trace"
     save_trace(capture_module(module, (torch.randn(4, 8),), {}, options), path)
     assert main(["order", "--json", str(path)]) == 0
-    assert json.loads(capfd.readouterr().out)["optimal"] in (True, False)
+    assert read_answer("order", capfd.readouterr().out)["optimal"] in (True, False)

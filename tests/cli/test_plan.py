@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from memplan.types.trace import Communicator
 from memplan.types.trace_file import save_trace
 from memplan.worker import captures
 from tests.layout.jobs import JobMaker, training
+from tests.schemas import read_answer
 
 SCRIPT = """
 import torch
@@ -34,7 +34,7 @@ def test_from_a_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     trace, path = tmp_path / "job.trace", tmp_path / "job.plan"
     save_trace(training(), trace)
     assert main(["plan", "-o", str(path), "--json", "--from-trace", str(trace)]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("plan", capfd.readouterr().out)
     part = load_plan(path).allocation
     assert part is not None and part.arena_bytes == answer["arena_bytes"] == answer["load_bytes"]
     assert answer["optimal"] is True and answer["planned"] == answer["requests"] == part.requests
@@ -93,7 +93,7 @@ def test_the_planned_one_of_several_devices_is_named(
     said = "\nfor cuda:1, which is asked most; cuda:0: PyTorch's own allocator\n"
     assert said in capfd.readouterr().out
     assert main(["plan", "-f", "-o", "job.plan", "--json", "--from-trace", "job.trace"]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("plan", capfd.readouterr().out)
     part = load_plan(Path("job.plan")).allocation
     assert part is not None and part.device == answer["device"] == 1
     assert 500 << 10 not in read_requests(part).bytes

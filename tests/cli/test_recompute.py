@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.types.device import find_profile
 from memplan.types.trace_file import load_trace, save_trace
 from tests.estimation.jobs import training_job
+from tests.schemas import read_answer
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_points_are_a_monotone_envelope(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["recompute", "--json", "--timeout", "3", str(job)]) == 0
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("recompute", capfd.readouterr().out)
     plain = plain_peak(step_graph(load_trace(job)))
     assert answer["plain_peak_bytes"] == plain and answer["gpu"] == "rtx4090"
     points = answer["points"]
@@ -50,7 +50,7 @@ def test_a_budget(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plain = plain_peak(step_graph(load_trace(job)))
     budget = str(int(0.8 * plain))
     assert main(["recompute", "--json", "--timeout", "3", "--budget", budget, str(job)]) == 0
-    [point] = json.loads(capfd.readouterr().out)["points"]
+    [point] = read_answer("recompute", capfd.readouterr().out)["points"]
     assert 0 < point["added_fraction"] < 1 and point["peak_bytes"] <= 0.8 * plain
     assert main(["recompute", "--timeout", "3", "--budget", "1GiB", str(job)]) == 0
     assert "nothing to recompute" in capfd.readouterr().out
@@ -60,7 +60,7 @@ def test_an_impossible_budget_says_what_is_possible(
     job: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["recompute", "--timeout", "3", "--budget", "1MiB", "--json", str(job)]) == 3
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("recompute", capfd.readouterr().out)
     assert answer["points"] == []
     assert 1 << 20 < answer["least_peak_bytes"] < answer["plain_peak_bytes"]
 

@@ -4,7 +4,6 @@ GPU here, so the allocator is one that keeps books alone."""
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from memplan.runtime.planned.install import PlannedRun
 from memplan.types.plan_file import load_plan
 from memplan.types.trace_file import load_trace
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
+from tests.schemas import read_answer
 
 JOB = """
 import sys
@@ -75,7 +75,7 @@ def test_record_plan_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().err
     assert said.startswith("memplan: peak reserved ") and said.count("\n") == 1
     assert "with the plan, " in said and "simulated from the first" in said
-    stats = json.loads((folder / "job.json").read_text())
+    stats = read_answer("run", (folder / "job.json").read_text())
     assert stats["plan"] == "job.plan" and stats["steps"] == 6
     assert stats["hit_rate"] >= 0.95
     assert f"hit rate {stats['hit_rate']:.1%}" in said
@@ -87,7 +87,7 @@ def test_the_script_fails_and_the_outcome_is_told(
     assert run("--stats", "job.json", "train.py", "fail") == 1
     said = capsys.readouterr().err
     assert "ValueError: on purpose" in said and "memplan: peak reserved" in said
-    assert json.loads((folder / "job.json").read_text())["steps"] == 6
+    assert read_answer("run", (folder / "job.json").read_text())["steps"] == 6
 
 
 def test_ranks_have_files_of_their_own(
@@ -101,7 +101,7 @@ def test_ranks_have_files_of_their_own(
     assert "memplan (rank 1): peak reserved" in capsys.readouterr().err
     assert main(["plan", "-o", "job.rank1.plan", "--from-trace", "job.rank1.trace"]) == 0
     assert run("--plan", "job.plan", "--stats", "job.json", "train.py") == 0
-    assert json.loads((folder / "job.rank1.json").read_text())["plan"] == "job.rank1.plan"
+    assert read_answer("run", (folder / "job.rank1.json").read_text())["plan"] == "job.rank1.plan"
 
 
 def test_a_plan_for_other_arguments_is_told(
@@ -197,6 +197,6 @@ def test_without_a_gpu_a_note_and_the_ordinary_allocator(tmp_path: Path) -> None
     assert "PyTorch's ordinary allocator serves the job" in done.stderr
     assert "nothing was recorded: job.trace is not written" in done.stderr
     assert not (tmp_path / "job.trace").exists()
-    stats = json.loads((tmp_path / "job.json").read_text())
+    stats = read_answer("run", (tmp_path / "job.json").read_text())
     assert stats["devices"] == stats["plans"] == [] and stats["steps"] is None
     assert stats["early_updates"] is None and "ordinary allocator" in stats["notes"][0]

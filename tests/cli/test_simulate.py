@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from memplan.cli import main
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.trace_file import save_trace
 from tests.estimation.jobs import training_job
+from tests.schemas import read_answer
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def job(tmp_path: Path) -> Path:
 def test_json(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--json", str(job)]) == 0
     out, err = capfd.readouterr()
-    answer = json.loads(out)
+    answer = read_answer("simulate", out)
     expected = simulate(training_job())
     assert answer["reserved_peak_bytes"] == expected.reserved_peak_bytes
     assert answer["allocated_peak_bytes"] == expected.allocated_peak_bytes
@@ -40,7 +40,10 @@ def test_settings(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     conf = "expandable_segments:True"
     assert main(["simulate", "--json", "--alloc-conf", conf, str(job)]) == 0
     expected = simulate(training_job(), AllocatorSettings.parse(conf))
-    assert json.loads(capfd.readouterr().out)["reserved_peak_bytes"] == expected.reserved_peak_bytes
+    assert (
+        read_answer("simulate", capfd.readouterr().out)["reserved_peak_bytes"]
+        == expected.reserved_peak_bytes
+    )
 
 
 def test_settings_win_key_by_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +55,7 @@ def test_settings_win_key_by_key(tmp_path: Path, capfd: pytest.CaptureFixture[st
         words = ["--alloc-conf", option or "garbage_collection_threshold:0.9"]
         assert main(["simulate", "--json", *words, str(path)]) == 0
         expected = simulate(trace, AllocatorSettings.parse(conf)).reserved_peak_bytes
-        assert json.loads(capfd.readouterr().out)["reserved_peak_bytes"] == expected
+        assert read_answer("simulate", capfd.readouterr().out)["reserved_peak_bytes"] == expected
 
 
 def test_text(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +72,7 @@ def test_text(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_limit(job: Path, limit: list[str], code: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--json", *limit, str(job)]) == code
-    answer = json.loads(capfd.readouterr().out)
+    answer = read_answer("simulate", capfd.readouterr().out)
     assert (answer["oom_event"] is not None) == (code == 3)
     assert answer["gpu"] == ("rtx4060" if "--gpu" in limit else None)
 

@@ -3,7 +3,6 @@ the card: a tool that answers as nvidia-smi, and the functions of `torch.cuda` t
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
@@ -16,6 +15,7 @@ from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, TraceMeta
 from memplan.types.trace_file import save_trace
 from tests.capturing.importers.snapshot_maker import MIB, Maker
+from tests.schemas import read_answer
 
 TRAIN = """
 import sys, torch
@@ -92,7 +92,7 @@ def test_as_foreseen(folder: Path) -> None:
     with_card(folder, 30, 50, reserved=80)
     done = verify(folder, "--steps", "2", "--json", "job.trace", "train.py", "--lr", "3")
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = read_answer("verify", done.stdout)
     assert answer["holds"] and answer["first"] is None and not answer["surplus"]
     assert answer["requests_real"] == answer["requests_foreseen"] == 2
     assert done.stderr.count("step") == 1, "the second step ends the run before it is printed"

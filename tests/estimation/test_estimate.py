@@ -27,7 +27,9 @@ BREAKDOWN_KEYS = [
     "workspaces",
     "fragmentation",
     "communication",
+    "engine",
     "context",
+    "unknown",
 ]
 
 
@@ -120,10 +122,25 @@ def test_an_observed_job_still_has_an_interval() -> None:
 def test_sizes_derived_by_rule_widen_the_interval() -> None:
     sure = estimate(training_job(workspace=(96 * MIB, 96 * MIB, 96 * MIB)), CARD)
     wide = estimate(training_job(workspace=(0, 96 * MIB, 512 * MIB)), CARD)
-    assert wide.reserved_peak_bytes == sure.reserved_peak_bytes
+    within = sure.allocated_peak_bytes - 48 * MIB
+    assert within <= wide.allocated_peak_bytes <= sure.allocated_peak_bytes
     assert wide.high_bytes > sure.high_bytes + 300 * MIB
     assert wide.low_bytes < sure.low_bytes - 50 * MIB
-    assert wide.breakdown.workspaces == 96 * MIB
+    assert 0 < wide.breakdown.workspaces <= 96 * MIB
+
+
+def test_the_expected_peak_has_the_middle_one_of_the_fragmentations() -> None:
+    """Beside the workspace in its segment there is no room where it is at its largest only."""
+    job = Job()
+    job.at(Phase.FORWARD, "aten::convolution", "Net.conv")
+    hole = job.alloc(200 * MIB)
+    job.free(hole)
+    workspace = job.alloc(150 * MIB, Role.WORKSPACE, low=0, high=150 * MIB)
+    job.alloc(60 * MIB, Role.ACTIVATION)
+    job.free(workspace)
+    answer = estimate(job.build(), CARD)
+    assert answer.reserved_peak_bytes == 200 * MIB
+    assert answer.reserved_high_bytes >= 260 * MIB
 
 
 def test_late_reuse_counts_towards_the_high_bound_only() -> None:

@@ -13,11 +13,10 @@ from memplan.report.verification import verification_lines
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile, known_profiles
 from memplan.types.device_corrections import (
-    Correction,
     context_of,
     corrections_path,
     read_corrections,
-    save_correction,
+    save_context,
 )
 from memplan.types.errors import FormatError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace, TraceMeta
@@ -127,9 +126,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_correction_is_used_and_named(config: Path) -> None:
     before = next(p for p in known_profiles() if p.name == "l4")
     assert context_of(300) == (280, 300, 330)
-    save_correction(before.device_name, Correction(context_of(300), 'by "hand"'))
+    save_context(before.device_name, context_of(300), 'by "hand"')
     other = next(p for p in known_profiles() if p.name == "t4").device_name
-    path = save_correction(other, Correction((1, 2, 3), "twice"))
+    path = save_context(other, (1, 2, 3), "twice")
     assert path == corrections_path() == config and len(read_corrections()) == 2
     known_profiles.cache_clear()
     after = next(p for p in known_profiles() if p.name == "l4")

@@ -33,22 +33,31 @@ class _Writer:
     """Writes the training loop, with a plan in effect."""
 
     def __init__(
-        self, layers: int, activation: int, weight: int, groups: list[set[int]], early: bool
+        self,
+        layers: int,
+        activation: int,
+        weight: int,
+        groups: list[set[int]],
+        early: bool,
+        state: int,
+        flops: int,
     ) -> None:
         self.builder = TraceBuilder()
         self.layers, self.activation, self.weight = layers, activation, weight
         self.groups = groups
         self.early = early
+        self.state = state
+        self.flops = flops
         self.dropped = set().union(*groups)
         self.value: dict[int, int] = {}
         """Layer number to the storage of its output, while alive; -1 is the input."""
 
     def op(self, name: str, reads: Sequence[int] = ()) -> None:
         self.builder.begin_op(f"aten.{name}.default", reads=reads)
-        self.builder.op_work(flops=0, moved_bytes=self.activation)
+        self.builder.op_work(flops=self.flops, moved_bytes=self.activation)
 
     def alloc(self, nbytes: int, role: Role = Role.UNKNOWN, name: str = "") -> int:
-        storage = self.builder.new_storage(role=role, name=name)
+        storage = self.builder.new_storage(role=role, name=name, dtype="float32")
         self.builder.append(EventKind.ALLOC, storage, nbytes)
         return storage
 
@@ -69,7 +78,8 @@ class _Writer:
                 self.op("linalg_vector_norm", gradients)
             builder.phase = Phase.OPTIMIZER
             self.op("_foreach_add_", [*weights, *gradients])
-            states = states or [self.alloc(2 * self.weight, Role.OPTIMIZER_STATE) for _ in weights]
+            if not states and self.state:
+                states = [self.alloc(self.state, Role.OPTIMIZER_STATE) for _ in weights]
             for gradient in gradients:
                 if not self.early:
                     self.free(gradient, self.weight)
@@ -146,6 +156,10 @@ class ChainProgram:
     ballast: Callable[[int], int] = lambda attempt: 0
     """More bytes than planned in the n-th capture with a plan, from 1; negative ones less."""
     refuses: Callable[[int], bool] = lambda batch: False
+    moves_state: bool = False
+    """Whether all of the optimizer's state can be on the host."""
+    flops: int = 0
+    """Of each operator."""
     asked: list[tuple[ScriptTarget, Plan | None]] = field(default_factory=list)
 
     def __call__(
@@ -156,7 +170,8 @@ class ChainProgram:
         quiet: bool = False,
         steps: int | None = None,
     ) -> Captured:
-        if plan is not None and plan.state is not None:
+        on_host = plan is not None and plan.state is not None
+        if on_host and not self.moves_state:
             raise not_captured("this optimizer's state stays where it is")
         self.asked.append((program, plan))
         batch = BATCH
@@ -169,7 +184,12 @@ class ChainProgram:
         extra = self.ballast(planned) if groups else 0
         weight = self.weight + min(extra, 0) // self.layers
         early = plan is not None and plan.order is not None and not self.clips
-        writer = _Writer(self.layers, 8 * MIB * batch, weight, groups, early)
+        state = 0 if on_host else 2 * weight
+        if plan is not None and plan.low_bit is not None:
+            state //= 4
+        writer = _Writer(
+            self.layers, 8 * MIB * batch, weight, groups, early, state=state, flops=self.flops
+        )
         trace = writer.write(max(extra, 0), clips=self.clips)
         return Captured(trace, estimate(trace, self.profile))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
-from memplan.fit import plans
+from memplan.fit import offload
+from memplan.recompute import solve
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
@@ -22,7 +24,8 @@ from memplan.worker import captures
 from memplan.worker.captures import Captured, NotYetError
 from memplan.worker.pool import Workers
 from memplan.worker.request import Question
-from tests.fit.chain_job import MIB, ChainProgram
+from tests.fit.chain_job import MIB, ChainProgram, Greedy
+from tests.schemas import read_answer
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
@@ -62,8 +65,10 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(captures, "RankCapture", FakeCapture)
     monkeypatch.setattr(command, "machine_profile", lambda: None)
     monkeypatch.setattr(FakeCapture, "weight", 8 * MIB)
-    monkeypatch.setattr(plans, "_FIRST_SECONDS", 0.5)
-    monkeypatch.setattr(plans, "_SOLVE_SECONDS", 0.5)
+    solver = Greedy()  # a starved one finds nothing
+    monkeypatch.setattr(solve, "solve", solver.solve)
+    monkeypatch.setattr(solve, "least_peak", solver.least_peak)
+    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SOURCE)
 
@@ -95,11 +100,12 @@ def test_a_plan_is_found_written_and_named(capsys: pytest.CaptureFixture[str]) -
 def test_a_frontier_with_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--json", "--gpu", "2600MiB", "--frontier", "--plans", "curve", "train.py"]
     assert fit(*words) == 0
-    points = json.loads(capsys.readouterr().out)["frontier"]
+    points = read_answer("fit", capsys.readouterr().out)["frontier"]
     assert [point["plan"] for point in points] == [f"curve/{n}.plan" for n in range(len(points))]
     for point in points:
-        part = load_plan(point["plan"]).recompute
-        assert (part.added_seconds if part else 0.0) == pytest.approx(point["added_seconds"])
+        plan = load_plan(point["plan"])
+        added = sum(part.added_seconds for part in (plan.recompute, plan.offload) if part)
+        assert added == pytest.approx(point["added_seconds"])
     assert fit(*words) == 2, "they are not written over"
     assert "curve/0.plan exists" in capsys.readouterr().err
     assert fit("-f", *words) == 0
@@ -108,7 +114,7 @@ def test_a_frontier_with_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit("--json", "--gpu", "2600MiB", "-o", "job.plan", "train.py") == 0
     out = capsys.readouterr().out
-    answer = json.loads(out)
+    answer = read_answer("fit", out)
     assert answer["schema_version"] == 1 and answer["memplan_version"] and answer["torch_version"]
     assert answer["gpu"]["total_bytes"] == 2600 * MIB
     assert answer["fits"] is True and answer["before"]["fits"] is False
@@ -174,7 +180,7 @@ def test_options_reach_the_captures() -> None:
 
 def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit("--gpu", "24GiB", "--json", "torchrun", "--nproc-per-node", "2", "train.py") == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
+    notes = read_answer("fit", capsys.readouterr().out)["notes"]
     assert any(note.startswith("The plan is made from rank 0 of 2") for note in notes)
 
 
@@ -222,10 +228,12 @@ def _default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def memplan(folder: Path, *words: str) -> subprocess.Popen[str]:
+@contextmanager
+def memplan(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process, killed where the block ends by an error: Popen itself would wait for it."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "memplan", *words],
         cwd=folder,
         env=os.environ | {"TMPDIR": str(scratch)},
@@ -233,7 +241,12 @@ def memplan(folder: Path, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=_default_signals,
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def test_a_failing_capture_says_why_once(tmp_path: Path) -> None:

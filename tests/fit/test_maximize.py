@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +24,7 @@ from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
 from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError
 from tests.fit.chain_job import not_captured
+from tests.schemas import read_answer
 
 MIB = 1 << 20
 CARD = find_profile("4GiB")
@@ -308,7 +308,7 @@ def test_a_script(tmp_path: Path) -> None:
     words = "--gpu 900MiB --maximize batch_size --json -o job.trace train.py --batch-size=5"
     done = memplan(tmp_path, *words.split())
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = read_answer("estimate-maximize", done.stdout)
     tried = {one["value"]: one["fits"] for one in answer["tried"]}
     assert tried[5] is False and answer["limited_by"] == "card"
     assert tried[answer["value"]] is True and tried[answer["value"] + 1] is False

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from bench.layout.greedy import greedy_by_size
 from bench.layout.stalloc import stalloc
-from memplan.layout.check import check_layout
-from memplan.layout.problem import Problem, ProblemError, make_layout, make_problem
+from memplan.layout.problem import Problem, ProblemError, check_layout, make_layout, make_problem
 from memplan.types.errors import InternalError
 from tests.layout.problems import problems
 from tests.oracles.layout_fault import validate

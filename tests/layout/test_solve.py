@@ -60,7 +60,7 @@ def test_the_same_seed_gives_the_same_layout() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 1000, 300)
     problem = make_problem(lower, lower + rng.integers(1, 80, 300), rng.integers(1, 50, 300) * 512)
-    first, second = (minimise(problem, deadline=Deadline(20.0), seed=7) for _ in range(2))
+    first, second = (minimise(problem, deadline=Deadline(600.0), seed=7) for _ in range(2))
     assert isinstance(first, Solved) and isinstance(second, Solved)
     assert np.array_equal(first.solution.offsets, second.solution.offsets)
 
@@ -166,7 +166,7 @@ def _tilings(count: int, tiles: int) -> Problem:
 
 def test_what_is_too_large_for_the_search_is_repaired_piece_by_piece() -> None:
     problem = _tilings(260, 12)  # descents alone stay a fifth above, however long
-    answer = minimise(problem, deadline=Deadline(60.0))
+    answer = minimise(problem, deadline=Deadline(600.0))
     assert isinstance(answer, Solved) and answer.solution.height == problem.max_load == 1 << 16
     assert validate(problem, answer.solution.offsets) == ""
 
@@ -177,5 +177,5 @@ def test_powers_of_two_are_stacked_as_low_as_the_largest_first() -> None:
     upper = lower + 1 + np.exp(rng.uniform(0, np.log(750), 3000)).astype(np.int64)
     problem = make_problem(lower, upper, 512 << rng.integers(0, 12, 3000))
     greedy = greedy_by_size(problem).height
-    answer = minimise(problem, deadline=Deadline(20.0), within=greedy / problem.max_load - 1.0)
+    answer = minimise(problem, deadline=Deadline(600.0), within=greedy / problem.max_load - 1.0)
     assert isinstance(answer, Solved) and answer.solution.height <= greedy

@@ -12,7 +12,7 @@ other way round, or it would hold what the flow says. So its sets keep to them, 
 
 from __future__ import annotations
 
-from memplan.order.certificate import Amounts, Certificate, Flow
+from memplan.order.bound import Amounts, Certificate, Flow
 from memplan.types.graph import Graph
 
 Pairs = list[tuple[int, int]]

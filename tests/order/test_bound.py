@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.order.bound import lower_bound
-from memplan.order.certificate import Amounts, Certificate, Flow, Forced
+from memplan.order.bound import Amounts, Certificate, Flow, Forced, lower_bound
 from memplan.order.evaluate import program_order
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph

@@ -60,7 +60,7 @@ def test_leaves_cover_an_order_and_hold_no_less(
 @given(graphs(9))
 def test_a_leaf_is_solved_exactly(graph: Graph) -> None:
     hint = np.array(random_order(graph, 1), np.int64)
-    order = exact_order(graph, hint, seed=0, work=20.0, deadline=Deadline(60.0)).order
+    order = exact_order(graph, hint, seed=0, work=20.0, deadline=Deadline(600.0)).order
     assert order_fault(graph, order.tolist()) == ""
     assert peak(graph, order) == exhaustive_order(graph)[1]
 
@@ -73,7 +73,7 @@ def test_a_leaf_ends_by_its_work() -> None:
     values = [(chance.randint(1, 99), maker, users[maker], False) for maker in range(60)]
     graph = make_graph(before, values)
     first, second = (
-        exact_order(graph, program_order(graph), seed=0, work=0.1, deadline=Deadline(60.0))
+        exact_order(graph, program_order(graph), seed=0, work=0.1, deadline=Deadline(600.0))
         for _ in range(2)
     )
     assert first.order.tolist() == second.order.tolist()
@@ -86,7 +86,7 @@ def test_ctrl_c_is_pythons_after_a_leaf_is_solved() -> None:
     graph = make_graph([set()] * 4, [(3, 0, {3}, False), (5, 1, {2}, False), (4, 2, {3}, False)])
     assert caught(signal.SIGINT)
     start = program_order(graph)
-    order = exact_order(graph, start, seed=0, work=20.0, deadline=Deadline(60.0)).order
+    order = exact_order(graph, start, seed=0, work=20.0, deadline=Deadline(600.0)).order
     assert peak(graph, order) < peak(graph, program_order(graph))  # CP-SAT has run
     assert caught(signal.SIGINT)
 

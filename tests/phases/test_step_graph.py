@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memplan.phases import find_steps, plain_peak, step_graph
+from memplan.phases.passes import passes_overlap
 from memplan.phases.step_graph import alive_rows
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
@@ -309,3 +310,24 @@ def test_alive_rows_are_half_open() -> None:
     columns = ([-1, 0, 1], [1, 3, 2], [5, 7, 11])
     alloc, free, size = (np.array(column, np.int64) for column in columns)
     assert alive_rows(3, alloc, free, size).tolist() == [12, 18, 7]
+
+
+def pipelined() -> None:
+    """As the first of two stages goes through its micro-batches."""
+    model = mlp().to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        waiting = [model(torch.randn(512, 64, device="cuda")).sum()]
+        for _ in range(3):
+            waiting.append(model(torch.randn(512, 64, device="cuda")).sum())
+            waiting.pop(0).backward()
+        waiting.pop().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_passes_that_overlap() -> None:
+    overlapping = record(pipelined)
+    assert passes_overlap(overlapping)
+    assert not step_graph(overlapping).values.droppable.any()
+    assert not passes_overlap(record(training(mlp, (512, 64), micro_batches=3)))

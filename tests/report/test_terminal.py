@@ -13,7 +13,13 @@ from memplan.report.plot import memory_plot
 from memplan.report.terminal import estimate_lines, print_estimate
 from memplan.report.text import step_text
 from memplan.types.device import find_profile
-from memplan.types.estimate import Estimate, MemoryCurve, RankEstimate
+from memplan.types.estimate import (
+    EngineEstimate,
+    Estimate,
+    MemoryCurve,
+    RankEstimate,
+    StagePeak,
+)
 from tests.estimation.jobs import MIB, training_job
 
 GIB = 1 << 30
@@ -247,3 +253,33 @@ def test_the_chart_ends_with_the_last_step() -> None:
     job = curve([0, 4, 2, 1], [2, 4, 4, 4])  # its last bucket begins after three steps
     assert memory_plot(job, width=60, steps=3, ascii_only=True)[-1].endswith("step 2")
     assert memory_plot(job, width=60, steps=4, ascii_only=True)[-1].endswith("step 3")
+
+
+def beside_an_engine(answer: Estimate, **engine: object) -> str:
+    settings: dict[str, object] = {"name": "vllm", "model": "m", "share": 0.25, "sleeps": True}
+    settings |= {"weight_bytes": GIB, "kv_cache_bytes": 5 * GIB, "separate": False, **engine}
+    stages = [
+        StagePeak(
+            stage=stage,
+            peak_bytes=peak * GIB,
+            high_bytes=peak * GIB,
+            in_use_bytes=2 * GIB,
+            engine_bytes=GIB,
+            step=1,
+        )
+        for stage, peak in (("generation", 13), ("training", 9))
+    ]
+    engines = [msgspec.convert(settings, EngineEstimate)]
+    return text(msgspec.structs.replace(answer, stages=stages, engines=engines), 60)
+
+
+def test_stages_and_engines_have_lines_of_their_own(answer: Estimate) -> None:
+    said = beside_an_engine(answer, largest_share=0.4)
+    assert "on the card  generation     13.0 GiB, in use 2.0 GiB\n" in said
+    assert "             training        9.0 GiB, in use 2.0 GiB\n" in said
+    assert "vllm         0.25 of the card: weights 1.0 GiB, KV cache 5.0 GiB\n" in said
+    assert "             gpu_memory_utilization up to 0.40 fits\n" in said
+    none = beside_an_engine(answer, why="the training needs all", separate=True)
+    assert "KV cache 5.0 GiB, in a process of its own\n" in none
+    assert "             no gpu_memory_utilization fits: the training needs all\n" in none
+    assert "on the card" not in text(answer)

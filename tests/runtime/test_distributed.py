@@ -1,4 +1,5 @@
-"""Offload and recomputation in jobs of two processes: DDP, FSDP2, tensor parallel."""
+"""Offload, recomputation and optimizers' state, on the host or in 8 bits, in jobs of two processes:
+DDP, FSDP2, tensor parallel."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+import memplan.runtime.host_state.in_effect as in_effect
+import memplan.runtime.host_state.ring as ring
 from memplan.runtime.apply import AppliedEverywhere
+from memplan.runtime.host_state import HostState
+from memplan.runtime.low_bit import LowBit
 from memplan.runtime.tape import Offload
-from memplan.types.plan import OffloadPart, OpOutput, RecomputeGroup, RecomputePart
+from memplan.types.plan import OffloadPart, OpOutput, RecomputeGroup, RecomputePart, StatePart
 from tests.runtime.harness import recomputations, same_bits
 from tests.runtime.two_ranks import KINDS, found_by, parallel, run, seed_batches, weights
 
@@ -63,9 +68,58 @@ def trained(kind: str, way: str | None, rank: int) -> tuple[list[Tensor], int, i
     return [*losses, *weights(model)], sum(sent), len(groups)
 
 
+def stepped(kind: str, lever: HostState | None, rank: int) -> tuple[list[Tensor], set[str], int]:
+    """Weights, and the optimizer's state after it was saved and loaded; what holds its moments;
+    of how many parameters it is streamed."""
+    model, _ = parallel(kind, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, amsgrad=True)
+    seed_batches(kind, rank)
+    with lever or nullcontext():
+        for step in range(4):
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+    of_each = [optimizer.state[one] for one in model.parameters()]
+    state: list[Any] = [of[name] for of in of_each for name in sorted(of)]
+    local = [getattr(one, "_local_tensor", one) for one in state]
+    streams = len(lever._chosen[optimizer]) if lever is not None else 0
+    return [*weights(model), *local], {type(one).__name__ for one in state}, streams
+
+
+def in_8_bits(kind: str, lever: LowBit | None, rank: int) -> tuple[float, list[str], float]:
+    """The last loss, what holds the moments of this rank, and its weights' sum."""
+    dtype = torch.bfloat16 if kind == "ddp" else torch.float32
+    model, _ = parallel(kind, 2, 64, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.003)
+    seed_batches(kind, rank)
+    with lever or nullcontext():
+        for step in range(8):
+            loss = model(torch.randn(32, 64, dtype=dtype)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+    moments: list[Any] = [state["exp_avg"] for state in optimizer.state.values()]
+    kinds = [type(getattr(one, "_local_tensor", one)).__name__ for one in moments]
+    return loss.item(), kinds, sum(one.double().sum().item() for one in weights(model))
+
+
 def work(rank: int) -> dict[str, Any]:
+    in_effect._SMALLEST, ring.ELEMENTS = 50, 100
+    compiles: Any = torch
+    compiles.compile = lambda function, **_options: function
     found: dict[str, Any] = {}
     for kind in KINDS:
+        plain_loss, _, _ = in_8_bits(kind, None, rank)
+        found[f"{kind}: 8 bits"] = [plain_loss, *in_8_bits(kind, LowBit(), rank)]
+        lever = HostState(StatePart(share=1), devices=("cpu",))
+        plain, plain_kinds, _ = stepped(kind, None, rank)
+        streamed, kinds, streams = stepped(kind, lever, rank)
+        same = len(plain) == len(streamed) and all(map(same_bits, plain, streamed))
+        found[f"{kind}: state"] = [same and plain_kinds == kinds, streams]
         plain, _, _ = trained(kind, None, rank)
         for way in WAYS:
             planned, sent, recomputed = trained(kind, way, rank)
@@ -86,6 +140,24 @@ def test_the_same_bits(kind: str, way: str, found: list[dict[str, Any]]) -> None
         assert same
         assert sent > 6 * 3  # in each of six passes
         assert bool(recomputed) == (way == "both")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_on_the_host(kind: str, found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        same, streams = of_rank[f"{kind}: state"]
+        assert same
+        assert streams >= 4  # both products of both blocks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_in_8_bits(kind: str, found: list[dict[str, Any]]) -> None:
+    results = [of_rank[f"{kind}: 8 bits"] for of_rank in found]
+    for plain, loss, kinds, _ in results:
+        assert loss == pytest.approx(plain, rel=0.1)
+        assert kinds.count("OptimState8bit") == 4  # both products of both blocks
+    if kind == "ddp":
+        assert results[0][-1] == results[1][-1], "both have the same weights, in bf16"
 
 
 if __name__ == "__main__":

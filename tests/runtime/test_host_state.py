@@ -160,6 +160,46 @@ def test_gradients_are_there_again_after_the_step_and_after_an_error() -> None:
         assert all(p.grad is g for p, g in zip(job.model.parameters(), before, strict=True))
 
 
+def test_a_step_that_raised_leaves_no_gradient_to_the_next() -> None:
+    """As where memory ends in the midst of a step, and the job goes on with another batch."""
+    jobs = [Job(OPTIMIZERS["adamw"]), Job(OPTIMIZERS["adamw"], plainly=True)]
+    for job in jobs:
+        last = list(job.model.parameters())[-1]
+        with job.lever or nullcontext():
+            job.model(torch.ones(2, 40)).square().mean().backward()
+            job.optimizer.step()
+            state = job.optimizer.state[last]
+            kept, state["exp_avg"] = state["exp_avg"], torch.ones(999)
+            with pytest.raises(RuntimeError):
+                job.optimizer.step()
+            state["exp_avg"] = kept
+            job.optimizer.zero_grad()
+            job.model(torch.full((2, 40), 3.0)).sum().backward()
+            gradients = [parameter.grad for parameter in job.model.parameters()]
+            job.optimizer.step()
+            for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
+                assert parameter.grad is gradient
+
+
+def test_a_hook_that_comes_later_sees_gradients() -> None:
+    jobs = [Job(OPTIMIZERS["adamw"]), Job(OPTIMIZERS["adamw"], plainly=True)]
+    for job in jobs:
+        seen: list[bool] = []
+        parameters = list(job.model.parameters())
+        with job.lever or nullcontext():
+            for step in range(4):
+                job.model(torch.ones(2, 40)).square().mean().backward()
+                job.optimizer.step()
+                if step == 1:
+                    job.optimizer.register_step_post_hook(
+                        lambda *_, seen=seen, parameters=parameters: seen.append(
+                            all(parameter.grad is not None for parameter in parameters)
+                        )
+                    )
+        assert seen == [True, True]
+    assert same(*jobs) and not jobs[0].on_host() and "hooked" in jobs[0].said[0]
+
+
 def test_a_scaler_skips_a_step_as_ever() -> None:
     jobs = [Job(OPTIMIZERS["adamw"]), Job(OPTIMIZERS["adamw"], plainly=True)]
     for job in jobs:

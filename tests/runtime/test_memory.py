@@ -59,12 +59,10 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_else_to_collect() -> Iterator[None]:
+def nothing_else_to_collect() -> None:
     """What was there before is not looked through each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan.runtime.tape.offload as offload
+from memplan.runtime import streams
 from memplan.types.errors import OffloadError
 from tests.runtime import test_calls, test_in_place, test_offload
 from tests.runtime.harness import Job, check, same_bits
@@ -99,9 +100,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         with Late(stream):
             yield
 
-    monkeypatch.setattr(offload, "_new_stream", new_stream)
-    monkeypatch.setattr(offload, "_current", lambda _device: computing)
-    monkeypatch.setattr(offload, "_on", on)
+    monkeypatch.setattr(streams, "new", new_stream)
+    monkeypatch.setattr(streams, "current", lambda _device: computing)
+    monkeypatch.setattr(streams, "on", on)
     return copying
 
 
@@ -125,7 +126,7 @@ def test_every_copy_is_waited_for(out: int, ahead: int) -> None:
 @pytest.mark.parametrize("missing", ["out", "back"])
 def test_a_wait_less_would_be_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the checksums of the first pass."""
-    wait = offload._wait
+    wait = streams.wait
     lanes: list[offload.Lane] = []
 
     def noted(lane: offload.Lane, value: Any, nbytes: int) -> None:
@@ -139,7 +140,7 @@ def test_a_wait_less_would_be_noticed(missing: str, monkeypatch: pytest.MonkeyPa
         if stream.late or not skipped:
             wait(stream, event)
 
-    monkeypatch.setattr(offload, "_wait", wait_less)
+    monkeypatch.setattr(streams, "wait", wait_less)
     with pytest.raises(OffloadError, match="other values than it had"):
         same_as_plain(0, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.runtime.apply import AppliedToModule
-from memplan.runtime.tape import Recording, recording
+from memplan.runtime.tape import Recording
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 from tests.runtime.test_memory import Chosen
 
@@ -48,7 +49,8 @@ class Names(TorchDispatchMode):
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     numbers = {"current": HERE, "other": HERE}
-    monkeypatch.setattr(recording, "current_stream", lambda: numbers["current"])
+    current = lambda: SimpleNamespace(cuda_stream=numbers["current"])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
     return numbers
 
 
@@ -96,7 +98,6 @@ def test_a_cuda_graph_is_captured_without_the_plan(monkeypatch: pytest.MonkeyPat
     part = RecomputePart(groups=[RecomputeGroup(name="exp", drop=[place])])
     model = Net({"current": HERE, "other": HERE})
     monkeypatch.setattr(nn.Parameter, "is_cuda", property(lambda _: True), raising=False)
-    monkeypatch.setattr(recording, "current_stream", lambda: HERE)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Recording, "__enter__", lambda _: pytest.fail("recorded"))
     with AppliedToModule(model, part):

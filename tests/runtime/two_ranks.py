@@ -32,19 +32,22 @@ KINDS = ("ddp", "fsdp", "tensor parallel")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def parallel(kind: str, count: int) -> tuple[nn.Module, list[Any]]:
+def parallel(
+    kind: str, count: int, width: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, list[Any]]:
     """A model of this rank, and its blocks."""
     torch.manual_seed(0)
-    blocks: list[Any] = [Block() for _ in range(count)]
-    model = nn.Sequential(*blocks, nn.Linear(8, 4))
+    blocks: list[Any] = [Block(width) for _ in range(count)]
+    model = nn.Sequential(*blocks, nn.Linear(width, 4)).to(dtype)
     mesh = init_device_mesh("cpu", (2,))
     if kind == "ddp":
         return DistributedDataParallel(model), blocks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +16,15 @@ from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
 from memplan.simulate.simulator import simulate
 from memplan.simulate.timeline import Timeline
 from memplan.types.builder import TraceBuilder
-from memplan.types.trace import PRIVATE_POOLS, EventKind, Provenance, Role, Trace, TraceMeta
+from memplan.types.trace import (
+    OUTSIDE,
+    PRIVATE_POOLS,
+    EventKind,
+    Provenance,
+    Role,
+    Trace,
+    TraceMeta,
+)
 from tests.oracles.allocator.replay import simulate_slowly
 
 EXAMPLES = int(os.environ.get("MEMPLAN_EXAMPLES", "60"))
@@ -50,11 +60,18 @@ def steps(
     return st.lists(st.sampled_from(table).flatmap(kinds.__getitem__), min_size=1, max_size=80)
 
 
-def in_pools(program: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """The same with the last of three streams in a private pool."""
+Program = list[tuple[str, int, int]]
+
+
+def in_place(pool: int) -> Callable[[Program], Program]:
+    """The same program with the last of three streams in a private pool, or outside."""
+    return partial(_placed, pool)
+
+
+def _placed(pool: int, program: Program) -> Program:
     placed = {"alloc", "use", "record", "wait", "sync", "lend", "hand over"}
     return [
-        (action, value, PRIVATE_POOLS + 3 if action in placed and extra == 2 else extra)
+        (action, value, pool if action in placed and extra == 2 else extra)
         for action, value, extra in program
     ]
 
@@ -66,7 +83,10 @@ PROGRAMS = {
     ),
     "private pools": steps(
         {"alloc": 9, "free": 7, "use": 1, "sync": 1, "empty": 2}, any_size, 3
-    ).map(in_pools),
+    ).map(in_place(PRIVATE_POOLS + 3)),
+    "memory of others": steps(
+        {"alloc": 9, "free": 7, "use": 1, "sync": 1, "empty": 2}, any_size, 3
+    ).map(in_place(OUTSIDE + 3)),
     "full device": steps({"alloc": 10, "free": 9}, large_size, 1),
     "gaps in expandable segments": steps({"alloc": 10, "free": 9, "empty": 3}, large_size, 1),
     "streams that wait": steps(
@@ -198,6 +218,26 @@ def test_they_agree_when_expandable_segments_have_used_all_addresses() -> None:
     agree(trace, AllocatorSettings(expandable_segments=True))
     address = simulate(trace, AllocatorSettings(expandable_segments=True)).address
     assert (address[trace.events.kind == EventKind.ALLOC] > 0).all()
+
+
+def test_memory_of_others_goes_back_at_once_and_nothing_makes_room_for_it() -> None:
+    builder = TraceBuilder()
+    cached = builder.new_storage()
+    builder.append(EventKind.ALLOC, cached, 40 * MIB)
+    builder.append(EventKind.FREE, cached, 40 * MIB)
+    first, second = builder.new_storage(), builder.new_storage()
+    builder.append(EventKind.ALLOC, first, 29 * MIB + 1, stream=OUTSIDE)
+    builder.append(EventKind.FREE, first, 29 * MIB + 1, stream=OUTSIDE)
+    builder.append(EventKind.ALLOC, second, 61 * MIB, stream=OUTSIDE)
+    trace = builder.build(TraceMeta())
+    found = simulate(trace, AllocatorSettings())
+    assert found.reserved.tolist() == [n * MIB for n in (40, 40, 70, 40, 102)]
+    assert found.outside.tolist() == [n * MIB for n in (0, 0, 30, 0, 62)]
+    assert (found.own_reserved_peak_bytes, found.own_allocated_peak_bytes) == (40 * MIB, 40 * MIB)
+    tight = simulate(trace, AllocatorSettings(), capacity_bytes=100 * MIB)
+    assert tight.oom_event == 4, "the 40 MiB that are cached are not given back for it"
+    part = AllocatorSettings(per_process_memory_fraction=0.5)
+    assert simulate(trace, part, device_bytes=90 * MIB).oom_event is None, "it is not the process's"
 
 
 def test_a_private_pool_keeps_what_is_freed_in_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.types.rank_set import RankSet
+from memplan.types.allocation import RankSet
 
 
 # On a busy machine the first draws alone may take a second.

@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.types import trace_file
+from memplan.types.batches import Batches
 from memplan.types.builder import TraceBuilder
+from memplan.types.engines import Engine, Sizes, Stage
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.trace import (
     Assumption,
@@ -65,7 +67,7 @@ def traces(draw: st.DrawFn) -> Trace:
         if draw(st.booleans()):
             builder.begin_op(draw(words), reads=draw(some), stream=draw(st.integers(0, 9)))
             builder.op_writes(draw(some))
-            builder.op_work(flops=draw(sizes), moved_bytes=draw(sizes))
+            builder.op_work(flops=draw(sizes), moved_bytes=draw(sizes), operands=draw(words))
         builder.call = draw(st.integers(-2, 1 << 30))
         builder.phase = draw(st.sampled_from(Phase))
         builder.module = builder.intern(draw(words))
@@ -195,6 +197,7 @@ def encoded(header: object, columns: bytes) -> bytes:
         ("ops", "event", 41),
         ("ops", "call", -(1 << 31)),
         ("ops", "flops", -1),
+        ("ops", "operands", 1 << 20),
         ("ops", "moved_bytes", -2),
         ("ops", "reads", 40),
         ("ops", "reads_start", 7),
@@ -247,6 +250,72 @@ def test_steady_steps_are_checked(tmp_path: Path, steps: list[int]) -> None:
     save_unchecked(TraceBuilder().build(TraceMeta(steady_steps=steps)), path)
     with pytest.raises(FormatError, match="steady steps"):
         load_trace(path)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Batches(bytes=[1, -1]),
+        Batches(bytes=[8, 9], others=[0, 2]),
+        Batches(bytes=[8, 9], before=[-1]),
+        Batches(bytes=[8, 9], dims=[[1]]),
+        Batches(bytes=[8, 9], each=0),
+    ],
+)
+def test_batches_are_checked(tmp_path: Path, run: Batches) -> None:
+    path = tmp_path / "job.trace"
+    save_unchecked(TraceBuilder().build(TraceMeta(batches=[run])), path)
+    with pytest.raises(FormatError, match="data loader's batches"):
+        load_trace(path)
+
+
+ENGINE = Engine(
+    name="vllm",
+    model="m",
+    share=0.3,
+    card_bytes=1 << 34,
+    weight_bytes=1 << 30,
+    activations=Sizes(1, 2, 3),
+    graphs=Sizes(0, 0, 1),
+    block_bytes=1 << 16,
+    layers=8,
+    least_blocks=4,
+    sleeps=True,
+    separate=False,
+    begin=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("meta", "what"),
+    [
+        (TraceMeta(stages=[Stage("generation", 0, 1)]), "a stage"),
+        (TraceMeta(stages=[Stage("generation", -1, 0)]), "a stage"),
+        *(
+            (TraceMeta(engines=[msgspec.structs.replace(ENGINE, **changed)]), "the engine 'vllm'")
+            for changed in (
+                {"block_bytes": 0},
+                {"least_blocks": 0},
+                {"layers": 0},
+                {"share": 1.5},
+                {"share": float("nan")},
+                {"graphs": Sizes(0, -1, 1)},
+                {"begin": 9},
+            )
+        ),
+    ],
+)
+def test_stages_and_engines_are_checked(tmp_path: Path, meta: TraceMeta, what: str) -> None:
+    path = tmp_path / "job.trace"
+    save_unchecked(TraceBuilder().build(meta), path)
+    with pytest.raises(FormatError, match=what):
+        load_trace(path)
+
+
+def test_stages_and_engines_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.trace"
+    save_trace(TraceBuilder().build(TraceMeta(engines=[ENGINE])), path)
+    assert load_trace(path).meta.engines == [ENGINE]
 
 
 def test_a_header_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -335,13 +404,13 @@ def test_files_of_the_first_version_still_load(tmp_path: Path) -> None:
     kept = [columns[:start]]
     for f in fields(trace.ops):
         size = getattr(trace.ops, f.name).nbytes
-        if f.name not in ("call", "flops", "moved_bytes"):
+        if f.name not in ("call", "flops", "moved_bytes", "operands"):
             kept.append(columns[start : start + size])
         start += size
     rewrite(path, encoded(header, b"".join([*kept, columns[start:]])), version=1)
     loaded = load_trace(path)
     assert loaded.ops.call.tolist() == loaded.ops.moved_bytes.tolist() == [-1] * 40
-    assert loaded.ops.flops.tolist() == [0] * 40
+    assert loaded.ops.flops.tolist() == loaded.ops.operands.tolist() == [0] * 40
     for f in fields(trace.ops):
         assert getattr(loaded.ops, f.name).dtype == getattr(trace.ops, f.name).dtype
     assert np.array_equal(loaded.ops.reads, trace.ops.reads)

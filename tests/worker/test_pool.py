@@ -43,7 +43,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WorkerProcess", Started)
     monkeypatch.setattr(pool, "wait_for_any", first_to_end)
     monkeypatch.setattr(pool, "end_all", end_all)
-    monkeypatch.setattr(pool, "_available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(pool, "available_bytes", lambda: 1 << 40)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
 
@@ -61,7 +61,7 @@ def test_a_request_is_captured_once() -> None:
 
 def test_as_many_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     available = 7 << 30
-    monkeypatch.setattr(pool, "_available_bytes", lambda: available)
+    monkeypatch.setattr(pool, "available_bytes", lambda: available)
     with Workers() as workers:
         assert workers.has_room()
         workers.start(REQUEST)

@@ -53,7 +53,7 @@ def test_the_answer_of_several_ranks_has_them_all() -> None:
             rank(peak), host_processes=4, host_pinned_peak_bytes=peak // 10, rank=number
         )
         requests = Requests(1, b"alike", one.high_bytes)
-        captures.captured[number] = CapturedRank(number, "why", one, requests, Path("none"))
+        captures.seen.captured[number] = CapturedRank(number, "why", one, requests, Path("none"))
     answer = captures.answer()
     assert [item.host_peak_bytes for item in answer.ranks] == [50, 20]
     assert [item.host_pinned_peak_bytes for item in answer.ranks] == [5, 2]

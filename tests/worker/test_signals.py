@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from memplan.worker.process import WorkerProcess, wait_for_any
 from memplan.worker.signals import ended_by_signal
 
 WAITS = """
@@ -67,6 +68,35 @@ def test_a_program_that_swallows_it_is_not_an_answer(
     finally:
         signal.signal(number, inherited)
     assert capsys.readouterr().err == f"memplan: ended by {number.name}\n"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_in_a_finalizer_ends_the_wait_after_it(number: signal.Signals) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+
+    class Capturing(WorkerProcess):
+        ended = False
+
+        def __init__(self) -> None: ...
+
+    def command() -> int:
+        Finalized()
+        wait_for_any([Capturing()])
+        return 0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if number == signal.SIGTERM:
+            assert ended_by_signal(command, say=False) == 128 + number
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                ended_by_signal(command, answers=True)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_nohup_is_respected() -> None:

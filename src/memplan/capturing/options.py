@@ -32,7 +32,7 @@ class ScriptTarget:
     def command(self) -> list[str]:
         return [self.name, *self.argv]
 
-    def with_option(self, option: str, value: int) -> ScriptTarget:
+    def with_option(self, option: str, value: int | str) -> ScriptTarget:
         """With another value of the option; it is appended where it was not given."""
         argv = list(self.argv)
         for index in range(len(argv) - 1, -1, -1):

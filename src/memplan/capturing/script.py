@@ -97,15 +97,18 @@ def _capture(
             if only_writes is not None:
                 lockdown(str(box.scratch), map(str, only_writes))
             box.supply(files.supplier(peers.current(), session.state.assumptions))
-            with session, within or nullcontext():
-                try:
-                    with ended_whatever_it_catches():
-                        _run(target)
-                finally:
-                    end_children(others, uncounted)
-                    elsewhere = box.device_uses
-                    started.end()
-                    session.notes += oom_note(target)  # while its folder is on the path
+            try:
+                with session, within or nullcontext():
+                    try:
+                        with ended_whatever_it_catches():
+                            _run(target)
+                    finally:
+                        end_children(others, uncounted)
+                        elsewhere = box.device_uses
+                        started.end()
+                        session.notes += oom_note(target)  # while its folder is on the path
+            finally:
+                session.time_input()
     except EnoughSeen:
         pass
     except MemplanError:

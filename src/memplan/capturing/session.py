@@ -32,12 +32,12 @@ from memplan.capturing.job.caught import Caught
 from memplan.capturing.mode import CaptureMode
 from memplan.capturing.operators import data_dependent, one_kernel, shape_rules
 from memplan.capturing.operators.attention import Attention
-from memplan.capturing.operators.kernel_memory import KernelMemory
+from memplan.capturing.operators.kernel_memory import KernelMemory, convolution_layout
 from memplan.capturing.operators.recurrent import Recurrent
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.parity import formulas
 from memplan.capturing.parity.additions import InPlaceAdditions
-from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches, of_the_job
 from memplan.capturing.patches.imports import ImportWatcher
 from memplan.capturing.patches.internals import require
 from memplan.capturing.patches.job_observer import JobObserver
@@ -53,11 +53,11 @@ from memplan.capturing.tensors import (
     storages,
 )
 from memplan.capturing.training.ending import Ending
-from memplan.capturing.training.hand_updates import HandUpdates
 from memplan.capturing.training.repeats import Repeats
-from memplan.capturing.training.watcher import StepWatcher
+from memplan.capturing.training.watcher import HandUpdates, StepWatcher
 from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import CaptureError
+from memplan.types.step_time import InputTime
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class CaptureSession:
         self.caught = Caught(self.state)
         self.stand_ins = StandIns(options.packages)
         self.notes: list[str] = []
+        self._inputs: list[InputTime] = []
         if test is not None and test.too_late:
             raise CaptureError(
                 "this process has already run a backward pass, and PyTorch looks for devices only "
@@ -205,6 +206,13 @@ class CaptureSession:
         self._alloc_conf = self._settings_in_force()
         self._stack.__exit__(*exc)
 
+    def time_input(self) -> None:
+        """Measure the data loaders, once the session is over. They give batches that nobody will
+        see: not where the job goes on."""
+        done = self.steps.completed
+        if done and not peers.current().answering:
+            self._inputs = self.ending.inputs.measured(*(self.steps.repeats or (done - 1, done)))
+
     @staticmethod
     def _scan_seconds(options: CaptureOptions) -> float:
         """None for a rank that only answers another one, nor where somebody chose the steps."""
@@ -283,6 +291,7 @@ class CaptureSession:
         library = attention.install()
         stack.callback(library._destroy)
         stack.callback(one_kernel.install()._destroy)
+        patches.set(torch._C, "_conv_determine_backend_memory_format", convolution_layout)
         self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = self._watch_kernels()
         recurrent = Recurrent(self.state, self.options.profile, memory)
@@ -383,11 +392,14 @@ class CaptureSession:
             stop_reason=self.steps.stop_reason or "the job ended by itself",
             steady_steps=list(self.steps.repeats or ()),
             batches=self.ending.batches,
+            inputs=self._inputs,
             assumptions=self.state.assumptions.listed(),
             kernels=[
                 KernelChoice(op=op, kernel=kernel, reason=reason, count=count)
                 for (op, kernel, reason), count in self.state.kernels.most_common()
             ],
+            stages=list(self.state.stages),
+            engines=list(self.state.engines),
             notes=[
                 *self.notes,
                 *self.stand_ins.notes(),
@@ -405,9 +417,7 @@ class CaptureSession:
 
 
 def _of_the_job(names: Iterable[str]) -> list[types.ModuleType]:
-    """Of these modules those that are neither PyTorch's nor ours."""
-    found = [sys.modules[n] for n in list(names) if n.partition(".")[0] not in ("torch", "memplan")]
-    return [module for module in found if type(module) is types.ModuleType]
+    return [sys.modules[name] for name in list(names) if of_the_job(name, sys.modules[name])]
 
 
 def _deactivate() -> None:

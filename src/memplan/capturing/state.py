@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,9 +22,10 @@ from memplan.capturing.fake.fast_fake import DeviceFakeMode
 from memplan.capturing.host.memory import HostMemory
 from memplan.capturing.known_values.answers import Answers, Assumptions
 from memplan.capturing.known_values.store import Values, worth_keeping
-from memplan.capturing.recording.context import Context, shown_path
+from memplan.capturing.recording.context import Context, shown_path, source_of
 from memplan.capturing.recording.recorder import Recorder
 from memplan.capturing.recording.work import Work
+from memplan.types.engines import Engine, Stage
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
 from memplan.types.trace import Role
@@ -92,6 +94,9 @@ class CaptureState:
     assumptions: Assumptions = field(default_factory=Assumptions)
     kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     work: Work = field(default_factory=Work)
+    stages: list[Stage] = field(default_factory=list)
+    engines: list[Engine] = field(default_factory=list)
+    """Inference engines that share the card."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     mode: TorchDispatchMode = field(init=False)
     """Entered where operators are to be followed that would not be else."""
@@ -122,6 +127,19 @@ class CaptureState:
         self.recorder.flush()
         self.context.locate(frame, self.recorder.stream)
         self.recorder.builder.begin_op(name, stream=self.recorder.stream)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """While entered, the job does something else than train."""
+        builder = self.recorder.builder
+        self.recorder.flush()
+        begin = len(builder)
+        try:
+            yield
+        finally:
+            self.recorder.flush()
+            if len(builder) > begin:
+                self.stages.append(Stage(name, begin, len(builder)))
 
     # Tensors
 
@@ -279,4 +297,4 @@ class CaptureState:
 
     def source(self) -> str:
         """`file:line` of the user's code that is running."""
-        return self.context.source_text(sys._getframe(1)) or self.context.current_source()
+        return source_of(sys._getframe(1)) or self.context.current_source()

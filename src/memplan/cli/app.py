@@ -25,17 +25,24 @@ from memplan.worker.failure import (
     was_interrupted,
 )
 
-_COMMANDS = {
+COMMANDS = {
     "estimate": "memplan.cli.estimate",
     "fit": "memplan.cli.fit",
+    "sweep": "memplan.cli.sweep",
     "verify": "memplan.cli.verify",
     "recompute": "memplan.cli.recompute",
     "order": "memplan.cli.order",
     "layout": "memplan.cli.layout",
     "plan": "memplan.cli.plan",
     "run": "memplan.cli.run",
+    "place": "memplan.cli.place",
+    "calibrate": "memplan.cli.calibrate",
     "simulate": "memplan.cli.simulate",
+    "report": "memplan.cli.report",
+    "diff": "memplan.cli.diff",
     "export": "memplan.cli.export",
+    "mcp": "memplan.cli.mcp",
+    "completion": "memplan.cli.completion",
     "env": "memplan.cli.env",
 }
 _EXIT_INTERRUPTED = 130
@@ -70,9 +77,9 @@ def _dispatch(words: list[str], *, own_process: bool) -> int:
     if name in ("-V", "--version"):
         write_answer(f"memplan {__version__}\n")
         return EXIT_YES
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         raise _unknown_command(name)
-    command = _load(name)
+    command = load_command(name)
     parser = Parser(prog=f"memplan {name}", description=command.__doc__, allow_abbrev=False)
     command.prepare_parser(parser)
     program = None
@@ -93,8 +100,8 @@ def _refuse_empty(parser: Parser, args: argparse.Namespace) -> None:
             raise UsageError(f"{parser.prog}: {name} is empty", "is a shell variable not set?")
 
 
-def _load(name: str) -> Command:
-    return cast(Command, importlib.import_module(_COMMANDS[name]))
+def load_command(name: str) -> Command:
+    return cast(Command, importlib.import_module(COMMANDS[name]))
 
 
 def _overview() -> str:
@@ -104,9 +111,9 @@ def _overview() -> str:
         "usage: memplan COMMAND [options]",
         "",
     ]
-    for name in _COMMANDS:
-        summary = (_load(name).__doc__ or "").strip().splitlines()[0]
-        lines.append(f"  {name:<10}{summary}")
+    for name in COMMANDS:
+        summary = (load_command(name).__doc__ or "").strip().splitlines()[0]
+        lines.append(f"  {name:<12}{summary}")
     lines += [
         "",
         "memplan COMMAND --help says more; memplan --version prints the version.",
@@ -117,12 +124,12 @@ def _overview() -> str:
 
 
 def _unknown_command(name: str) -> UsageError:
-    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
     if near:
         return UsageError(f"no command {name!r}", f"memplan {near[0]}")
     if name.endswith(".py") or Path(name).exists():
         return UsageError(f"no command {name!r}", f"memplan estimate {name}")
-    return UsageError(f"no command {name!r}", f"one of {', '.join(_COMMANDS)}; memplan --help")
+    return UsageError(f"no command {name!r}", f"one of {', '.join(COMMANDS)}; memplan --help")
 
 
 def _complain(message: str, hint: str = "") -> None:

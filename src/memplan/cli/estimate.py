@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from memplan.cli.advice import next_command
 from memplan.cli.allocator import check_settings
+from memplan.cli.calibrate import add_calibration_option, calibrated
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
@@ -51,6 +52,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
+    add_calibration_option(parser)
     add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
@@ -81,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     script = target.name if target.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
+    named = calibrated(args.calibration, named)
     plan = load_plan(plan_path(args.plan)) if args.plan else None
     check_settings(args.alloc_conf or "", os.environ | job.environment)
     if args.multiple_of is not None and args.maximize is None:

@@ -18,6 +18,7 @@ import msgspec
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.allocator import check_settings
+from memplan.cli.calibrate import add_calibration_option, calibrated
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
 from memplan.cli.job import (
@@ -32,12 +33,15 @@ from memplan.cli.machine import machine_profile
 from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import find_profile, parse_size
 from memplan.types.errors import UsageError
-from memplan.worker.signals import ended_by_signal
+from memplan.worker.signals import ended_by_signal, raise_second_interrupt
 from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.cli.launchers.launch import Launch
     from memplan.fit.answer import Fit
+    from memplan.fit.flow import Fitted
+    from memplan.types.device import DeviceProfile
+    from memplan.types.estimate import Estimate
 
 TAKES_PROGRAM = True
 _USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
@@ -50,6 +54,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
+    add_calibration_option(parser)
     add("--steps", type=int, metavar="N", help="optimizer steps to run in each capture")
     add("--routing", choices=("balanced", "worst"), default="balanced",
         help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
@@ -62,6 +67,13 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--plans", metavar="FOLDER", help="of --frontier: write each of its plans to this folder")
     add("--host-memory", metavar="SIZE",
         help="page-locked memory of each host that levers may use; its ranks share it")  # fmt: skip
+    add(
+        "--price",
+        metavar="GPU=PRICE/h",
+        action="append",
+        default=[],
+        help="of this card and of others: what a step costs here with the plan, and there without",
+    )
     add_rank_options(parser, several=False)
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--allow-network", action="store_true", help="let the script use the network")
@@ -90,6 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     script = program.name if program.kind == "script" else ""
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
+    profile = calibrated(args.calibration, profile)
     if profile is None:
         raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
     if args.plans and not args.frontier:
@@ -100,11 +113,14 @@ def _run(args: argparse.Namespace) -> int:
     from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
     from memplan.fit.state import MoreNodes
+    from memplan.fit.worth import Other, priced
     from memplan.recompute import solve
     from memplan.types.plan_file import save_plan
     from memplan.worker.captures import RankCapture
+    from memplan.worker.failure import CaptureFailedError
     from memplan.worker.pool import Workers
 
+    prices = _prices(args.price, args.gpu or profile.name, profile)
     check_settings(args.alloc_conf or "", os.environ | job.environment)
     host_bytes = _host_bytes(args.host_memory, job)
     limits = Limits(args.allow, args.at_most, args.frontier, host_bytes)
@@ -123,19 +139,27 @@ def _run(args: argparse.Namespace) -> int:
         fitted = fit(
             program, profile, capture, solve, progress, limits, capture.ahead, ranks, more_nodes
         )
-    answer = msgspec.structs.replace(fitted.answer, notes=[*fitted.answer.notes, *_notes(job)])
+        answer = fitted.answer
+        raise_second_interrupt()  # by the first one, the answer came early
+        if prices and answer.after is not None and answer.complete:
+
+            def estimate_on(name: str) -> Estimate | None:
+                progress(f"capturing for {name}")
+                asked = RankCapture(job.question(args, find_profile(name)), workers)
+                try:
+                    return asked(program, quiet=True).estimate
+                except CaptureFailedError:
+                    return None
+
+            (gpu, price), *rest = prices.items()
+            others = [Other(name, hourly, estimate_on(name)) for name, hourly in rest]
+            answer = msgspec.structs.replace(answer, priced=priced(answer, gpu, price, others))
+    answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
     if path is not None and fitted.plan is not None:
         save_plan(fitted.plan, path, overwrite=args.force)
         answer = msgspec.structs.replace(answer, plan=args.output)
     if folder is not None:
-        folder.mkdir(exist_ok=True)
-        for number, plan in enumerate(fitted.frontier):
-            save_plan(plan, folder / f"{number}.plan", overwrite=args.force)
-        points = [
-            msgspec.structs.replace(point, plan=f"{args.plans}/{number}.plan")
-            for number, point in enumerate(answer.frontier)
-        ]
-        answer = msgspec.structs.replace(answer, frontier=points)
+        answer = _with_frontier_saved(fitted, answer, folder, args)
     if args.json:
         write_json(answer)
     else:
@@ -144,6 +168,33 @@ def _run(args: argparse.Namespace) -> int:
         hint = next_command(answer, args.own_words, job.launch)
         write_lines(fit_lines(answer, hint))
     return EXIT_YES if answer.fits else EXIT_NO
+
+
+def _with_frontier_saved(
+    fitted: Fitted, answer: Fit, folder: Path, args: argparse.Namespace
+) -> Fit:
+    """The answer, in which each point of the frontier names the file of its plan."""
+    from memplan.types.plan_file import save_plan
+
+    folder.mkdir(exist_ok=True)
+    for number, plan in enumerate(fitted.frontier):
+        save_plan(plan, folder / f"{number}.plan", overwrite=args.force)
+    points = [
+        msgspec.structs.replace(point, plan=f"{args.plans}/{number}.plan")
+        for number, point in enumerate(answer.frontier)
+    ]
+    return msgspec.structs.replace(answer, frontier=points)
+
+
+def _prices(texts: list[str], gpu: str, profile: DeviceProfile) -> dict[str, float]:
+    """By card as it is named, the one that is asked about first. Raises UsageError."""
+    from memplan.sweep.cards import price_list
+
+    found = price_list(texts)
+    ours = [one for one in found if find_profile(one[0]).name == profile.name]
+    if found and not ours:
+        raise UsageError(f"no price for {gpu}", f"--price {gpu}=2.5/h,…")
+    return dict([*ours, *found])
 
 
 def _fraction(text: str) -> float:

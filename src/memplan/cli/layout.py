@@ -14,7 +14,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from memplan import __version__
 from memplan.cli.command import EXIT_NO, EXIT_YES
@@ -33,6 +35,31 @@ TAKES_PROGRAM = False
 _TIMEOUT = 60.0
 _EXIT_NO_ANSWER = 4
 _MOST_NAMED = 12
+
+
+class LayoutAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `memplan layout`. Sizes are bytes."""
+
+    schema_version: int = 1
+    memplan_version: str
+    status: Literal["solved", "infeasible", "timed_out", "cancelled"]
+    """`solved`: the least height, or a layout within the capacity. `infeasible`: proved. Else the
+    best so far."""
+    buffers: int
+    height_bytes: int | None
+    """Of the layout found."""
+    lower_bound_bytes: int
+    """No layout is lower."""
+    max_load_bytes: int
+    """The most bytes alive at once."""
+    optimal: bool
+    """Whether the height meets the bound."""
+    capacity_bytes: int | None
+    """As asked."""
+    cannot_fit: list[str]
+    """Ids of buffers that cannot be placed together within the capacity."""
+    seconds: float
+    """Of the search."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and layout is not None:
         write_layout(problem, layout, out, overwrite=args.force)
     if args.json:
-        write_json(_as_json(problem, answer, capacity, seconds, cancelled=deadline.ended))
+        write_json(_answer(problem, answer, capacity, seconds, cancelled=deadline.ended))
     else:
         write_answer(_text(problem, answer, capacity, seconds))
     if isinstance(answer, Infeasible):
@@ -97,6 +124,13 @@ def interrupts_end(deadline: Deadline) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def status(answer: object, cancelled: bool) -> Literal["solved", "timed_out", "cancelled"]:
+    """How a search ended that proved nothing impossible."""
+    if isinstance(answer, Solved):
+        return "solved"
+    return "cancelled" if cancelled else "timed_out"
+
+
 def _layout(answer: Solution[Layout]) -> Layout | None:
     if isinstance(answer, Solved):
         return answer.solution
@@ -107,31 +141,28 @@ def _bound(answer: Solution[Layout]) -> int:
     return int(answer.witness if isinstance(answer, Infeasible) else answer.bound)
 
 
-def _as_json(
+def _answer(
     problem: Problem,
     answer: Solution[Layout],
     capacity: int | None,
     seconds: float,
     *,
     cancelled: bool,
-) -> dict[str, Any]:
+) -> LayoutAnswer:
     layout, bound = _layout(answer), _bound(answer)
-    unproved = "cancelled" if cancelled else "timed_out"
-    status = {Solved: "solved", Infeasible: "infeasible"}.get(type(answer), unproved)
     rows = answer.rows if isinstance(answer, Infeasible) else ()
-    return {
-        "schema_version": 1,
-        "memplan_version": __version__,
-        "status": status,
-        "buffers": len(problem),
-        "height_bytes": layout.height if layout else None,
-        "lower_bound_bytes": bound,
-        "max_load_bytes": problem.max_load,
-        "optimal": layout is not None and layout.height <= bound,
-        "capacity_bytes": capacity,
-        "cannot_fit": [problem.ids[row] for row in rows],
-        "seconds": round(seconds, 3),
-    }
+    return LayoutAnswer(
+        memplan_version=__version__,
+        status="infeasible" if isinstance(answer, Infeasible) else status(answer, cancelled),
+        buffers=len(problem),
+        height_bytes=layout.height if layout else None,
+        lower_bound_bytes=bound,
+        max_load_bytes=problem.max_load,
+        optimal=layout is not None and layout.height <= bound,
+        capacity_bytes=capacity,
+        cannot_fit=[problem.ids[row] for row in rows],
+        seconds=round(seconds, 3),
+    )
 
 
 def _text(problem: Problem, answer: Solution[Layout], capacity: int | None, seconds: float) -> str:

@@ -12,7 +12,8 @@ from itertools import takewhile
 
 import msgspec
 
-from memplan.types.device import MIB, DeviceProfile, find_profile, profile_of_size
+from memplan.types.device import MIB, DeviceProfile, corrected, find_profile, profile_of_size
+from memplan.types.device_corrections import Correction, read_corrections
 from memplan.types.errors import UsageError
 
 _TIMEOUT_SECONDS = 10
@@ -70,15 +71,21 @@ def machine_profile() -> DeviceProfile | None:
     gpu = machine_gpu()
     if gpu is None:
         return None
-    usable = int(gpu.total_bytes * _USABLE)
+    return profile_of(gpu.name, int(gpu.total_bytes * _USABLE), gpu.capability)
+
+
+def profile_of(name: str, usable: int, capability: tuple[int, int]) -> DeviceProfile | None:
+    """The profile of a card by its name, and the bytes that a process sees of it; one that has
+    another size, or no profile, is like its generation. None for an unknown generation."""
     try:
-        profile = find_profile(gpu.name)
+        profile = find_profile(name)
     except UsageError:
         profile = None
     if profile and abs(profile.total_memory_bytes / usable - 1) <= _SAME_SIZE:
         return profile
     try:
-        sized = profile_of_size(usable, gpu.capability)
+        sized = profile_of_size(usable, capability)
     except UsageError:
         return None
-    return msgspec.structs.replace(sized, device_name=gpu.name)
+    measured = read_corrections().get(name, Correction())
+    return corrected(msgspec.structs.replace(sized, device_name=name), measured)

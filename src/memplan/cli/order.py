@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import codecs
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from memplan import __version__
 from memplan.cli.command import EXIT_YES
 from memplan.cli.files import input_path
-from memplan.cli.layout import interrupts_end
+from memplan.cli.layout import interrupts_end, status
 from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.errors import FormatError
@@ -38,6 +40,47 @@ _LOOKED_AT = 4096
 _MADE_BY = "memplan estimate -o job.trace SCRIPT writes a trace; docs/order.md tells of graph files"
 
 
+class LaidOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An order with an address for each value."""
+
+    height_bytes: int
+    max_load_bytes: int
+    """The most bytes alive at once, in the allocator's blocks: no layout is lower."""
+    fragmentation: float
+    """The part of the height that is never needed."""
+
+
+class OrderLayouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Both orders with addresses."""
+
+    program: LaidOut
+    ordered: LaidOut
+    order_and_layout_saved: float
+    """By which part of it `ordered` is below `program`."""
+
+
+class OrderAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `memplan order`. Sizes are bytes of tensors."""
+
+    schema_version: int = 1
+    memplan_version: str
+    torch_version: str | None
+    """Null, as `gpu`, of a graph file."""
+    gpu: str | None
+    status: Literal["solved", "timed_out", "cancelled"]
+    operators: int
+    program_peak_bytes: int
+    baseline_peak_bytes: int
+    """Of the best of PyTorch's own orders."""
+    baseline: str
+    ordered_peak_bytes: int
+    lower_bound_bytes: int
+    """No order has a lower peak."""
+    optimal: bool
+    seconds: float
+    layout: OrderLayouts
+
+
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE|GRAPH")
@@ -48,13 +91,13 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     path = input_path(args.trace, made_by=_MADE_BY)
-    graph, origin = _load(path)
+    graph, torch_version, gpu = _load(path)
     from memplan.types.deadline import Deadline
 
     deadline = Deadline(args.timeout)
     with interrupts_end(deadline):
         from memplan.cli.order_layout import lay_out
-        from memplan.order.baselines import baseline_orders
+        from memplan.order.baselines import baseline_orders, best
         from memplan.order.solve import solve
 
         deadline = deadline.again(args.timeout)  # imports take seconds
@@ -67,18 +110,32 @@ def run(args: argparse.Namespace) -> int:
         seconds = deadline.spent()
         candidates = baselines()
         layouts = lay_out(graph, _order(answer).order, deadline=deadline.again(_LAYOUT_SECONDS))
-    figures = _figures(answer, candidates, seconds, cancelled=deadline.ended)
+    order, baseline = _order(answer), best(candidates)
+    found = OrderAnswer(
+        memplan_version=__version__,
+        torch_version=torch_version,
+        gpu=gpu,
+        status=status(answer, deadline.ended),
+        operators=len(order.order),
+        program_peak_bytes=candidates[0].peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        baseline=baseline.name,
+        ordered_peak_bytes=order.peak_bytes,
+        lower_bound_bytes=int(answer.bound),
+        optimal=order.peak_bytes <= answer.bound,
+        seconds=round(seconds, 3),
+        layout=_layouts(layouts),
+    )
     if args.json:
-        envelope = {"schema_version": 1, "memplan_version": __version__, **origin}
-        write_json({**envelope, **figures, "layout": _layout_json(layouts)})
+        write_json(found)
     else:
-        compared = len(candidates) > 1 or len(graph) < 2
-        write_answer(_text(figures, layouts, compared=compared))
+        write_answer(_text(found, compared=len(candidates) > 1 or len(graph) < 2))
     return EXIT_YES
 
 
-def _load(path: Path) -> tuple[Graph, dict[str, str | None]]:
-    """The graph of a trace's steady step, or of a graph file; and where it comes from."""
+def _load(path: Path) -> tuple[Graph, str | None, str | None]:
+    """The graph of a trace's steady step, or of a graph file; the trace's release of torch and
+    card."""
     from memplan.types.trace_file import MAGIC, load_trace
 
     with path.open("rb") as file:
@@ -86,13 +143,13 @@ def _load(path: Path) -> tuple[Graph, dict[str, str | None]]:
     if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
         from memplan.types.graph_file import load_graph
 
-        return load_graph(path), {"torch_version": None, "gpu": None}
+        return load_graph(path), None, None
     if not head.startswith(MAGIC[:1]):
         raise FormatError(f"{path} is neither a memplan trace nor a graph file", _MADE_BY)
     from memplan.phases.op_graph import op_graph
 
     trace = load_trace(path)
-    return op_graph(trace), {"torch_version": trace.meta.torch_version, "gpu": trace.meta.gpu}
+    return op_graph(trace), trace.meta.torch_version, trace.meta.gpu
 
 
 def _order(answer: Solved[Order] | TimedOut[Order]) -> Order:
@@ -103,72 +160,49 @@ def _order(answer: Solved[Order] | TimedOut[Order]) -> Order:
     return order
 
 
-def _figures(
-    answer: Solved[Order] | TimedOut[Order],
-    candidates: list[Candidate],
-    seconds: float,
-    *,
-    cancelled: bool,
-) -> dict[str, Any]:
-    from memplan.order.baselines import best
-    from memplan.types.solution import Solved
+def _layouts(layouts: Layouts) -> OrderLayouts:
+    def laid_out(laid: Laid) -> LaidOut:
+        return LaidOut(
+            height_bytes=laid.height_bytes,
+            max_load_bytes=laid.load_bytes,
+            fragmentation=round(laid.fragmentation, 6),
+        )
 
-    order, unproved = _order(answer), "cancelled" if cancelled else "timed_out"
-    return {
-        "status": "solved" if isinstance(answer, Solved) else unproved,
-        "operators": len(order.order),
-        "program_peak_bytes": candidates[0].peak_bytes,
-        "baseline_peak_bytes": best(candidates).peak_bytes,
-        "baseline": best(candidates).name,
-        "ordered_peak_bytes": order.peak_bytes,
-        "lower_bound_bytes": int(answer.bound),
-        "optimal": order.peak_bytes <= answer.bound,
-        "seconds": round(seconds, 3),
-    }
+    return OrderLayouts(
+        program=laid_out(layouts.program),
+        ordered=laid_out(layouts.ordered),
+        order_and_layout_saved=round(layouts.saved, 6),
+    )
 
 
-def _layout_json(layouts: Layouts) -> dict[str, Any]:
-    def figures(laid: Laid) -> dict[str, Any]:
-        return {
-            "height_bytes": laid.height_bytes,
-            "max_load_bytes": laid.load_bytes,
-            "fragmentation": round(laid.fragmentation, 6),
-        }
-
-    return {
-        "program": figures(layouts.program),
-        "ordered": figures(layouts.ordered),
-        "order_and_layout_saved": round(layouts.saved, 6),
-    }
-
-
-def _text(figures: dict[str, Any], layouts: Layouts, *, compared: bool) -> str:
+def _text(answer: OrderAnswer, *, compared: bool) -> str:
     """`compared`: whether one of PyTorch's own orders is there."""
     from memplan.report.text import format_bytes
 
-    program, ordered = figures["program_peak_bytes"], figures["ordered_peak_bytes"]
-    bound = figures["lower_bound_bytes"]
+    program, ordered = answer.program_peak_bytes, answer.ordered_peak_bytes
+    bound = answer.lower_bound_bytes
     gain = 1 - ordered / program if program else 0.0
-    if figures["optimal"]:
+    if answer.optimal:
         quality = "the least possible"
     elif not bound:
         quality = "how near to the least possible is not known"
     else:
         quality = f"at most {ordered / bound - 1:.2%} above the least possible"
-    baseline = f"{format_bytes(figures['baseline_peak_bytes'])} ({figures['baseline']})"
+    baseline = f"{format_bytes(answer.baseline_peak_bytes)} ({answer.baseline})"
     if not compared:
         baseline = "none in time"
-    laid = layouts.ordered
+    laid = answer.layout.ordered
     lines = [
         f"peak {format_bytes(ordered)}, {gain:.1%} below program order: {quality} "
-        f"({figures['operators']} operators, {figures['seconds']:.1f} s)",
+        f"({answer.operators} operators, {answer.seconds:.1f} s)",
         f"  program order      {format_bytes(program)}",
         f"  best of PyTorch's  {baseline}",
         f"  lower bound        {format_bytes(bound)}",
         f"  with addresses     {format_bytes(laid.height_bytes)}, {laid.fragmentation:.2%} of it "
         "fragmentation",
-        f"  order and layout   {layouts.saved:.1%} below program order with addresses",
+        f"  order and layout   {answer.layout.order_and_layout_saved:.1%} below program order with "
+        "addresses",
     ]
-    if figures["status"] != "solved":
-        lines.append(f"  {figures['status'].replace('_', ' ')}: the best so far")
+    if answer.status != "solved":
+        lines.append(f"  {answer.status.replace('_', ' ')}: the best so far")
     return "\n".join(lines) + "\n"

@@ -11,7 +11,9 @@ import argparse
 import shlex
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from memplan import __version__
 from memplan.capturing.options import STEPS_TO_PLAN
@@ -36,6 +38,33 @@ TAKES_PROGRAM = True
 _USAGE = "memplan plan -o job.plan train.py"
 _TIMEOUT = 10.0
 _ELLIPSIS = "…"
+
+
+class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `memplan plan`. Sizes are bytes."""
+
+    schema_version: int = 1
+    memplan_version: str
+    torch_version: str
+    gpu: str | None
+    plan: str
+    """The file that was written."""
+    device: int
+    """Its number; others are not planned."""
+    arena_bytes: int
+    load_bytes: int
+    """The most bytes alive at once: no arena is smaller."""
+    optimal: bool
+    steps: int
+    """Of a round."""
+    requests: int
+    """Of setup and round."""
+    planned: int
+    """Those with a place."""
+    dynamic: int
+    """Those whose size depends on data."""
+    spaces: int
+    seconds: float
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     save_plan(plan_of(trace, found, before), path, overwrite=args.force)
     if args.json:
-        write_json(_as_json(trace, found, args.output, seconds))
+        write_json(_answer(trace, found, args.output, seconds))
     else:
         write_answer(_text(trace, found, seconds))
         if words:
@@ -134,25 +163,24 @@ def _capture(args: argparse.Namespace, before: Plan | None) -> tuple[Trace, Laun
     return capture(job.launch.target, before).trace, job.launch
 
 
-def _as_json(trace: Trace, found: StaticPlan, path: str, seconds: float) -> dict[str, Any]:
+def _answer(trace: Trace, found: StaticPlan, path: str, seconds: float) -> PlanAnswer:
     part = found.part
-    return {
-        "schema_version": 1,
-        "memplan_version": __version__,
-        "torch_version": trace.meta.torch_version,
-        "gpu": trace.meta.gpu or None,
-        "plan": path,
-        "device": part.device,
-        "arena_bytes": part.arena_bytes,
-        "load_bytes": part.load_bytes,
-        "optimal": found.proved,
-        "steps": part.steps,
-        "requests": part.requests,
-        "planned": found.planned,
-        "dynamic": found.dynamic,
-        "spaces": len(part.spaces),
-        "seconds": round(seconds, 3),
-    }
+    return PlanAnswer(
+        memplan_version=__version__,
+        torch_version=trace.meta.torch_version,
+        gpu=trace.meta.gpu or None,
+        plan=path,
+        device=part.device,
+        arena_bytes=part.arena_bytes,
+        load_bytes=part.load_bytes,
+        optimal=found.proved,
+        steps=part.steps,
+        requests=part.requests,
+        planned=found.planned,
+        dynamic=found.dynamic,
+        spaces=len(part.spaces),
+        seconds=round(seconds, 3),
+    )
 
 
 def _other_devices(trace: Trace, planned: int) -> list[int]:

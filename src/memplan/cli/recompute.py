@@ -11,6 +11,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from memplan import __version__
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import input_path
@@ -23,6 +25,32 @@ if TYPE_CHECKING:
 
 TAKES_PROGRAM = False
 _TIMEOUT = 20.0
+
+
+class Recomputed(msgspec.Struct, frozen=True, kw_only=True):
+    """The least added time within a budget."""
+
+    budget_bytes: int
+    peak_bytes: int
+    added_seconds: float
+    """Of a step's forward and backward."""
+    added_fraction: float
+
+
+class RecomputeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `memplan recompute`: bytes that PyTorch has allocated."""
+
+    schema_version: int = 1
+    memplan_version: str
+    torch_version: str
+    gpu: str
+    """The card that prices the operators."""
+    plain_peak_bytes: int
+    """Of forward and backward, nothing dropped."""
+    least_peak_bytes: int | None
+    """The least found, where there are no points."""
+    points: list[Recomputed]
+    """The least peak first; with a budget at most one."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -52,17 +80,15 @@ def run(args: argparse.Namespace) -> int:
     if not points:
         least = _least(graph, args.timeout)
     if args.json:
-        write_json(
-            {
-                "schema_version": 1,
-                "memplan_version": __version__,
-                "torch_version": trace.meta.torch_version,
-                "gpu": profile.name,
-                "plain_peak_bytes": plain,
-                "least_peak_bytes": least,
-                "points": [_as_json(point) for point in points],
-            }
+        answer = RecomputeAnswer(
+            memplan_version=__version__,
+            torch_version=trace.meta.torch_version,
+            gpu=profile.name,
+            plain_peak_bytes=plain,
+            least_peak_bytes=least,
+            points=msgspec.convert(points, list[Recomputed], from_attributes=True),
         )
+        write_json(answer)
     else:
         write_answer(_text(plain, points, budget, least))
     return EXIT_YES if points else EXIT_NO
@@ -77,15 +103,6 @@ def _least(graph: Any, seconds: float) -> int:
     if not isinstance(found, Solved):
         raise NoAnswerError("nothing was found in time", f"--timeout {2 * seconds:g}")
     return int(found.cost)
-
-
-def _as_json(point: Point) -> dict[str, Any]:
-    return {
-        "budget_bytes": point.budget_bytes,
-        "peak_bytes": point.peak_bytes,
-        "added_seconds": point.added_seconds,
-        "added_fraction": point.added_fraction,
-    }
 
 
 def _text(plain: int, points: list[Point], budget: int | None, least: int | None) -> str:

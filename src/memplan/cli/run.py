@@ -13,7 +13,8 @@ import os
 import shlex
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,13 @@ from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
 from memplan.cli.run_signals import finished
+from memplan.sweep.cards import hourly
 from memplan.types.alloc_conf import CONF_VARIABLES
 from memplan.types.errors import MemplanError, OptimizerInBackwardError, UsageError
 
 if TYPE_CHECKING:
     from memplan.capturing.options import ScriptTarget
+    from memplan.cli.run_watch import Watch
     from memplan.runtime.planned.files import RunFiles
     from memplan.runtime.planned.install import PlannedRun
     from memplan.types.plan import Plan
@@ -45,7 +48,8 @@ class NotStartedError(MemplanError):
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    usage = "memplan run [--plan PLAN] [--record TRACE] [--stats FILE] {} [ARGS…]"
+    options = "[--plan PLAN] [--record TRACE] [--stats FILE] [--price PRICE/h] [--watch]"
+    usage = f"memplan run {options} {{}} [ARGS…]"
     parser.usage = f"{usage.format('SCRIPT')}\n       {usage.format('-m MODULE')}"
     add = parser.add_argument
     add("--plan", metavar="PLAN", help="a plan of memplan fit or memplan plan")
@@ -53,6 +57,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         "--record", metavar="TRACE", help="plan nothing: write the job's real requests to this file"
     )
     add("--stats", metavar="FILE", help="write what the memory did, as JSON")
+    add("--price", metavar="PRICE/h", type=hourly, help="of this GPU: what planning costs in money")
+    add("--watch", action="store_true",
+        help="show the job's memory beside the plan in the terminal's last lines")  # fmt: skip
     add("-f", "--force", action="store_true", help="write over existing files")
     add("-m", metavar="MODULE", help="run a module instead of a script")
 
@@ -67,12 +74,15 @@ def run(args: argparse.Namespace) -> int:
     from memplan.capturing.job.run import run_program
     from memplan.runtime.in_effect import plan_in_effect
 
+    watch = _watch(running, files.say) if args.watch else ExitStack()
+
     def finish() -> None:
+        watch.close()
         running.close()
         files.finish(running)
 
     command, program = program.command, program.with_arguments(plan)
-    with finished(finish, also_by_signal=files.any):
+    with finished(finish, also_by_signal=files.any or args.watch), watch:
         try:
             with plan_in_effect(plan, command, files.say) as files.in_effect:
                 run_program(program.kind, program.name, program.argv)
@@ -111,12 +121,18 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     from memplan.runtime.planned.files import RunFiles
     from memplan.runtime.planned.install import PlannedRun, start
 
-    files = RunFiles(_note, name, trace, stats, overwrite=args.force)
+    files = RunFiles(_note, name, trace, stats, overwrite=args.force, price=args.price)
     if not serve:
         return plan, files, PlannedRun()
     given = plan if plan.allocation is not None else None
     running = start(given, command=program.command, record_all=bool(args.record), say=files.say)
     return plan, files, running
+
+
+def _watch(running: PlannedRun, say: Callable[[str], None]) -> Watch:
+    from memplan.cli.run_watch import Watch, memory_of
+
+    return Watch(lambda: memory_of(running), sys.stderr.fileno(), say)
 
 
 def _output(text: str, force: bool, plan: str, program: ScriptTarget) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import TypedDict
 
 from memplan import __version__
 from memplan.cli.command import EXIT_NO, EXIT_YES
@@ -18,6 +19,16 @@ from memplan.types.device import find_profile, parse_size
 
 TAKES_PROGRAM = False
 _COMPARED = ("segments_logged", "segments_matched", "first_difference")
+
+
+class ReplayHeader(TypedDict):
+    """What the answer of `memplan simulate` begins with; a `ReplayReport` follows."""
+
+    schema_version: int
+    memplan_version: str
+    torch_version: str
+    """Of the file."""
+    gpu: str | None
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -45,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     settings = AllocatorSettings.parse(merged(trace.meta.alloc_conf, args.alloc_conf))
     report = replay_report(trace, settings, capacity)
     if args.json:
-        header = {
+        header: ReplayHeader = {
             "schema_version": 1,
             "memplan_version": __version__,
             "torch_version": trace.meta.torch_version,
             "gpu": profile.name if profile else None,
         }
-        write_json(header | report)
+        write_json({**header, **report})
     else:
         write_answer(_text(report))
     return EXIT_NO if report.get("oom_event") is not None else EXIT_YES

@@ -28,9 +28,8 @@ from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import MIB, DeviceProfile
 from memplan.types.device_corrections import (
     MEASURED_HERE,
-    Correction,
     context_of,
-    save_correction,
+    save_context,
 )
 from memplan.types.errors import MemplanError, NoAnswerError, UsageError
 from memplan.worker.failure import CaptureFailedError, complaint
@@ -150,7 +149,7 @@ def _calibrated(answer: Verification, measured: dict[str, Any]) -> Verification:
     context = context_of(answer.outside_bytes // MIB)
     date = datetime.now(UTC).date().isoformat()
     said = f"{MEASURED_HERE} on {date} with torch {answer.torch_version}"
-    path = save_correction(answer.device_name, Correction(context, said))
+    path = save_context(answer.device_name, context, said)
     return msgspec.structs.replace(answer, calibrated=str(path))
 
 

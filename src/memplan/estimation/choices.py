@@ -62,7 +62,7 @@ def _rows(trace: Trace) -> npt.NDArray[np.bool_]:
         (events.kind == EventKind.ALLOC)
         & modules[events.module]
         & np.isin(events.phase, _PASSES)
-        & ~np.isin(trace.storages.role[events.storage], _KEPT)
+        & ~np.isin(np.append(trace.storages.role, Role.UNKNOWN)[events.storage], _KEPT)
     )
     return rows
 

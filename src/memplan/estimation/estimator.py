@@ -14,15 +14,16 @@ from memplan.estimation.communication import (
     communication_bytes,
     communication_notes,
 )
-from memplan.estimation.contents import Contents, peak_event, phase_peaks, point_at
+from memplan.estimation.contents import Contents, phase_peaks, point_at
 from memplan.estimation.curve import thin
+from memplan.estimation.engines import engine_estimates, engine_notes, stage_peaks
 from memplan.estimation.host import host_memory
 from memplan.estimation.interval import CachingPlayer, Interval, Player, find_interval
 from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, Settled, settled
-from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
+from memplan.timing.step import step_time
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, captured_for
 from memplan.types.device_corrections import MEASURED_HERE
-from memplan.types.errors import UsageError
 from memplan.types.estimate import Estimate, GpuInfo
 from memplan.types.trace import Assumption, Trace
 
@@ -50,9 +51,10 @@ def estimate(
     """
     if settings is None:
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
-    card = profile or _seen_card(trace)
+    card = profile or captured_for(trace.meta.gpu)
     communication = communication_bytes(trace.meta.communicators, card.capability)
-    part = _part(_with_communicators(card, communication), trace.meta.card_processes)
+    whole = _with_engines(_with_communicators(card, communication), card, trace)
+    part = _part(whole, trace.meta.card_processes)
     steady = settled(trace, settings)
     limited = profile is not None
     if player is None:
@@ -60,12 +62,22 @@ def estimate(
         replays: Player = CachingPlayer(settings, part, total)
     else:
         replays = player(part)
-    interval = find_interval(steady.trace, part, replays, limited=limited)
+    interval = find_interval(
+        steady.trace, part, replays, limited=limited, least=steady.least_reserved_bytes
+    )
+
+    def fits(other: Trace) -> bool:
+        found = find_interval(other, part, replays, limited=limited)
+        return _missing_bytes(found, settings, part) == 0
+
     fields = {
         **_verdict(interval, settings, profile, card, part, trace.meta.card_processes),
         **_peaks(interval),
         **_contents(steady, interval, card, communication),
+        "stages": stage_peaks(steady, interval, part),
+        "engines": engine_estimates(steady, interval, part if limited else None, fits),
         **_host(trace, settings),
+        **_step(trace, profile),
     }
     meta = trace.meta
     return Estimate(
@@ -86,6 +98,7 @@ def estimate(
             *communication_notes(meta.communicators, card.capability),
             *why_wide(trace, interval),
             *choices.note(trace),
+            *engine_notes(trace, profile),
             *_repetitions(steady),
             *meta.notes,
         ],
@@ -134,16 +147,20 @@ def _contents(
     steady: Settled, interval: Interval, card: DeviceProfile, communication: Bounds
 ) -> dict[str, Any]:
     timeline = interval.expected.timeline
-    contents = Contents(steady.trace, timeline, peak_event(timeline))
+    contents = Contents(steady.trace, timeline, timeline.fullest_event)
     return {
         "breakdown": contents.breakdown(
-            interval.reserved[1], card.context_bytes, communication.expected
+            interval.held[1],
+            card.context_bytes,
+            communication.expected,
+            _processes_of_engines(steady.trace) * card.context_bytes,
         ),
         "gathered_parameter_bytes": contents.gathered_bytes(),
         "peak": contents.point(),
         "allocated_peak": point_at(steady.trace, timeline.allocated_peak_event),
         "phases": phase_peaks(steady.trace, timeline),
         "largest": contents.largest(),
+        "held": contents.held(),
         "curve": thin(steady.trace, timeline),
     }
 
@@ -166,30 +183,54 @@ def _host(trace: Trace, settings: AllocatorSettings) -> dict[str, Any]:
     }
 
 
+def _step(trace: Trace, profile: DeviceProfile | None) -> dict[str, Any]:
+    found = None if profile is None else step_time(trace, profile)
+    if found is None:
+        return {}
+    return {
+        "step_seconds": found.seconds,
+        "step_low_seconds": found.low_seconds,
+        "step_high_seconds": found.high_seconds,
+        "host_launch_seconds": found.host_seconds,
+        "exposed_communication_seconds": found.exposed_communication_seconds,
+        "input_seconds": found.input_seconds,
+        "exposed_input_seconds": found.exposed_input_seconds,
+        "model_flops_utilisation": found.model_flops_utilisation,
+        "peak_rate": found.peak_rate,
+        "kernel_seconds": found.kernel_seconds,
+    }
+
+
 def _unsettled(steady: Settled) -> list[Assumption]:
     return [Assumption("steady-state", steady.unsettled)] if steady.unsettled else []
 
 
 def _repetitions(steady: Settled) -> list[str]:
     more = steady.rounds * steady.steps
-    if not more:
-        return []
+    said = []
+    if steady.turns:
+        said = [
+            f"{steady.turns:,} batches of loops that evaluate were simulated, made up from those "
+            "captured"
+        ]
+    if steady.orders > 1:
+        said.append(
+            "no seed fixes the order of the data loader's batches, so each run of the job has "
+            f"another, and fragments otherwise: the answer is for the worst of {steady.orders}, "
+            "and the range spans them; torch.manual_seed() in the script narrows it"
+        )
     if steady.of_batches:
         return [
             f"{more:,} steps on batches of the data loader's other sizes were simulated, made up "
-            "from those captured"
+            "from those captured",
+            *said,
         ]
-    return [
-        f"the allocator was simulated for {more} step{'s' if more > 1 else ''} more than were "
-        "captured, like the last of these, because what it reserves grew until then"
-    ]
-
-
-def _seen_card(trace: Trace) -> DeviceProfile:
-    try:
-        return find_profile(trace.meta.gpu)
-    except UsageError:
-        return find_profile(DEFAULT_PROFILE)
+    if more:
+        said.append(
+            f"the allocator was simulated for {more} step{'s' if more > 1 else ''} more than were "
+            "captured, like the last of these, because what it reserves grew until then"
+        )
+    return said
 
 
 def _missing_bytes(interval: Interval, settings: AllocatorSettings, card: DeviceProfile) -> int:
@@ -220,6 +261,21 @@ def _with_communicators(card: DeviceProfile, communication: Bounds) -> DevicePro
     )
 
 
+def _with_engines(card: DeviceProfile, one: DeviceProfile, trace: Trace) -> DeviceProfile:
+    """And beside the contexts of engines that are processes of their own, each as that of `one`."""
+    count = _processes_of_engines(trace)
+    return msgspec.structs.replace(
+        card,
+        context_bytes=card.context_bytes + count * one.context_bytes,
+        context_low_bytes=card.context_low_bytes + count * one.context_low_bytes,
+        context_high_bytes=card.context_high_bytes + count * one.context_high_bytes,
+    )
+
+
+def _processes_of_engines(trace: Trace) -> int:
+    return sum(engine.separate for engine in trace.meta.engines)
+
+
 def gpu_info(profile: DeviceProfile) -> GpuInfo:
     """The card as answers name it."""
     return GpuInfo(
@@ -242,8 +298,11 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
             f"No card is known, so there is no verdict: the script saw {card.device_name} "
             f"({card.name}){assumed}. --gpu names another."
         ]
-    said = card.sources.get("context", "")
-    notes = [f"context of {card.name}: {said}"] if said.startswith(MEASURED_HERE) else []
+    notes = [
+        f"{what} of {card.name}: {said}"
+        for what in ("context", "kernels")
+        if (said := card.sources.get(what, "")).startswith(MEASURED_HERE)
+    ]
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):
         return [
             *notes,

@@ -3,11 +3,12 @@
 How much an allocator reserves depends chaotically on the sizes it is asked for: a workspace a
 little larger can cost a segment or save one. A single replay with uncertain sizes is therefore one
 draw of many. The trace is replayed with its uncertain sizes at several points between low and
-expected, and the largest is taken as the expected value, because a job of many iterations meets
-many of them and what is reserved once stays. The interval spans all of these and the high sizes
-with the latest reuse of memory that several streams used.
+expected. The expected value is what is allocated at the expected sizes and the middle one of what
+these replays reserve beyond what they allocate. The interval spans them all and the high sizes with
+the latest reuse of memory that several streams used.
 
-Where a router's choices decide sizes, replays with other choices are spanned too (`choices`).
+Where a router's choices decide sizes, replays with other choices are spanned too (`choices`), and
+so are other orders of a job's batches where each run draws its own (`simulate.settle`).
 
 Even a trace in which everything was observed leaves a margin, because a real run is not repeated
 to the byte: library handles take blocks in another order, threads interleave, kernels differ
@@ -55,11 +56,16 @@ class Replay:
 
     @property
     def reserved(self) -> int:
+        """With what others hold on the card."""
         return int(self.timeline.reserved_peak_bytes)
 
     @property
-    def allocated(self) -> int:
-        return int(self.timeline.allocated_peak_bytes)
+    def own_reserved(self) -> int:
+        return int(self.timeline.own_reserved_peak_bytes)
+
+    @property
+    def own_allocated(self) -> int:
+        return int(self.timeline.own_allocated_peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,14 @@ class Interval:
 
     expected: Replay
     high: Replay
+    held: tuple[int, int, int]
+    """Low, expected, high bytes, the margin included: of PyTorch's allocator, and of others that
+    the trace names, together."""
     reserved: tuple[int, int, int]
-    """Low, expected, high bytes, the margin included."""
+    """Of PyTorch's allocator."""
     allocated: tuple[int, int, int]
     peak: tuple[int, int, int]
-    """Reserved plus the context."""
+    """Held plus the context."""
 
 
 def margin_bytes(reserved: int, method: str = "fake-cuda") -> int:
@@ -82,14 +91,20 @@ def margin_bytes(reserved: int, method: str = "fake-cuda") -> int:
 
 
 def find_interval(
-    trace: Trace, profile: DeviceProfile, player: Player, *, limited: bool
+    trace: Trace,
+    profile: DeviceProfile,
+    player: Player,
+    *,
+    limited: bool,
+    least: int | None = None,
 ) -> Interval:
-    """Replay the trace. `limited`: whether the card's size binds."""
+    """Replay the trace. `limited`: whether the card's size binds; `least`: bytes that another order
+    of the job's batches reserves."""
     drawn = [
         player.play(sizes, "expected", "earliest", profile.context_bytes) for sizes in _draws(trace)
     ]
-    expected = max(drawn, key=lambda replay: replay.reserved)
-    margin = margin_bytes(expected.reserved, trace.meta.method)
+    expected = _middle(drawn)
+    margin = margin_bytes(expected.own_reserved, trace.meta.method)
     high = expected
     if _varies(trace) or limited:
         taken = profile.context_high_bytes + margin
@@ -97,8 +112,12 @@ def find_interval(
     context = profile.context_bytes
     routed = [player.play(one, "expected", "earliest", context) for one in uneven(trace)]
     played = [*drawn, high, *routed]
-    reserved = _span([replay.reserved for replay in played], expected.reserved, margin)
-    peak, top = reserved[1] + profile.context_bytes, reserved[2] + profile.context_high_bytes
+    totals = [replay.reserved for replay in played] + ([] if least is None else [least])
+    held = reserved = _span(totals, expected.reserved, margin)
+    if expected.own_reserved != expected.reserved:
+        own = [replay.own_reserved for replay in played]
+        reserved = _span(own, expected.own_reserved, margin)
+    peak, top = held[1] + profile.context_bytes, held[2] + profile.context_high_bytes
     if limited and all(replay.fits for replay in played):
         # Each replay was held to the room beside its own context, so none needs more than the
         # card, unless the context alone does.
@@ -106,10 +125,25 @@ def find_interval(
     return Interval(
         expected=expected,
         high=high,
+        held=held,
         reserved=reserved,
-        allocated=_span([replay.allocated for replay in played], expected.allocated, margin),
-        peak=(reserved[0] + profile.context_low_bytes, peak, top),
+        allocated=_span(
+            [replay.own_allocated for replay in played], expected.own_allocated, margin
+        ),
+        peak=(held[0] + profile.context_low_bytes, peak, top),
     )
+
+
+def _middle(drawn: list[Replay]) -> Replay:
+    """The replay that is nearest to the allocated bytes of the first, at the expected sizes, and
+    the median of the fragmentation of them all."""
+    fragmented = sorted(map(_fragmentation, drawn))[len(drawn) // 2]
+    allocated = drawn[0].timeline.allocated_peak_bytes
+    return min(drawn, key=lambda one: abs(one.reserved - allocated - fragmented))
+
+
+def _fragmentation(replay: Replay) -> int:
+    return replay.reserved - replay.timeline.allocated_peak_bytes
 
 
 def _span(totals: list[int], expected: int, margin: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ _CAUSES = {
     "convolution": "cuDNN chooses its convolution workspaces when it runs",
     "_cudnn_rnn": "cuDNN does not publish what its recurrent layers keep",
     "attention": "attention kernels take workspaces that depend on their version",
+    "kv_cache": "an engine's KV cache is what its activations and CUDA graphs leave of its share",
 }
 """By a part of the operator's name."""
 _OTHER = "kernels take scratch memory whose size is not published"

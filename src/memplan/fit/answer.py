@@ -20,7 +20,16 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     """Something that the plan does."""
 
     kind: Literal[
-        "recompute", "order", "allocator", "loss", "batches", "state", "offload", "addresses"
+        "recompute",
+        "order",
+        "allocator",
+        "loss",
+        "batches",
+        "state",
+        "low_bit",
+        "frozen",
+        "offload",
+        "addresses",
     ]
     numbers: Numbers = "exact"
     name: str
@@ -56,6 +65,23 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     levers: list[Lever]
     plan: str | None = None
     """Path of the plan, where it was written."""
+
+
+class Priced(msgspec.Struct, frozen=True, kw_only=True):
+    """A card and what a step costs on it, in the currency of the prices."""
+
+    gpu: str
+    per_hour: float
+    """Of one GPU."""
+    fits: bool
+    plan: bool
+    """Whether the plan is in effect; without it on the other cards."""
+    step_seconds: float | None
+    step_cost: float | None
+    """None where the job does not fit or the step's time is not known."""
+    paid_after_steps: int | None = None
+    """Of other cards: steps after which the plan has saved what finding it cost, `seconds` at the
+    price of the card that was asked about; None where it saves nothing."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +175,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Of the plans that were captured, the one that needs the least memory."""
     frontier: list[Alternative] = []
     """Where it was asked for: rising added time, falling peak."""
+    priced: list[Priced] = []
+    """Where prices were given: this card with the plan first, then the others without."""
     captures: int = 1
     """Of the script, in all."""
     levers_tried: list[str] = []
@@ -164,3 +192,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """That finding the answer took."""
     notes: list[str]
+
+    def _repr_html_(self) -> str:
+        from memplan.fit.text import fit_html
+
+        return fit_html(self)

@@ -67,7 +67,9 @@ def answer_of(
         added_fraction=_fraction(chosen, plain_seconds),
         levers=_levers(chosen, plain_seconds),
         host_bytes=sum(
-            part.host_bytes for part in (chosen.plan.state, chosen.plan.offload) if part
+            part.host_bytes
+            for part in (chosen.plan.state, chosen.plan.frozen, chosen.plan.offload)
+            if part
         ),
         at_most=limits.at_most,
         exact=None if chosen.exact else _alternative(exact, plain_seconds),

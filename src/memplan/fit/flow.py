@@ -17,8 +17,10 @@ from memplan.capturing.options import ScriptTarget
 from memplan.fit.addresses import with_planned_addresses
 from memplan.fit.answer import Change, Fit, Numbers
 from memplan.fit.choice import NO_LIMITS, Limits, answer_of
-from memplan.fit.host_state import with_state_on_host
+from memplan.fit.frozen import hides, with_frozen_on_host
+from memplan.fit.host_state import is_quick, least_seconds, with_state_on_host
 from memplan.fit.loss import with_loss_in_chunks
+from memplan.fit.low_bit import with_low_bit_state
 from memplan.fit.micro_batches import with_micro_batches
 from memplan.fit.nearest import nearest_changes
 from memplan.fit.offload import OffloadPlanner
@@ -28,6 +30,7 @@ from memplan.fit.regions import RegionSearch
 from memplan.fit.search import Progress, Search
 from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.phases import step_graph
+from memplan.phases.passes import passes_overlap
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.plan import Plan
@@ -36,8 +39,8 @@ from memplan.worker.failure import CaptureFailedError
 
 _USUAL_CAPTURES = 3
 """Of a lever with recomputation on top."""
-_WORTH_OFFLOAD = 0.01
-"""Time that recomputation adds, as a fraction of the step, up to which nothing is offloaded."""
+_WORTH = 0.01
+"""Time that a plan adds, as a fraction of the step, up to which no other way is looked for."""
 _ROW = 4
 """Budgets that a frontier is captured for, beside the least peak, for each set of levers."""
 
@@ -52,13 +55,45 @@ class _Lever(NamedTuple):
     """The job as it is, maybe with a note, where it cannot have it."""
     beyond: float
     """Time that the best plan so far adds, as a fraction of the step, up to which it is left."""
+    least: Callable[[State], float] = lambda state: 0.0
+    """Seconds that it adds to a step whatever comes on top, as far as that is known before a
+    capture: with as many it cannot beat a plan that adds fewer."""
+    first: Callable[[State], bool] = lambda state: False
+    """Whether it should add next to nothing, and is tried before recomputation."""
+    instead_of: str = ""
+    """A part of plans that it takes the place of."""
 
 
 _LEVERS = (
-    _Lever("state", "optimizer state on the host", "exact", with_state_on_host, 0.05),
+    _Lever("frozen", "frozen weights on the host", "exact", with_frozen_on_host, 0.05, first=hides),
+    _Lever(
+        "state",
+        "optimizer state on the host",
+        "exact",
+        with_state_on_host,
+        0.05,
+        least_seconds,
+        first=is_quick,
+    ),
     _Lever("loss", "the loss in chunks", "rounding", with_loss_in_chunks, 0.01),
     # It seldom adds less: an update's weights are read more often.
     _Lever("batches", "smaller batches", "rounding", with_micro_batches, 0.1),
+    _Lever(
+        "low_bit",
+        "optimizer state in 8 bits",
+        "numbers",
+        with_low_bit_state,
+        0.01,
+        instead_of="state",
+    ),
+)
+
+
+_PIPELINED = (
+    "Nothing can be recomputed or sent to the host: forward passes of other batches come before a "
+    "batch's backward, as in a pipeline's schedule, and a plan holds for one batch at a time. "
+    "torch.utils.checkpoint around each layer, written into the script, would do it, and smaller "
+    "micro-batches need less."
 )
 
 
@@ -125,6 +160,7 @@ def fit(
             changes, tried = nearest_changes(first, best.base, best.end)
     except KeyboardInterrupt:
         complete = False
+        progress("ending early, with what is known; Ctrl-C once more ends it at once")
     answer, chosen, curve = answer_of(first, limits, finder.plain_seconds)
     answer = msgspec.structs.replace(
         answer,
@@ -156,14 +192,23 @@ class _Finder:
         self._search.tried.append("order")
         base = self._with(with_optimizer_in_backward, self._first)
         hopeless = _is_hopeless(base)
-        if hopeless:
+        early = [one for one in self._levers if not self._limits.frontier and one.first(base)]
+        if hopeless or early:
             self._routes.append(_Route(base, base))
-        else:
+        for lever in early:
+            if not self._is_good(_WORTH):
+                self._try(lever)
+        # What recomputation does not make fit with these levers, it does not without them.
+        in_vain = len(self._routes) > 1 and not self.best().end.fits
+        good = bool(self._routes) and self._is_good(_WORTH)
+        if not hopeless and (self._limits.frontier or not (in_vain or good)):
             self._routes.append(self._first_route(base))
-            if self._limits.frontier or not self._is_good(_WORTH_OFFLOAD):
+            if self._limits.frontier or not self._is_good(_WORTH):
                 self._offload(self._routes[-1])
         for lever in self._levers:
-            if self._limits.frontier or not self._is_good(lever.beyond):
+            if lever in early:
+                continue
+            if self._limits.frontier or self._may_beat(lever, self.best().end):
                 self._try(lever)
         if hopeless and len(self._routes) == 1:
             self._routes.append(self._first_route(base))
@@ -178,12 +223,14 @@ class _Finder:
         end = self.best().end if self._routes else self._first
         self._with(with_planned_addresses, end)
 
-    def best(self) -> _Route:
-        """The cheapest that fits; where none does, the one that fits the smallest card."""
-        fitting = [route for route in self._routes if route.end.fits]
+    def best(self, without: str = "") -> _Route:
+        """The cheapest that fits; where none does, the one that fits the smallest card. Of those
+        `without` a part of the plan, where it is named."""
+        routes = [one for one in self._routes if not getattr(one.base.plan, without, None)]
+        fitting = [route for route in routes if route.end.fits]
         if fitting:
             return min(fitting, key=lambda route: route.end.added_seconds)
-        return min(self._routes, key=lambda route: route.end.needed)
+        return min(routes, key=lambda route: route.end.needed)
 
     def _first_route(self, base: State) -> _Route:
         try:
@@ -197,9 +244,10 @@ class _Finder:
 
     def _try(self, lever: _Lever) -> None:
         self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES)
-        self._search.tried.append(lever.kind)
-        base = self.best().base
+        base, captures = self.best(lever.instead_of).base, self._search.captures
         changed = self._with(lever.apply, base)
+        if self._search.captures > captures:
+            self._search.tried.append(lever.kind)
         if changed is base:
             return
         try:
@@ -226,7 +274,8 @@ class _Finder:
     def _with(self, lever: Callable[[State], State], base: State) -> State:
         changed = lever(base)
         if changed.plan == base.plan:
-            self.notes += changed.notes[len(base.notes) :]
+            new = changed.notes[len(base.notes) :]
+            self.notes += [note for note in new if note not in self.notes]
             return base
         return changed.found()
 
@@ -237,15 +286,26 @@ class _Finder:
         base = RegionSearch(base).run()
         if base.fits:
             return _Route(base, base)
+        placed = self._with(with_planned_addresses, base)
+        if placed.fits:
+            return _Route(base, placed)
         try:
             planner = Planner(base, self._solver)
         except NoAnswerError as error:
             self.notes.append(f"Nothing can be recomputed: {error.message}.")
             return _Route(base, base)
         tried = {one.kind for one in base.levers}
-        ahead = [one.apply for one in self._levers if one.kind not in tried]
-        chosen = planner.search(ahead) if planner.graph.values.droppable.any() else None
-        chosen = chosen or planner.lowest()
+        left = [one for one in self._levers if one.kind not in tried]
+
+        def ahead(added: float) -> list[Callable[[State], State]]:
+            return [one.apply for one in left if one.least(base) < added]
+
+        if planner.graph.values.droppable.any():
+            chosen = planner.search(ahead) or planner.lowest()
+        else:
+            chosen = None
+            if passes_overlap(base.captured.trace) and _PIPELINED not in self.notes:
+                self.notes.append(_PIPELINED)
         return _Route(base, chosen.state if chosen else base, planner)
 
     def _capture_rows(self) -> None:
@@ -258,6 +318,14 @@ class _Finder:
                 planner.row(_ROW)
             except (NoAnswerError, CaptureFailedError) as error:
                 self.notes.append(f"The frontier has fewer points: {error}.")
+
+    def _may_beat(self, lever: _Lever, end: State) -> bool:
+        """Whether a lever on the best plan's base may be cheaper than that plan."""
+        if not end.fits:
+            return True
+        base = self.best(lever.instead_of).base
+        least = base.added_seconds + lever.least(base)
+        return not self._is_good(lever.beyond) and least < end.added_seconds
 
     def _is_good(self, worth: float) -> bool:
         """Whether the best plan adds so little time that another way could hardly be cheaper."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from memplan.fit.answer import Lever
 from memplan.fit.state import State
 from memplan.report.text import format_bytes
+from memplan.types.errors import NoAnswerError
 from memplan.types.plan import StatePart
 from memplan.types.trace import EventKind, Role, Trace
 
@@ -12,6 +15,8 @@ _CAUTION = 1.1
 """More state than is missing goes to the host: gaps between blocks do not go with it."""
 _MOSTLY = 0.8
 """A share from which on all of it goes."""
+_QUICK = 0.02
+"""Of a step's time: what moving it may add to be tried first."""
 
 
 def with_state_on_host(state: State) -> State:
@@ -21,21 +26,42 @@ def with_state_on_host(state: State) -> State:
     The time added is that of moving it: both directions go at once, and nothing else is counted as
     done meanwhile.
     """
-    total = _state_bytes(state.captured.trace)
-    most = state.job.host_bytes
-    largest = 1.0 if most is None or not total else min(1.0, most / total)
-    if not total or not largest:
+    total, share, largest = _shares(state)
+    if not share or state.plan.low_bit is not None:
         return state
-    share = _CAUTION * (state.needed - state.job.profile.total_memory_bytes) / total
-    found = _tried(state, total, min(largest, share if 0 < share <= _MOSTLY else 1.0))
+    found = _tried(state, total, share)
     if not found.fits and found.plan.state is not None and found.plan.state.share < largest:
         found = _tried(state, total, largest)
     return found
 
 
+def least_seconds(state: State) -> float:
+    """What it adds to a step at the least, known before a capture."""
+    total, share, _ = _shares(state)
+    return share * total / state.job.profile.host_link_bytes_per_second
+
+
+def is_quick(state: State) -> bool:
+    """Whether it adds so little to a step that it is tried before recomputation."""
+    with suppress(NoAnswerError):
+        return 0 < least_seconds(state) < _QUICK * state.step_seconds()
+    return False
+
+
+def _shares(state: State) -> tuple[int, float, float]:
+    """Bytes of state; the share of it to begin with, 0 for none, and the largest."""
+    total = state_bytes(state.captured.trace)
+    most = state.host_left
+    largest = 1.0 if most is None or not total else min(1.0, most / total)
+    if not total or not largest:
+        return total, 0.0, largest
+    share = _CAUTION * (state.needed - state.job.profile.total_memory_bytes) / total
+    return total, min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
+
+
 def _tried(state: State, total: int, share: float) -> State:
     def part(after: State) -> StatePart:
-        moved = total - _state_bytes(after.captured.trace)
+        moved = total - state_bytes(after.captured.trace)
         seconds = moved / state.job.profile.host_link_bytes_per_second
         return StatePart(share=share, host_bytes=moved, added_seconds=seconds)
 
@@ -52,7 +78,7 @@ def _tried(state: State, total: int, share: float) -> State:
     return after if after.plan.state is None else after.with_parts(state=part(after))
 
 
-def _state_bytes(trace: Trace) -> int:
+def state_bytes(trace: Trace) -> int:
     """Of optimizers' state on the card, all that is ever made."""
     events = trace.events
     made = (events.kind == EventKind.ALLOC) & (events.storage >= 0)

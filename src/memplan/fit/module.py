@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +14,14 @@ from torch.nn.parameter import is_lazy
 from memplan.capturing.module import capture_module
 from memplan.capturing.options import CaptureOptions
 from memplan.fit.lifetimes import with_observed_lifetimes
-from memplan.phases.op_cost import op_seconds
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.evaluate import evaluate
 from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.solve import least_peak, least_peak_within, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
-from memplan.runtime.op_timing import CalledOps
-from memplan.runtime.overhead import replay_overhead
+from memplan.runtime.op_timing import CalledOps, replay_overhead
+from memplan.timing.seconds import op_seconds
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
@@ -154,16 +154,19 @@ class _Planner:
             on_op: CalledOps | None = None,
         ) -> Trace:
             options = CaptureOptions(profile=profile)
-            return capture_module(
-                module,
-                args,
-                kwargs,
-                options,
-                loss=loss,
-                output_held=output_held,
-                within=within,
-                on_op=on_op,
-            )
+            try:
+                return capture_module(
+                    module,
+                    args,
+                    kwargs,
+                    options,
+                    loss=loss,
+                    output_held=output_held,
+                    within=within,
+                    on_op=on_op,
+                )
+            finally:
+                gc.collect()  # with the last fake tensor PyTorch's classes are as they were
 
         self._capture = capture
         self._profile = profile

@@ -34,13 +34,10 @@ class OffloadPlanner:
     def __init__(self, base: State, graph: StepGraph) -> None:
         """`base`: the job with what stays in effect in every plan. `graph`: of its step, with
         lifetimes that other captures have shown."""
-        profile, taken = base.job.profile, base.plan.state
-        most = base.job.host_bytes
-        if most is not None and taken is not None:
-            most = max(0, most - taken.host_bytes)
+        profile = base.job.profile
         self._base = base
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
-        self._link = Link(profile.host_link_bytes_per_second, most)
+        self._link = Link(profile.host_link_bytes_per_second, base.host_left)
         self._graph = graph
         self._tried: list[tuple[State, Outcome]] = []
 

@@ -31,6 +31,13 @@ _LOWER = 0.99
 """Of the lowest peak so far: what a new least peak has to be below."""
 
 
+Ahead = Callable[[float], Sequence[Callable[[State], State]]]
+
+
+def _nothing(_added: float) -> Sequence[Callable[[State], State]]:
+    return ()
+
+
 class Solver(Protocol):
     """`memplan.recompute.solve`, or a stand-in."""
 
@@ -86,9 +93,10 @@ class Planner:
         """Of the graph as it is now, and its peak."""
         self._least_peak = 0
 
-    def search(self, ahead: Sequence[Callable[[State], State]] = ()) -> Planned | None:
+    def search(self, ahead: Ahead = _nothing) -> Planned | None:
         """The cheapest plan that fits; None when not even the one of the least peak does. `ahead`:
-        levers that may be tried next, whose captures may begin where there is room.
+        levers that may be tried next if plans add so many seconds, whose captures may begin where
+        there is room.
 
         The least peak is captured beside the first budget: it says early that nothing will do, and
         teaches as much. Again, as long as nothing fits, where something was learnt.
@@ -100,7 +108,7 @@ class Planner:
                 wanted.append(0)
             if not self._try_all(wanted, ahead):
                 break
-            ahead = ()
+            ahead = _nothing
             budget = next_budget([planned.outcome for planned in self.planned], self._card)
         return self.best()
 
@@ -111,9 +119,7 @@ class Planner:
         budgets = np.linspace(self._least_peak, plain_peak(self.graph), count + 1, endpoint=False)
         self._try_all([0, *budgets[1:].astype(int).tolist()])
 
-    def _try_all(
-        self, budgets: Sequence[int], ahead: Sequence[Callable[[State], State]] = ()
-    ) -> bool:
+    def _try_all(self, budgets: Sequence[int], ahead: Ahead = _nothing) -> bool:
         """Side by side; whether there was anything new."""
         known = [planned.selection for planned in self.planned]
         plans = []
@@ -127,7 +133,8 @@ class Planner:
             if budget or plan.evaluation.peak_bytes < _LOWER * least:
                 plans.append(plan)
                 self._base.ahead(partial(State.trying, **plan.parts))
-        for lever in ahead:
+        added = (plan.evaluation.added_seconds for plan in plans if plan.budget)
+        for lever in ahead(min(added, default=math.inf)):
             self._base.ahead(lever)
         for plan in sorted(plans, key=lambda plan: -plan.budget):
             self._try(plan)

@@ -45,7 +45,7 @@ class RegionSearch:
     def run(self) -> State:
         """The cheapest that fits; where none does, the one that needs least, if that is less than
         without. The job as it is where nothing of it is compiled by Inductor."""
-        if not _is_compiled(self._base.captured.trace):
+        if not is_compiled(self._base.captured.trace):
             return self._base
         try:
             found = self._search(self._base.step_seconds())
@@ -120,5 +120,5 @@ def _regions(state: State) -> list[CompiledRegion]:
     return part.regions if part else []
 
 
-def _is_compiled(trace: Trace) -> bool:
+def is_compiled(trace: Trace) -> bool:
     return any(name.startswith("inductor.") for name in trace.strings)

@@ -1,5 +1,5 @@
-"""Optimizers whose state takes fewer bits, as changes for the user to make: they change the method,
-so no plan does it. What they save is computed on the trace, not captured."""
+"""Optimizers whose state takes fewer bits, as changes for the user to make. What they save is
+computed on the trace, not captured. `low_bit.py` has the one that a plan makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memplan.types.trace import Role, Trace
 _8BIT = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 """Of `torch.optim`, those that bitsandbytes has with state of 8 bits."""
 _SHARDED_8BIT = ("Adam", "AdamW")
-"""Those that torchao has; its state can be sharded by `fully_shard`."""
+"""Those that torchao has; its state can be sharded by `fully_shard`, and a plan can have it."""
 _SMALLEST = 4096
 """Elements of a parameter whose state becomes one of 8 bits; of both libraries."""
 _BLOCK = 256
@@ -34,6 +34,8 @@ _BATCH_SIZE = "--per_device_train_batch_size"
 _WORDS_8BIT = "the optimizer's state in 8 bits, with a scale for each 256"
 _WORDS_BF16 = "weights, gradients and state in bf16, with stochastic rounding"
 
+_BY_PLAN = "; --allow numbers has a plan do it"
+
 
 @dataclass(frozen=True)
 class _Way:
@@ -42,6 +44,7 @@ class _Way:
     words: str
     code: str
     less: Callable[[Trace], Trace]
+    by_plan: str = ""
 
 
 def smaller_states(plain: State, lowest: State) -> tuple[list[Change], list[str]]:
@@ -53,7 +56,8 @@ def smaller_states(plain: State, lowest: State) -> tuple[list[Change], list[str]
     """
     changes, tried = [], []
     states = [plain]
-    if lowest is not plain and lowest.plan.state is None and lowest.plan.order is None:
+    parts = (lowest.plan.state, lowest.plan.low_bit, lowest.plan.order)
+    if lowest is not plain and not any(parts):
         states.append(lowest)
     for way in _ways(plain) if _keeps_state(plain.captured.trace) else []:
         for state in states:
@@ -80,7 +84,7 @@ def _change(way: _Way, verdict: Verdict, *, recompute: bool) -> Change:
         high_bytes=estimate.high_bytes,
         recompute=recompute,
         alloc_conf=verdict.alloc_conf,
-        verified=f"computed on {trace}: {way.words}; another method, other numbers",
+        verified=f"computed on {trace}: {way.words}; another method, other numbers{way.by_plan}",
         code=way.code,
     )
 
@@ -92,9 +96,11 @@ def _ways(state: State) -> list[_Way]:
     if made is not None and _name(made) in (_SHARDED_8BIT if sharded else _8BIT):
         library = "torchao.optim" if sharded else "bitsandbytes.optim"
         code = _code(program, made, f"{library}.{_name(made)}8bit")
-        ways.append(_Way("optimizer_8bit", 8, _WORDS_8BIT, code, in_8bit))
+        by_plan = _BY_PLAN if _name(made) in _SHARDED_8BIT else ""
+        ways.append(_Way("optimizer_8bit", 8, _WORDS_8BIT, code, in_8bit, by_plan))
     elif made is None and any(_BATCH_SIZE in one.names for one in declared_options(program)):
-        ways.append(_Way("optimizer_8bit", 8, _WORDS_8BIT, "--optim adamw_bnb_8bit", in_8bit))
+        code = "--optim adamw_bnb_8bit"
+        ways.append(_Way("optimizer_8bit", 8, _WORDS_8BIT, code, in_8bit, _BY_PLAN))
     if made is not None and _name(made) in ("Adam", "AdamW"):
         code = _code(program, made, f"torchao.optim._{_name(made)}", "bf16_stochastic_round=True")
         code += ", after model.to(torch.bfloat16)"

@@ -22,7 +22,7 @@ from memplan.types.trace import Trace
 from memplan.worker.captures import Captured, CaptureProgram, NotYetError
 from memplan.worker.failure import CaptureFailedError
 
-_PROMISING = ("recompute", "order", "regions", "loss", "state", "offload")
+_PROMISING = ("recompute", "order", "regions", "loss", "state", "low_bit", "offload", "frozen")
 """Parts of a plan that carry the promised peak."""
 
 
@@ -74,6 +74,14 @@ class State:
     def added_seconds(self) -> float:
         """Of a step, by all levers."""
         return sum(lever.added_seconds for lever in self.levers)
+
+    @property
+    def host_left(self) -> int | None:
+        """Page-locked bytes of the host that a further lever may use; None: no bound."""
+        most = self.job.host_bytes
+        if most is None:
+            return None
+        return max(0, most - sum(p.host_bytes for p in (self.plan.state, self.plan.frozen) if p))
 
     @cached_property
     def needed(self) -> int:

@@ -7,25 +7,40 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memplan.fit.answer import Change, Fit, Lever
-from memplan.report.text import clean, format_bytes, headline, interval_text, peak_text, shorten
+from memplan.fit.answer import NUMBERS, Change, Fit, Lever, Priced
+from memplan.report.notebook import box, estimate_html, folded, folded_notes, table
+from memplan.report.notebook import text as escaped
+from memplan.report.text import (
+    clean,
+    format_bytes,
+    headline,
+    interval_text,
+    peak_text,
+    shorten,
+    step_line,
+)
 from memplan.types.estimate import Breakdown
 
 _LEVERS = 8
 _NAME = 36
+_NUMBERS = ("", "differ by rounding", "are those of another method")
+"""What losses and gradients do, for each of `NUMBERS`."""
 _SAME = 0.005
 """Of the peak: parts that differ by less are not listed by themselves."""
 
 
 def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     """The report's lines."""
-    yield Text(_verdict(answer), style="bold green" if answer.fits else "bold red")
+    yield Text(verdict(answer), style="bold green" if answer.fits else "bold red")
     if answer.after is not None:
         yield Text(f"without a plan: {headline(answer.before)}", style="dim")
+    if step := step_line(answer.after or answer.before):
+        yield Text(step)
     yield from _levers(answer)
     if answer.after is not None:
         yield from _difference(answer.before.breakdown, answer.after.breakdown)
     yield from _others(answer)
+    yield from _worth(answer)
     yield from _changes(answer)
     for text in (*answer.notes, *(answer.after or answer.before).notes):
         yield Text.assemble(("note  ", "dim"), clean(text))
@@ -36,16 +51,43 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
         yield Text.assemble(("next: ", "bold"), clean(next_command))
 
 
-def _verdict(answer: Fit) -> str:
+def fit_html(answer: Fit) -> str:
+    """The same for a notebook: the verdict, the levers, and the changes where nothing fits."""
+    levers = [
+        (lever.kind, lever.name, format_bytes(lever.saved_bytes), percent(lever.added_fraction))
+        for lever in answer.levers
+    ]
+    changes = [
+        (
+            change_text(change),
+            format_bytes(change.peak_bytes),
+            shlex.join(change.launch) or change.code,
+        )
+        for change in answer.changes
+    ]
+    shown = answer.after or answer.before
+    return box(
+        verdict(answer),
+        answer.fits,
+        f"<div>without a plan: {escaped(headline(answer.before))}</div>" if answer.after else "",
+        table(levers),
+        f"<div>nearest changes that fit</div>{table(changes)}" if changes else "",
+        folded("with the plan" if answer.after else "the estimate", estimate_html(shown)),
+        *folded_notes(answer.notes),
+    )
+
+
+def verdict(answer: Fit) -> str:
+    """The answer in one line."""
     so_far = "" if answer.complete else " (ended early: the best so far)"
     if answer.after is None:
         return f"{headline(answer.before)}{so_far}"
-    peak, more = peak_text(answer.after), _percent(answer.added_fraction)
+    peak, more = peak_text(answer.after), percent(answer.added_fraction)
     if answer.fits:
         return f"fits with a plan: {peak}, {more} time{so_far}"
     card = format_bytes(answer.least_card_bytes or 0)
     if answer.after.fits and answer.at_most is not None:
-        limit = _percent(answer.at_most)
+        limit = percent(answer.at_most)
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
     tried = ", ".join(answer.levers_tried)
     return f"does not fit: least possible {peak} by {tried}; a card of {card} would do{so_far}"
@@ -62,16 +104,21 @@ def _levers(answer: Fit) -> Iterator[Text]:
         dropped = sum(lever.saved_bytes for lever in rest)
         added = sum(lever.added_fraction for lever in rest)
         text = f"{len(rest)} more places"
-        yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {_percent(added)}")
+        yield Text(f"             {text:<{_NAME}}{format_bytes(dropped):>26}  {percent(added)}")
     if answer.host_bytes:
         text = f"page-locked memory of the host: {format_bytes(answer.host_bytes)} a process"
         yield Text(text, style="dim")
-    if any(lever.numbers != "exact" for lever in answer.levers):
-        yield Text("losses and gradients differ by rounding", style="yellow")
+    changes = max(NUMBERS.index(lever.numbers) for lever in answer.levers)
+    if changes:
+        yield Text(f"losses and gradients {_NUMBERS[changes]}", style="yellow")
     if answer.captures > 1:
+        took = f"{answer.captures} captures, {answer.seconds:.0f} s"
+        if answer.before.step_seconds:
+            steps = answer.seconds / (answer.before.step_seconds * (1 + answer.added_fraction))
+            took += f", as long as {steps:,.0f} steps"
         yield Text(
             f"time by the card's data sheet; peak of the script captured again with the plan "
-            f"({answer.captures} captures, {answer.seconds:.0f} s)",
+            f"({took})",
             style="dim",
         )
 
@@ -89,11 +136,30 @@ def _others(answer: Fit) -> Iterator[Text]:
         yield Text()
     for name, plan in rows:
         peak = interval_text(plan.low_bytes, plan.peak_bytes, plan.high_bytes)
-        more = f"{_percent(plan.added_fraction)} {plan.bound}"
+        more = f"{percent(plan.added_fraction)} {plan.bound}"
         kinds = ", ".join(dict.fromkeys(lever.kind for lever in plan.levers)) or "no levers"
         fits = "fits" if plan.fits else "does not fit"
         path = f"  {clean(plan.plan)}" if plan.plan else ""
         yield Text(f"  {name:<14}{peak:<32}{more:<18}{fits:<14}{kinds}{path}")
+
+
+def _worth(answer: Fit) -> Iterator[Text]:
+    """What the plan costs and saves, where prices were given."""
+    for row in answer.priced:
+        plan = "with the plan" if row.plan else "without a plan"
+        said = "does not fit" if not row.fits else "of an unknown step time"
+        if row.step_cost is not None:
+            said = f"{row.step_cost * 1000:,.3f} for 1,000 steps"
+        yield Text(f"  {clean(row.gpu):<14}{row.per_hour:g}/h {plan}: {said}{_paid(answer, row)}")
+
+
+def _paid(answer: Fit, row: Priced) -> str:
+    if row.plan or row.step_cost is None or answer.priced[0].step_cost is None:
+        return ""
+    if row.paid_after_steps is None:
+        return ", not dearer"
+    took = f"the plan ({answer.seconds:.0f} s)"
+    return f"; {took} has paid for itself by step {row.paid_after_steps:,}"
 
 
 def _difference(before: Breakdown, after: Breakdown) -> Iterator[Text]:
@@ -116,7 +182,7 @@ def _lever(lever: Lever) -> Text:
     values = f"{lever.values} {what}{'s' if lever.values > 1 else ''}" if lever.values else ""
     return Text(
         f"  {lever.kind:<11}{name:<{_NAME}}{values:>14}{format_bytes(lever.saved_bytes):>12}  "
-        f"{_percent(lever.added_fraction)}"
+        f"{percent(lever.added_fraction)}"
     )
 
 
@@ -128,7 +194,7 @@ def _changes(answer: Fit) -> Iterator[Text]:
         yield Text("nearest changes that fit", style="bold")
     for change in answer.changes:
         peak = interval_text(change.low_bytes, change.peak_bytes, change.high_bytes)
-        yield Text(f"  {clean(_change(change)):<40}{peak}")
+        yield Text(f"  {clean(change_text(change)):<40}{peak}")
         conf = f", PYTORCH_ALLOC_CONF={change.alloc_conf}" if change.alloc_conf else ""
         yield Text(f"    {change.verified}{conf}", style="dim")
         if change.launch or change.code:
@@ -139,7 +205,7 @@ def _changes(answer: Fit) -> Iterator[Text]:
         yield Text(f"  {clean(text)}")
 
 
-def _change(change: Change) -> str:
+def change_text(change: Change) -> str:
     """What to change, in words."""
     if change.kind == "sharded_optimizer":
         return f"optimizer state over {change.after} GPUs"
@@ -152,6 +218,7 @@ def _change(change: Change) -> str:
     return f"{change.option} {change.after} (now {change.before})"
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """`+5.6 %`."""
     digits = 0 if fraction >= 0.095 else 1
     return f"+{fraction * 100:.{digits}f} %"

@@ -14,7 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from memplan.types.errors import UsageError
+from memplan.types.allocation import find_overlap
+from memplan.types.errors import InternalError, UsageError
 from memplan.types.trace import I64
 
 MOST_BYTES = (1 << 63) - 1
@@ -181,3 +182,25 @@ def _check_ids(ids: tuple[str, ...]) -> None:
     for row, name in enumerate(ids):
         if first.setdefault(name, row) != row:
             raise ProblemError(row, f"id {name!r} is that of an earlier row as well")
+
+
+def check_layout(problem: Problem, layout: Layout, capacity: int | None = None) -> None:
+    """Raise InternalError, with the buffers, unless the layout is valid and its height true: one
+    sweep over the ends of lifetimes, fast enough for every answer."""
+    offsets, ends = layout.offsets, layout.offsets + problem.size
+    if (offsets < 0).any() or (offsets % problem.alignment).any():
+        raise _invalid("an offset is negative or not aligned")
+    if ((problem.fixed >= 0) & (offsets != problem.fixed)).any():
+        raise _invalid("a fixed buffer was moved")
+    if ((problem.twin >= 0) & (offsets != offsets[problem.twin])).any():
+        raise _invalid("twins have different offsets")
+    height = int(ends.max(initial=0))
+    if height != layout.height or (capacity is not None and height > capacity):
+        raise _invalid(f"it is {height} bytes high, not {layout.height} within {capacity}")
+    pair = find_overlap(problem.lower, problem.upper, offsets, problem.size)
+    if pair is not None:
+        raise _invalid(f"{problem.ids[pair[0]]} and {problem.ids[pair[1]]} overlap")
+
+
+def _invalid(why: str) -> InternalError:
+    return InternalError(f"the layout that was found is not valid: {why}", "please report it")

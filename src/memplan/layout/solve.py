@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 import memplan._native as _native
-from memplan.layout.check import check_layout
-from memplan.layout.problem import MOST_BYTES, Layout, Problem, make_layout
+from memplan.layout.problem import MOST_BYTES, Layout, Problem, check_layout, make_layout
 from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError, UsageError
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut

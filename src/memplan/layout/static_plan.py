@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan import __version__
-from memplan.layout.check import check_layout
-from memplan.layout.problem import Layout
+from memplan.layout.problem import Layout, check_layout
 from memplan.layout.rounds import Round, make_round, offsets_of, round_problem
 from memplan.layout.solve import minimise
 from memplan.layout.spaces import Windows, dynamic_windows, reusable_spaces
@@ -56,9 +55,15 @@ def static_plan(
     `device`: whose requests; by default the one with the most. Without `setup` the plan is for
     a job that is past it: what such a job has stays where it is, and the round alone is planned.
 
-    Raises NoAnswerError for a trace without a step, or with none to plan; or when no layout was
-    found in time.
+    Raises NoAnswerError for a trace without a step, or with none to plan; for one with an inference
+    engine, whose requests are not those that a real one makes; or when no layout was found in time.
     """
+    if trace.meta.engines:
+        raise NoAnswerError(
+            "no addresses are planned for a job with an inference engine beside it: what the "
+            "engine asks for is known in sum alone",
+            "memplan fit has other levers for such a job",
+        )
     made = make_round(step_requests(trace, device), setup=setup)
     windows = dynamic_windows(made)
     problem, rows = round_problem(made, windows.blocks)

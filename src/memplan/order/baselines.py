@@ -6,10 +6,14 @@ The least of them is what `torch.compile` would take if it ordered whole steps.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from memplan.order.evaluate import peak, program_order
-from memplan.order.inductor import inductor_orders
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.trace import I64
@@ -45,3 +49,157 @@ def baseline_orders(graph: Graph, deadline: Deadline | None = None) -> list[Cand
 def best(candidates: list[Candidate]) -> Candidate:
     """That of the least peak, the first of several."""
     return min(candidates, key=lambda candidate: candidate.peak_bytes)
+
+
+NAMES = ("lpmf", "bfs", "dfs")
+_BYTES_A_CALL = 1024  # of stack that a recursion of Python may take, generously
+_MOST_STACK = 512 << 20
+
+
+class InterruptedSortError(Exception):
+    """The deadline came while a function of Inductor ran."""
+
+
+@dataclass
+class _BufferPlan:
+    """What Inductor calls `mpi_buffer`."""
+
+    size_alloc: int
+    size_free: int
+    succ_nodes: dict[_Node, None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Buffer:
+    name: str
+    mpi_buffer: _BufferPlan
+
+    def get_name(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class _Dependency:
+    name: str
+
+
+class _NodePlan:
+    """What Inductor calls `mpi_node`. The functions ask for `succ_nodes` with every
+    operator that they place, which is the moment to look whether to go on."""
+
+    def __init__(self, index: int, size: int, deadline: Deadline) -> None:
+        self.index = index
+        self.size = size
+        self._deadline = deadline
+        self.pred_buffers: dict[_Buffer, None] = {}
+        self.pred_nodes: dict[_Node, None] = {}
+        self.followers: dict[_Node, None] = {}
+
+    @property
+    def succ_nodes(self) -> dict[_Node, None]:
+        if self._deadline.passed:
+            raise InterruptedSortError
+        return self.followers
+
+
+@dataclass(eq=False)
+class _Node:
+    index: int
+    mpi_node: _NodePlan
+    outputs: list[_Buffer] = field(default_factory=list)
+    unmet_dependencies: list[_Dependency] = field(default_factory=list)
+
+    def get_name(self) -> str:
+        return f"op{self.index}"
+
+    def get_outputs(self) -> list[_Buffer]:
+        return self.outputs
+
+    def get_buffer_names(self) -> list[str]:
+        return [self.get_name()]
+
+
+def inductor_orders(graph: Graph, deadline: Deadline) -> dict[str, I64]:
+    """By name (`lpmf`, `bfs`, `dfs`) the orders that Inductor would choose from, found in time.
+
+    `torch._inductor.memory` sorts its scheduler's nodes by three rules: least peak memory first
+    (Zhang et al., DAC 2006; LESCEA uses it too), breadth first, depth first. They look at little of
+    a node, so they are called here with nodes that have just that. A value becomes a buffer,
+    scratch a buffer that nobody reads. Values that are there before the step and last to its end
+    are inputs that cannot be freed: Inductor leaves them out.
+
+    The functions are private, and are called as torch 2.11 to 2.13 have them. Raises RuntimeError
+    where this version of torch has others.
+    """
+    try:
+        from torch._inductor import memory
+
+        functions = {name: getattr(memory, f"topological_sort_{name}") for name in NAMES}
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"PyTorch Inductor has not the functions: {error}") from error
+    found: dict[str, I64] = {}
+
+    def call_all() -> None:
+        for name in NAMES:
+            nodes, buffers, inputs, outputs = _stand_ins(graph, deadline)
+            function = functions[name]
+            result = (
+                function(nodes, inputs, buffers, outputs) if name == "lpmf" else function(nodes)
+            )
+            found[name] = np.array([node.index for node in result], np.int64)
+
+    _with_deep_stack(call_all, len(graph), deadline)
+    return found
+
+
+def _stand_ins(
+    graph: Graph, deadline: Deadline
+) -> tuple[list[_Node], dict[str, _Buffer], dict[str, _Buffer], set[str]]:
+    """Nodes, buffers by name, inputs that can be freed by name, names of what is returned."""
+    size = graph.scratch.copy()
+    np.add.at(size, graph.maker[graph.maker >= 0], graph.bytes[graph.maker >= 0])
+    nodes = [_Node(op, _NodePlan(op, nbytes, deadline)) for op, nbytes in enumerate(size.tolist())]
+    buffers: dict[str, _Buffer] = {}
+    inputs: dict[str, _Buffer] = {}
+    outputs: set[str] = set()
+    for value in range(graph.values):
+        nbytes, maker = int(graph.bytes[value]), int(graph.maker[value])
+        users = graph.users_of(value).tolist()
+        if maker < 0 and (graph.lasts[value] or not users):
+            continue
+        buffer = _Buffer(f"value{value}", _BufferPlan(nbytes, nbytes))
+        (inputs if maker < 0 else buffers)[buffer.name] = buffer
+        if maker >= 0:
+            nodes[maker].outputs.append(buffer)
+        if graph.lasts[value]:
+            outputs.add(buffer.name)
+        for user in users:
+            buffer.mpi_buffer.succ_nodes[nodes[user]] = None
+            nodes[user].mpi_node.pred_buffers[buffer] = None
+    for op in np.flatnonzero(graph.scratch).tolist():
+        nbytes = int(graph.scratch[op])
+        buffer = _Buffer(f"scratch{op}", _BufferPlan(nbytes, nbytes))
+        buffers[buffer.name] = buffer
+        nodes[op].outputs.append(buffer)
+    for op, node in enumerate(nodes):
+        for needed in graph.before_of(op).tolist():
+            node.mpi_node.pred_nodes[nodes[needed]] = None
+            nodes[needed].mpi_node.followers[node] = None
+            node.unmet_dependencies.append(_Dependency(nodes[needed].get_name()))
+    return nodes, buffers, inputs, outputs
+
+
+def _with_deep_stack(call: Callable[[], None], depth: int, deadline: Deadline) -> None:
+    """Run in a thread whose stack bears a recursion through the whole graph."""
+    limit, size = sys.getrecursionlimit(), threading.stack_size()
+    threading.stack_size(min(_MOST_STACK, 16 * _BYTES_A_CALL * (depth + 1024)))
+    sys.setrecursionlimit(max(limit, 4 * depth + 1000))
+    try:
+        deadline.result_of(call)
+    except InterruptedSortError:
+        pass
+    except Exception as error:
+        raise RuntimeError(f"this version of PyTorch Inductor does not sort: {error!r}") from error
+    finally:
+        threading.stack_size(size)
+        sys.setrecursionlimit(limit)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memplan.order.baselines import Candidate, baseline_orders, best
-from memplan.order.bound import cut_bound, lower_bound
-from memplan.order.certificate import Certificate
+from memplan.order.bound import Certificate, cut_bound, lower_bound
 from memplan.order.evaluate import peak, program_order
 from memplan.order.refine import refine
 from memplan.order.updates import early_updates

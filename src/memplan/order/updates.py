@@ -4,7 +4,8 @@ A weight update hangs off the step like a branch: it can run anywhere after its 
 gradient, and takes temporaries of the gradient's size. Early frees soonest, but the temporaries
 come on top of the activations while these are many. So (ROAM, Shu et al. 2023) an update runs as
 soon as its gradient is there, unless what it takes would go beyond the running peak; then it waits
-until there is room.
+until there is room. One that leaves more bytes than it frees waits for the end: the counter of a
+batch norm, which is a new tensor, would be on top of every later operator.
 
 Branches are found by their form: operators that few others come after, connected with each other.
 """
@@ -32,15 +33,20 @@ def early_updates(graph: Graph, order: I64) -> I64:
     waits, waiting = _needs(graph, branch_of, members)
     step = _Step(graph)
     pending: list[tuple[int, int]] = []
+    at_the_end: list[int] = []
 
     def ready(branch: int) -> None:
-        heapq.heappush(pending, (step.takes(members[branch]), branch))
+        takes, leaves = step.takes(members[branch])
+        if leaves > 0:
+            at_the_end.append(branch)
+        else:
+            heapq.heappush(pending, (takes, branch))
 
     for branch, count in waits.items():
         if not count:
             ready(branch)
     for op in order[branch_of[order] < 0].tolist():
-        limit = max(step.most, step.now + step.takes([op]))  # of the running peak after this one
+        limit = max(step.most, step.now + step.takes([op])[0])  # of the running peak after this one
         while pending and step.now + pending[0][0] <= limit:
             step.run(members[heapq.heappop(pending)[1]])
         step.run([op])
@@ -48,8 +54,8 @@ def early_updates(graph: Graph, order: I64) -> I64:
             waits[branch] -= 1
             if not waits[branch]:
                 ready(branch)
-    while pending:
-        step.run(members[heapq.heappop(pending)[1]])
+    for branch in (*(branch for _, branch in sorted(pending)), *at_the_end):
+        step.run(members[branch])
     return np.array(step.order, np.int64)
 
 
@@ -120,8 +126,8 @@ class _Step:
             self._end(op)
             self.order.append(op)
 
-    def takes(self, ops: list[int]) -> int:
-        """Bytes that running `ops` would need at most beyond those alive now."""
+    def takes(self, ops: list[int]) -> tuple[int, int]:
+        """Bytes that running `ops` would need at most beyond those alive now, and leave."""
         before, most = self.now, self.now
         for op in ops:
             most = max(most, self._begin(op))
@@ -129,8 +135,8 @@ class _Step:
         for op in ops:
             for value in self._uses[op]:
                 self._left[value] += 1
-        self.now = before
-        return most - before
+        leaves, self.now = self.now - before, before
+        return most - before, leaves
 
     def _begin(self, op: int) -> int:
         """Makes what the operator makes; the bytes held while it runs."""

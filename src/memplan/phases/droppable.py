@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.phases.pass_values import PassValues
+from memplan.types.op_names import FETCH
 from memplan.types.step_graph import Bools
 from memplan.types.trace import I64
 
@@ -51,7 +52,7 @@ def _operator(name: str) -> tuple[str, str]:
 
 def _is_replayable(name: str) -> bool:
     namespace, operator = _operator(name)
-    return namespace in _NAMESPACES and operator not in _NEVER
+    return (namespace in _NAMESPACES and operator not in _NEVER) or name == FETCH
 
 
 def _read_unwritten(row: int, values: PassValues) -> bool:

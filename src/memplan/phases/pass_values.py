@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memplan.phases.op_cost import storage_bytes
 from memplan.phases.passes import Pass
+from memplan.timing.workload import storage_bytes
 from memplan.types.step_graph import Bools
 from memplan.types.trace import I64, EventKind, Provenance, Trace
 

@@ -123,6 +123,32 @@ def _pass(trace: Trace, start: int, backward: int, stop: int, first: int, end: i
     return Pass(start, backward, stop, int(ops.event[start]), min(last_event, end))
 
 
+def passes_overlap(trace: Trace, step: int | None = None) -> bool:
+    """Whether backward passes come after other forwards, as in a pipeline's schedule: most bytes
+    that a step's forwards make and that are gone in a pass are gone in a later one.
+
+    Raises as `step_passes`.
+    """
+    storage, size = trace.events.storage, trace.events.bytes
+    found = step_passes(trace, step)
+    own = later = 0
+    for one in found.passes:
+        backward = int(trace.ops.event[one.backward])
+        made = storage[_of_kind(trace, EventKind.ALLOC, one.first_event, backward)]
+        gone = _of_kind(trace, EventKind.FREE, backward, found.stop)
+        gone = gone[np.isin(storage[gone], made)]
+        own += int(size[gone[gone < one.last_event]].sum())
+        later += int(size[gone[gone >= one.last_event]].sum())
+    return later > own
+
+
+def _of_kind(trace: Trace, kind: EventKind, start: int, stop: int) -> I64:
+    """Events of storages, from `start` to `stop`."""
+    events = trace.events
+    rows = (events.kind[start:stop] == kind) & (events.storage[start:stop] >= 0)
+    return np.flatnonzero(rows) + start
+
+
 def alive_after(trace: Trace) -> I64:
     """By event: requested bytes alive after it; a leading 0 stands for the trace's beginning, so
     that element i is what is alive before event i."""

@@ -7,11 +7,10 @@ from collections import Counter
 import numpy as np
 
 from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
-from memplan.phases.op_cost import op_seconds
 from memplan.phases.pass_values import PassValues, pass_values
 from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, call_numbers, step_passes
-from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile
-from memplan.types.errors import UsageError
+from memplan.timing.seconds import op_seconds
+from memplan.types.device import DeviceProfile, captured_for
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
@@ -59,7 +58,7 @@ def step_graph(
     droppable = droppable_values(values, where)
     values = values.held_until_release(droppable)
     if seconds is None:
-        card = profile or _captured_for(trace)
+        card = profile or captured_for(trace.meta.gpu)
         times = op_seconds(trace, card, chosen.start, chosen.stop)
     else:
         times = seconds[rows]
@@ -116,13 +115,6 @@ def alive_rows(count: int, alloc: I64, free: I64, nbytes: I64) -> I64:
     np.add.at(change, np.maximum(alloc, 0), nbytes)
     np.subtract.at(change, free, nbytes)
     return np.asarray(np.cumsum(change)[:count], np.int64)
-
-
-def _captured_for(trace: Trace) -> DeviceProfile:
-    try:
-        return find_profile(trace.meta.gpu)
-    except UsageError:  # a card that this version does not know, or none
-        return find_profile(DEFAULT_PROFILE)
 
 
 def _value_names(trace: Trace, values: PassValues) -> list[str]:

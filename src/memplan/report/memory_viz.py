@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from memplan.report.memory_viz_frames import Frame, FrameWriter
-from memplan.simulate import AllocatorSettings, Timeline, settled, simulate
-from memplan.simulate.replay import with_start
+from memplan.report.replayed import replayed
+from memplan.simulate import AllocatorSettings, Timeline
 from memplan.types.collection import paused_collection
-from memplan.types.errors import UsageError
 from memplan.types.output_file import refuse_existing, write_file
 from memplan.types.trace import EventKind, Trace
 
@@ -61,27 +60,23 @@ def memory_viz_snapshot(
     trace: Trace, *, device: int = 0, settings: AllocatorSettings | None = None
 ) -> dict[str, Any]:
     """The snapshot as `torch.cuda.memory._snapshot()` would return it."""
-    devices = sorted({*trace.events.device.tolist(), *(s.device for s in _initial(trace))})
-    if device not in devices:
-        raise UsageError(
-            f"the trace holds nothing of device {device}",
-            f"one of its devices: {', '.join(map(str, devices))}" if devices else "another trace",
-        )
-    if settings is None:
-        settings = AllocatorSettings.parse(trace.meta.alloc_conf)
-    trace = settled(with_start(trace, settings, device=device), settings).trace
-    walk = _Walk(trace, simulate(trace, settings, device=device))
+    trace, timeline = replayed(trace, device=device, settings=settings)
+    walk = _Walk(trace, timeline)
     walk.run()
     return {
         "segments": list(walk.final_segments()),
         "device_traces": [*([] for _ in range(device)), walk.entries],
-        "allocator_settings": _allocator_settings(settings, trace.meta.alloc_conf),
+        "allocator_settings": _allocator_settings(timeline.settings, trace.meta.alloc_conf),
         "external_annotations": [],
     }
 
 
-def _initial(trace: Trace) -> Any:
-    return trace.meta.initial_segments
+def history(trace: Trace, timeline: Timeline) -> list[dict[str, Any]]:
+    """What the simulated allocator did, in order, as entries of PyTorch's `device_traces`;
+    `time_us` is the event of the trace."""
+    walk = _Walk(trace, timeline)
+    walk.run()
+    return walk.entries
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from memplan.report.text import (
     misfit,
     short_op,
     shorten,
+    step_line,
     step_text,
 )
 from memplan.types.estimate import Estimate, RankEstimate
@@ -35,6 +36,7 @@ _MEANINGS = {
     "inputs": "batches",
     "workspaces": "scratch of kernels and libraries",
     "fragmentation": "reserved, used by nobody",
+    "engine": "weights, KV cache and graphs for inference",
     "communication": "buffers of collectives, NCCL",
     "context": "CUDA itself, outside PyTorch",
 }
@@ -54,12 +56,15 @@ def estimate_lines(
 ) -> Iterator[Text]:
     """The report's lines."""
     yield _headline(estimate, ascii_only)
+    if step := step_line(estimate):
+        yield Text(step.replace("–", "-") if ascii_only else step)
     yield from _ranks(estimate, ascii_only)
     yield Text()
     yield from _breakdown(estimate, width, ascii_only)
     yield Text()
     yield from _peak(estimate, width, ascii_only)
     yield from _phases(estimate)
+    yield from _stages(estimate)
     yield from _host(estimate, ascii_only)
     yield from _largest(estimate, width, ascii_only)
     yield from _curve(estimate, width, ascii_only)
@@ -75,6 +80,26 @@ def _phases(estimate: Estimate) -> Iterator[Text]:
         return
     said = (f"{one.phase} {format_bytes(one.allocated_peak_bytes)}" for one in estimate.phases)
     yield Text.assemble(("allocated at most  ", "bold"), ", ".join(said))
+
+
+def _stages(estimate: Estimate) -> Iterator[Text]:
+    """What the card holds in turn, and the engines that share it with the training."""
+    for row, one in enumerate(estimate.stages):
+        peak, used = format_bytes(one.peak_bytes), format_bytes(one.in_use_bytes)
+        title = "on the card" if not row else ""
+        yield Text.assemble((f"{title:<13}", "bold"), f"{one.stage:<14}{peak:>9}, in use {used}")
+    for engine in estimate.engines:
+        parts = f"weights {format_bytes(engine.weight_bytes)}"
+        parts += f", KV cache {format_bytes(engine.kv_cache_bytes)}"
+        if engine.separate:
+            parts += ", in a process of its own"
+        yield Text.assemble(
+            (f"{engine.name:<13}", "bold"), f"{engine.share:g} of the card: {parts}"
+        )
+        if engine.why:
+            yield Text(f"{'':<13}no gpu_memory_utilization fits: {engine.why}")
+        elif engine.largest_share is not None:
+            yield Text(f"{'':<13}gpu_memory_utilization up to {engine.largest_share:.2f} fits")
 
 
 def _headline(estimate: Estimate, ascii_only: bool) -> Text:

@@ -16,6 +16,13 @@ def format_bytes(nbytes: int) -> str:
     return f"{_number(nbytes, unit)} {name}"
 
 
+_BOUND_BY_HOST = 0.95
+"""Of a step's time: launches that take more are what it waits for."""
+
+_WORTH_TELLING = 0.005
+"""Of a step's time: input that takes less is not worth a line's place."""
+
+
 def headline(estimate: Estimate) -> str:
     """The answer in one line: peak, interval, card and verdict."""
     line = peak_text(estimate)
@@ -26,6 +33,43 @@ def headline(estimate: Estimate) -> str:
     needed = estimate.peak_bytes * estimate.card_processes
     verdict = misfit(needed, estimate.gpu.total_bytes)
     return f"{line}: {verdict}, up to {format_bytes(estimate.missing_bytes or 0)} missing"
+
+
+def step_line(estimate: Estimate) -> str:
+    """`step 412 ms (360–480), 61 % of bf16 peak; exposed communication 38 ms; input 4 ms on the
+    capturing CPU, hidden`: what is known of a step's time; empty where nothing is."""
+    seconds, low, high = (
+        estimate.step_seconds, estimate.step_low_seconds, estimate.step_high_seconds
+    )  # fmt: skip
+    if seconds is None or low is None or high is None:
+        return ""
+    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
+    middle, least, most = (_three_digits(one * scale) for one in (seconds, low, high))
+    text = f"step {middle} {unit} ({least}–{most})"
+    if estimate.model_flops_utilisation is not None:
+        text += f", {estimate.model_flops_utilisation:.0%} of {estimate.peak_rate} peak"
+        text = text.replace("%", " %")
+    exposed = estimate.exposed_communication_seconds
+    if exposed is not None:
+        text += f"; exposed communication {seconds_text(exposed)}"
+    if (estimate.input_seconds or 0.0) >= _WORTH_TELLING * seconds:
+        whole, late = estimate.input_seconds or 0.0, estimate.exposed_input_seconds or 0.0
+        text += f"; input {seconds_text(whole)} on the capturing CPU"
+        part = f"{seconds_text(late)} of it " if late < whole else ""
+        text += f", {part}exposed" if late else ", hidden"
+    if (estimate.host_launch_seconds or 0.0) >= _BOUND_BY_HOST * seconds:
+        text += "; bound by the host's launches"
+    return text
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.2 s`, `412 ms`, `0.05 ms`."""
+    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
+    return f"{_three_digits(seconds * scale)} {unit}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def misfit(needed: int, total: int) -> str:

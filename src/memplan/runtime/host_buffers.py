@@ -31,13 +31,13 @@ class PageLock:
         self._on_note = on_note
         self._refused = False
 
-    def lock(self, host: Tensor) -> None:
-        """A tensor's memory as it is, until it is freed."""
+    def lock(self, host: Tensor) -> bool:
+        """A tensor's memory as it is, until it is freed; whether it is locked."""
         if isinstance(host, FakeTensor):
             _tell_capture(host)
-            return
+            return True
         if self._refused:
-            return
+            return False
         storage = host.untyped_storage()
         address = storage.data_ptr()
         try:
@@ -49,6 +49,7 @@ class PageLock:
             self._on_note(f"the host's memory is not page-locked, copies are slower: {error}")
         else:
             weakref.finalize(storage, _unlock, _pin_memory_utils.unpin_memory, address)
+        return not self._refused
 
 
 def _unlock(unpin: Callable[[int], None], address: int) -> None:

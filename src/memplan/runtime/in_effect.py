@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from memplan.types.plan import CompiledRegion, OffloadPart, Plan
-
-if TYPE_CHECKING:
-    from memplan.runtime.optimizer_in_backward import Account
+from memplan.types.plan import CompiledRegion, Plan
+from memplan.types.run_outcome import EarlyUpdates
 
 
 @dataclass
 class InEffect:
     """What came of a plan's parts in a run."""
 
-    in_backward: Account | None = None
+    in_backward: EarlyUpdates | None = None
     """None where the plan has no part `order`."""
     notes: list[str] = field(default_factory=list)
     """What was said."""
@@ -45,8 +42,8 @@ def plan_in_effect(
         note(f"{changes} is not set: the plan was made for {' '.join(plan.made_from.command)}")
     with ExitStack() as stack:
         offload = plan.offload if plan.offload is not None and plan.offload.values else None
-        if offload is not None and (reason := _why_not_on_host(offload)):
-            note(reason)
+        if offload is not None and (reason := _too_little(offload.host_bytes)):
+            note(f"nothing is offloaded: {reason}")
             offload = None
         if (plan.recompute is not None and plan.recompute.groups) or offload is not None:
             from memplan.runtime.apply import AppliedEverywhere
@@ -60,30 +57,41 @@ def plan_in_effect(
             from memplan.runtime.loss import ChunkedLoss
 
             stack.enter_context(ChunkedLoss(plan.loss))
-        if plan.state is not None:
-            from memplan.runtime.host_state import HostState
+        if plan.frozen is not None:
+            if reason := _too_little(plan.frozen.host_bytes):
+                note(f"frozen weights stay on the card: {reason}")
+            else:
+                from memplan.runtime.frozen import FrozenWeights
 
-            stack.enter_context(HostState(plan.state, note))
-        if plan.order is not None:
+                stack.enter_context(FrozenWeights(plan.frozen, note))
+        if plan.order is not None:  # told of a step before those who update parameters there
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
             in_backward = OptimizerInBackward(plan.order, note, same_job=same)
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)
+        if plan.low_bit is not None:
+            from memplan.runtime.low_bit import LowBit
+
+            stack.enter_context(LowBit(note))
+        if plan.state is not None:
+            from memplan.runtime.host_state import HostState
+
+            stack.enter_context(HostState(plan.state, note))
         yield found
 
 
-def _why_not_on_host(part: OffloadPart) -> str:
-    """Why nothing is offloaded; empty where the host has the memory, or is not the job's own."""
+def _too_little(nbytes: int) -> str:
+    """That the host has less memory; empty where it has it, or is not the job's own."""
     from memplan.report.text import format_bytes
     from memplan.runtime.host_buffers import available_bytes, local_processes
-    from memplan.runtime.tape.recording import tensors_are_fake
+    from memplan.runtime.tape.settings import tensors_are_fake
 
     available, processes = available_bytes(), local_processes()
-    if tensors_are_fake() or available is None or part.host_bytes * processes <= available:
+    if tensors_are_fake() or available is None or nbytes * processes <= available:
         return ""
     each = f" for each of its {processes} processes" if processes > 1 else ""
     return (
-        f"nothing is offloaded: the plan needs {format_bytes(part.host_bytes)} of the host's "
+        f"the plan needs {format_bytes(nbytes)} of the host's "
         f"memory{each}, and {format_bytes(available)} are left"
     )

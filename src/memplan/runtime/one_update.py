@@ -49,6 +49,8 @@ def each_by_itself(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
         of_torch(kind) is kind
+        and _is_as_it_was(kind.step)
+        and _is_as_it_was(vars(optimizer).get("step", kind.step))
         and not isinstance(optimizer, _NOT_EACH_BY_ITSELF)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
@@ -59,6 +61,17 @@ def each_by_itself(optimizer: Optimizer) -> bool:
             kind is Adafactor and any(group.get("foreach") for group in optimizer.param_groups)
         )
     )
+
+
+def _is_as_it_was(step: Any) -> bool:
+    """Whether nobody put a function of his own in place of PyTorch's, or around it. Schedulers of
+    learning rates do, to count the steps."""
+    while step is not None:
+        known = getattr(step, "__globals__", {})  # a partial and a callable object have none
+        if not f"{known.get('__name__')}.".startswith(("torch.", "memplan.")):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 class _BegunError(Exception):

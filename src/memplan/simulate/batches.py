@@ -1,20 +1,21 @@
 """A run over batches of different sizes, made up from the captured steps on some of them.
 
-Steps on other batches differ in the sizes of what they ask for (and in what some kernels take for
-themselves), and each size is a polynomial of the batch's: linear for activations, quadratic for
-attention scores. So the steps that were captured on batches of a few sizes tell those of all: where
-a polynomial of degree two gives each captured size to the byte it is taken, elsewhere what lies
-between the two nearest. What lives from a step into the next is followed by its place in the step
-that made it.
+Steps on other batches differ in the sizes of what they ask for, in what some kernels take for
+themselves, and in operators that only aligned batches or others need. So the steps that were
+captured on batches of a few sizes tell those of all (`sizes`). What lives from a step into the next
+is followed by its place in the step that made it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 
-from memplan.types.trace import I64, Batches, EventKind, Phase, Storages, Trace
+from memplan.simulate.sizes import Sizes
+from memplan.types.batches import Batches
+from memplan.types.trace import I64, EventKind, Phase, Storages, Trace
 
 _MOST_EVENTS = 2_000_000
 """That are made up: a second or two for each replay."""
@@ -28,9 +29,7 @@ _ALIKE = 0.9
 _AROUND = 8
 """Batches, the last of them a large one, that are taken from the end of a long run."""
 _SIZES = ("bytes", "bytes_low", "bytes_high")
-_DEGREE = 2
-_EXACT = 0.5
-"""Bytes."""
+_MULTIPLES = (64, 32, 16, 8, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,20 @@ class MadeUp:
     trace: Trace
     captured: I64
     """By event the captured one that it is or is made from."""
-    steps: int
-    """That were made up."""
+    steps: int = 0
+    """Optimizer steps that were made up."""
+    turns: int = 0
+    """Turns of loops that evaluate, likewise."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Sample:
     """A captured step."""
 
+    batch: int
+    """Its number in the epoch."""
     size: int
-    """Of its batch, in bytes."""
+    """Of it, in bytes."""
     begin: int
     end: int
     """Its events."""
@@ -69,29 +72,47 @@ class _Sample:
 _BEFORE, _OLDER, _GONE = 1 << 24, 1 << 40, -2
 
 
-def with_batches(trace: Trace) -> MadeUp | None:
-    """The job on an epoch's batches, in their order: its first steps as captured, then a step for
-    each batch (or so many as a step takes, run as the largest of them is) in place of the captured
-    ones on chosen batches, then what follows. None where the captured steps do not tell:
-    too few sizes, or steps that leave other things alive.
+def with_batches(trace: Trace, order: int = 0) -> MadeUp:
+    """The job on the batches of whole epochs, in their order: what runs first as captured, then a
+    step for each batch (or so many as a step takes, run as the largest of them is) in place of the
+    captured ones on chosen batches, then what follows. So are loops that evaluate. What was
+    captured stays where that does not tell: too few sizes, or steps that leave other things alive.
 
-    Of more batches than can be replayed the first are taken, and those around the largest.
+    Of more batches than can be replayed the first are taken, and those around the largest. `order`:
+    another one for each number but 0, where each run of the job draws its own.
     """
-    batches = trace.meta.batches
-    if len(batches.shown) < 2 or batches.given_from < 1:
-        return None
-    number = np.maximum.accumulate(trace.events.step)
-    edges = np.searchsorted(number, np.arange(int(number[-1]) + 2)).tolist()
-    late = _ahead(trace, edges)
+    runs = [run for run in trace.meta.batches if len(run.others) > 1 and run.given_from > 0]
+    found = MadeUp(trace, np.arange(len(trace)))
+    for number, run in reversed(list(enumerate(runs, 1))):  # events of earlier ones stay in place
+        room = _MOST_EVENTS + len(trace) - len(found.trace)
+        more = _with_run(found.trace, run, room // number, order if run.drawn else 0)
+        if more is not None:
+            found = MadeUp(
+                more.trace,
+                found.captured[more.captured],
+                found.steps + more.steps,
+                found.turns + more.turns,
+            )
+    return found
+
+
+def _with_run(trace: Trace, batches: Batches, most_events: int, order: int) -> MadeUp | None:
+    edges = batches.edges
+    if not edges:
+        number = np.maximum.accumulate(trace.events.step)
+        edges = np.searchsorted(number, np.arange(int(number[-1]) + 2)).tolist()
+    late = _ahead(trace, batches, edges)
     if late is None:
         return None
     samples = [
-        _sample(trace, size, *edges[step - 1 : step + 2])
-        for step, size in zip(_steps(batches, late), batches.shown, strict=True)
+        _sample(trace, batches, number, *_around(edges, unit))
+        for unit, number in zip(_units(batches, late), batches.others, strict=True)
     ]
     own = batches.given_from + late
-    before = _sample(trace, 0, edges[own - 2] if own > 1 else 0, edges[own - 1], edges[own])
-    like = [one for one in samples if len(one.survivors) == len(before.survivors)]
+    before, like = _kept(trace, batches, edges, own, samples)
+    if len(like) < 2:  # the first of a loop may leave other things alive than those that follow
+        own += 1
+        before, like = _kept(trace, batches, edges, own, samples)
     # The last one says what becomes of its tensors in what follows.
     if len({one.size for one in like}) < 2 or like[-1] is not samples[-1]:
         return None
@@ -99,35 +120,64 @@ def with_batches(trace: Trace) -> MadeUp | None:
         once = trace.events.bytes[one.begin : one.end][~one.stays]
         if int(once.sum()) > _UNKNOWN_BYTES:
             return None
-    steps = len(batches.bytes) // batches.each
-    sizes = np.array(batches.bytes[: steps * batches.each], np.int64).reshape(steps, -1)[own:]
-    chosen = _replayed(sizes.max(axis=1), max(_MOST_EVENTS // max(map(_length, like)), 1))
-    return _longer(trace, before, like, sizes[chosen])
+    of_steps = not batches.edges
+    begun = batches.begun if of_steps else batches.begun + late  # edges: batches are asked for
+    numbers = np.arange(len(batches.bytes) // batches.each * batches.each)
+    numbers = numbers.reshape(-1, batches.each)[own - begun :]
+    if order:
+        numbers = np.random.default_rng(order).permutation(numbers.ravel()).reshape(numbers.shape)
+    sizes = np.array(batches.bytes)[numbers].max(axis=1)
+    chosen = _replayed(sizes, max(most_events // max(map(_length, like)), 1))
+    first = {}
+    if batches.before and batches.each == 1:
+        given = [*batches.before, *(range(len(batches.bytes)) if of_steps else batches.others)]
+        first = {
+            _sample(trace, batches, given[unit - begun], *_around(edges, unit)): unit - begun
+            for unit in range(begun, own)
+        }
+    return _longer(trace, batches, before, like, numbers[chosen], first)
 
 
-def _steps(batches: Batches, late: int) -> range:
+def _kept(
+    trace: Trace, batches: Batches, edges: list[int], own: int, samples: list[_Sample]
+) -> tuple[_Sample, list[_Sample]]:
+    """The last of so many units that stay as they were captured, and the later ones that leave as
+    many tensors alive."""
+    before = _sample(trace, batches, 0, *_around(edges, own - 1))
+    count = len(before.survivors)
+    later = [one for one in samples if one.begin >= before.end]
+    return before, [one for one in later if len(one.survivors) == count]
+
+
+def _around(edges: list[int], unit: int) -> tuple[int, int, int]:
+    """Events at which the unit before one begins, the unit itself, and the next."""
+    return edges[unit - 1] if unit else 0, edges[unit], edges[unit + 1]
+
+
+def _units(batches: Batches, late: int) -> range:
     """Those on the batches that were shown, the last of several on each."""
-    first = batches.first_step + late + batches.steps_each - 1
-    return range(first, first + len(batches.shown) * batches.steps_each, batches.steps_each)
+    first = batches.first_unit + late + batches.units_each - 1
+    return range(first, first + len(batches.others) * batches.units_each, batches.units_each)
 
 
-def _ahead(trace: Trace, edges: list[int]) -> int | None:
-    """How many steps later than they were given a loop may have had its batches: as many as make
-    the bytes that steps ask for follow those of the batches; None where they never do."""
-    batches, events = trace.meta.batches, trace.events
+def _ahead(trace: Trace, batches: Batches, edges: list[int]) -> int | None:
+    """How many units later than they were given a loop may have had its batches: as many as make
+    the bytes that they ask for follow those of the batches; None where they never do."""
+    events = trace.events
+    shown = [batches.bytes[number] for number in batches.others]
     asked = np.cumsum(np.append(0, np.where(events.kind == EventKind.ALLOC, events.bytes, 0)))
     total = np.diff(asked[edges])
     alike = {}
     for late in range(_MOST_AHEAD + 1):
-        steps = _steps(batches, late)
-        if steps[-1] < len(total) and total[steps].std() > 0:
-            alike[late] = float(np.corrcoef(total[steps], batches.shown)[0, 1])
+        units = _units(batches, late)
+        if units[-1] < len(total) and total[units].std() > 0:
+            alike[late] = float(np.corrcoef(total[units], shown)[0, 1])
     best = max(alike, key=lambda late: alike[late], default=None)
     return best if best is not None and alike[best] >= _ALIKE else None
 
 
-def _sample(trace: Trace, size: int, before: int, begin: int, end: int) -> _Sample:
-    """The step of events `[begin, end)`; the one before begins at `before`."""
+def _sample(trace: Trace, run: Batches, batch: int, before: int, begin: int, end: int) -> _Sample:
+    """The step on a batch, of events `[begin, end)`; the one before begins at `before`."""
     events = trace.events
 
     def made(start: int, stop: int) -> I64:
@@ -148,7 +198,7 @@ def _sample(trace: Trace, size: int, before: int, begin: int, end: int) -> _Samp
     same = (events.kind[rows], events.stream[rows], events.device[rows], op, storage)
     kind = b"".join(np.ascontiguousarray(column, np.int64).tobytes() for column in same)
     stays = (events.kind[rows] != EventKind.FREE) | (storage < _OLDER)
-    return _Sample(size, begin, end, own, survivors, kind, storage, stays)
+    return _Sample(batch, run.bytes[batch], begin, end, own, survivors, kind, storage, stays)
 
 
 def _released(trace: Trace, start: int, stop: int) -> I64:
@@ -171,18 +221,26 @@ def _replayed(sizes: I64, most: int) -> I64:
     return np.unique(np.concatenate((first, around[around >= 0])))
 
 
-def _longer(trace: Trace, before: _Sample, samples: list[_Sample], sizes: I64) -> MadeUp:
-    """`before`: the last step that stays as it was captured. `sizes`: by step and batch in it."""
-    events, known = trace.events, len(trace.storages)
+def _longer(
+    trace: Trace,
+    run: Batches,
+    before: _Sample,
+    samples: list[_Sample],
+    numbers: I64,
+    first: dict[_Sample, int],
+) -> MadeUp:
+    """`before`: the last unit that stays as it was captured. `numbers`: of batches, by unit and
+    place in it. `first`: units up to `before` that were captured on other batches than the
+    loader's, with the numbers of these.
+    """
+    events, known, of_steps = trace.events, len(trace.storages), not run.edges
     start, stop = before.end, samples[-1].end
-    models = _models(trace, samples)
-    by_size = sorted(samples, key=lambda one: one.size)
-    ends = np.array([one.size for one in by_size])
+    models = _models(trace, run, [*samples, *first])
+    kinds = _Kinds(run, samples)
     rows, storage, born, asked = [], [], [], []
     alive, base = before.born[before.survivors], known
-    for of_step in sizes.tolist():
-        # A size between two samples of different operators: as the larger one.
-        like = by_size[min(int(np.searchsorted(ends, max(of_step))), len(ends) - 1)]
+    for of_step in numbers.tolist():
+        like = kinds.like(of_step)
         meant = like.storage[like.stays]
         part = np.where(meant >= _OLDER, meant - _OLDER, meant)
         own = (meant >= 0) & (meant < _BEFORE)
@@ -211,10 +269,14 @@ def _longer(trace: Trace, before: _Sample, samples: list[_Sample], sizes: I64) -
     made = slice(start, start + sum(lengths))
     for row, name in enumerate(_SIZES):
         columns[name][made] = np.concatenate([part[row] for part in asked])
-    first = int(events.step[:start].max(initial=0))
-    columns["step"][made] = np.repeat(np.arange(1, len(sizes) + 1) + first, lengths)
-    columns["step"][made.stop :] = first + 1 + len(sizes)
-    _release_what_was_asked(columns, made, base)
+        for one, number in first.items():
+            columns[name][one.begin : one.end][one.stays] = models[one.kind].step([number])[row]
+    if of_steps:
+        done = int(events.step[:start].max(initial=0))
+        columns["step"][made] = np.repeat(np.arange(1, len(numbers) + 1) + done, lengths)
+        columns["step"][made.stop :] += done + len(numbers) - int(events.step[:stop].max())
+    changed = min((one.begin for one in first), default=start)
+    _release_what_was_asked(columns, slice(changed, made.stop), base)
     of = np.concatenate((np.arange(known), *born))
     storages = {c.name: getattr(trace.storages, c.name)[of] for c in fields(Storages)}
     longer = replace(
@@ -224,7 +286,46 @@ def _longer(trace: Trace, before: _Sample, samples: list[_Sample], sizes: I64) -
         ops=replace(trace.ops, event=_moved(trace.ops.event, start, rest, made.stop)),
         _cache={},
     )
-    return MadeUp(longer, captured, len(sizes))
+    steps = len(numbers) if of_steps else 0
+    return MadeUp(longer, captured, steps, len(numbers) - steps)
+
+
+class _Kinds:
+    """Which sample runs the operators of a step on other batches: the next larger one. Where an
+    operator is for batches only whose dimension is a multiple of a power of two (aligned operands
+    need no padding) or for the others, the next larger one of these."""
+
+    def __init__(self, run: Batches, samples: list[_Sample]) -> None:
+        self._run = run
+        self._samples = _by_size(samples)
+        dims = range(len(run.dims))
+        splits = [None, *((dim, multiple) for multiple in _MULTIPLES for dim in dims)]
+        # Of several that explain as much the largest multiple, for padding takes more.
+        self._split = min(splits, key=self._unlike)
+        self._aligned = [self._is_aligned([one.batch], self._split) for one in self._samples]
+
+    def _unlike(self, split: tuple[int, int] | None) -> int:
+        """How often the next larger sample runs others."""
+        groups: dict[bool, list[bytes]] = {}
+        for one in self._samples:
+            groups.setdefault(self._is_aligned([one.batch], split), []).append(one.kind)
+        return sum(a != b for group in groups.values() for a, b in pairwise(group))
+
+    def _is_aligned(self, numbers: list[int], split: tuple[int, int] | None) -> bool:
+        if split is None:
+            return False
+        dim, multiple = split
+        return all(self._run.dims[dim][number] % multiple == 0 for number in numbers)
+
+    def like(self, numbers: list[int]) -> _Sample:
+        wanted = self._is_aligned(numbers, self._split)
+        size = max(self._run.bytes[number] for number in numbers)
+        among = [
+            one
+            for one, aligned in zip(self._samples, self._aligned, strict=True)
+            if aligned == wanted
+        ] or self._samples
+        return next((one for one in among if one.size >= size), among[-1])
 
 
 def _moved(at: I64, start: int, rest: I64, behind: int) -> I64:
@@ -237,68 +338,50 @@ def _moved(at: I64, start: int, rest: I64, behind: int) -> I64:
 
 @dataclass(frozen=True)
 class _Model:
-    """What steps like one sample ask for, by the size of the batch."""
+    """What steps like one sample ask for, by the batch."""
 
-    at: I64
-    """Sizes of samples, rising."""
-    known: np.ndarray
-    """By size, column of `_SIZES` and event: what the samples asked for, and, where one of them
-    has no such event, what lies between others."""
-    coefficients: np.ndarray
-    """By power, the highest first, column and event: of the polynomials."""
-    exact: np.ndarray
-    """By column and event, whether these give what the samples asked for."""
+    run: Batches
+    sizes: Sizes
+    """Of requests: the columns of `_SIZES` of each event, in a row."""
     batch: I64
     """By event, which batch of the step it belongs to."""
 
-    def step(self, sizes: list[int]) -> I64:
-        """As `sizes`, of a step on several batches, each event by its own."""
-        found = self.sizes(sizes[0])
-        for number, size in enumerate(sizes[1:], 1):
-            found = np.where(self.batch >= number, self.sizes(size), found)
+    def step(self, numbers: list[int]) -> I64:
+        """As `_asked`, of a step on several batches, each event by its own."""
+        found = self._asked(numbers[0])
+        for place, number in enumerate(numbers[1:], 1):
+            found = np.where(self.batch >= place, self._asked(number), found)
         return found
 
-    def sizes(self, size: int) -> I64:
-        """By column of `_SIZES` and event, bytes; outside of what is known those of its end, but
-        for what is exact."""
-        right = int(np.clip(np.searchsorted(self.at, size), 1, len(self.at) - 1))
-        low, high = self.at[right - 1], self.at[right]
-        share = min(max((size - low) / (high - low), 0.0), 1.0)
-        between = self.known[right - 1] + share * (self.known[right] - self.known[right - 1])
-        powers = np.vander([size / self.at[-1]], _DEGREE + 1)[0]
-        curve = np.tensordot(powers, self.coefficients, 1)
-        rounded: I64 = np.rint(np.maximum(np.where(self.exact, curve, between), 0)).astype(np.int64)
+    def _asked(self, number: int) -> I64:
+        """By column of `_SIZES` and event, bytes."""
+        found = self.sizes.of(self.run.bytes[number], _dims(self.run, [number])[0])
+        (expected, *_), (_, low, _), (_, _, high) = found.reshape(3, len(_SIZES), -1)
+        least, most = found.reshape(3, len(_SIZES), -1)[1:, 0]
+        rows = np.stack((expected, np.minimum(low, least), np.maximum(high, most)))
+        rounded: I64 = np.rint(rows).astype(np.int64)
         return rounded
 
 
-def _models(trace: Trace, samples: list[_Sample]) -> dict[bytes, _Model]:
+def _dims(run: Batches, numbers: list[int]) -> np.ndarray:
+    """By batch and dimension."""
+    columns = run.dims or [run.bytes]
+    return np.array([[column[number] for column in columns] for number in numbers], float)
+
+
+def _models(trace: Trace, run: Batches, samples: list[_Sample]) -> dict[bytes, _Model]:
     """By kind. Steps of another kind, with scratch memory that others do not ask for, tell of what
     they have in common."""
-    places = {one.size: _places(trace, one) for one in samples}
-    at = np.array(sorted(places))
+    of = _by_size(samples)
+    at = np.array([one.size for one in of])
+    dims = _dims(run, [one.batch for one in of])
+    places = {one.size: _places(trace, one) for one in of}
     models = {}
     for like in {one.kind: one for one in samples}.values():
         here = _places(trace, like)[like.stays]
-        asked = [_asked_at(trace, one, places[one.size], here) for one in _by_size(samples)]
-        known = np.stack(asked)
-        flat = known.reshape(len(at), -1)
-        terms = np.vander(at / at[-1], _DEGREE + 1)
-        coefficients = np.zeros((_DEGREE + 1, flat.shape[1]))
-        exact = np.zeros(flat.shape[1], bool)
-        patterns, of = np.unique(~np.isnan(flat), axis=1, return_inverse=True)
-        for number, there in enumerate(patterns.T):
-            columns = np.flatnonzero(of.ravel() == number)
-            part = flat[np.ix_(there, columns)]
-            flat[:, columns] = _between(at, at[there], part)
-            if there.sum() > _DEGREE:
-                found = np.linalg.lstsq(terms[there], part, rcond=None)[0]
-                coefficients[:, columns] = found
-                exact[columns] = np.abs(terms[there] @ found - part).max(axis=0) < _EXACT
-        shape = known.shape[1:]
-        batch = _batches_before(trace, like)
-        models[like.kind] = _Model(
-            at, known, coefficients.reshape(-1, *shape), exact.reshape(shape), batch
-        )
+        known = np.stack([_asked_at(trace, one, places[one.size], here) for one in of])
+        sizes = Sizes(at, dims, known.reshape(len(at), -1))
+        models[like.kind] = _Model(run, sizes, _batches_before(trace, like))
     return models
 
 
@@ -333,16 +416,6 @@ def _asked_at(trace: Trace, sample: _Sample, places: np.ndarray, wanted: np.ndar
     found = np.stack([getattr(trace.events, name)[rows][row] for name in _SIZES]).astype(float)
     found[:, row < 0] = np.nan
     return found
-
-
-def _between(at: I64, known_at: I64, known: np.ndarray) -> np.ndarray:
-    """What lies between known values, or beyond them at the nearest."""
-    right = np.clip(np.searchsorted(known_at, at), 1, max(len(known_at) - 1, 1))
-    if len(known_at) == 1:
-        return np.repeat(known, len(at), axis=0)
-    low, high = known_at[right - 1], known_at[right]
-    share = np.clip((at - low) / (high - low), 0.0, 1.0)[:, None]
-    return np.asarray(known[right - 1] + share * (known[right] - known[right - 1]))
 
 
 def _batches_before(trace: Trace, sample: _Sample) -> I64:

@@ -78,8 +78,10 @@ def replay_report(
     seconds = time.perf_counter() - begin
     comparison = compare_segments(started, timeline)
     return {
-        "allocated_peak_bytes": timeline.allocated_peak_bytes,
-        "reserved_peak_bytes": grown_peak(timeline) if inferred else timeline.reserved_peak_bytes,
+        "allocated_peak_bytes": timeline.own_allocated_peak_bytes,
+        "reserved_peak_bytes": (
+            grown_peak(timeline) if inferred else timeline.own_reserved_peak_bytes
+        ),
         "start_reserved_bytes": timeline.start_reserved_bytes,
         "start_inferred": inferred,
         "segments_logged": comparison.segments_logged,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memplan.simulate.batches import with_batches
+from memplan.simulate.batches import MadeUp, with_batches
 from memplan.simulate.repeat import Round, find_round, repeated
 from memplan.simulate.settings import AllocatorSettings
 from memplan.simulate.simulator import simulate
@@ -22,6 +22,9 @@ from memplan.types.trace import I64, Trace
 _FIRST_TRIES, _MOST_ROUNDS = 8, 64
 _MOST_EVENTS = 1_000_000
 """That repetitions may add: some tenths of a second."""
+_LEAST_ORDERS, _MOST_ORDERS = 4, 16
+_MOST_EVENTS_OF_ORDERS = 6_000_000
+"""Together: a second or two."""
 _QUIET_ROUNDS = 4
 """Without growth, after which none is expected."""
 
@@ -40,6 +43,13 @@ class Settled:
     """Optimizer steps of one."""
     of_batches: bool = False
     """Whether they are a run over batches of different sizes."""
+    turns: int = 0
+    """Of loops that evaluate on such batches, made up."""
+    orders: int = 1
+    """How many orders of the batches were tried, where each run draws its own: this is the one
+    that reserves most."""
+    least_reserved_bytes: int | None = None
+    """The peak of the one of them that reserves least."""
     unsettled: str = ""
     """Why later steps may reserve more than these, in words; empty where they do not."""
 
@@ -60,8 +70,41 @@ def settled(trace: Trace, settings: AllocatorSettings) -> Settled:
 
 def _settle(trace: Trace, settings: AllocatorSettings) -> Settled:
     made_up = with_batches(trace)
-    if made_up is not None:
-        return Settled(made_up.trace, made_up.captured, made_up.steps, 1, of_batches=True)
+    if made_up.steps:
+        made_up, reserved = _worst_order(trace, made_up, settings)
+        return Settled(
+            made_up.trace,
+            made_up.captured,
+            made_up.steps,
+            1,
+            turns=made_up.turns,
+            of_batches=True,
+            orders=len(reserved),
+            least_reserved_bytes=min(reserved, default=None),
+        )
+    if made_up.turns:
+        found = _rounds(made_up.trace, settings)
+        captured = made_up.captured if found.captured is None else made_up.captured[found.captured]
+        return replace(found, captured=captured, turns=made_up.turns)
+    return _rounds(trace, settings)
+
+
+def _worst_order(
+    trace: Trace, first: MadeUp, settings: AllocatorSettings
+) -> tuple[MadeUp, list[int]]:
+    """And the reserved peaks of all that were tried; none where the job fixes the order."""
+    if not any(run.drawn for run in trace.meta.batches):
+        return first, []
+    count = min(max(_MOST_EVENTS_OF_ORDERS // len(first.trace), _LEAST_ORDERS), _MOST_ORDERS)
+    worst, reserved = first, [int(simulate(first.trace, settings).reserved_peak_bytes)]
+    for order in range(1, count):
+        other = with_batches(trace, order)
+        reserved.append(int(simulate(other.trace, settings).reserved_peak_bytes))
+        worst = other if reserved[-1] == max(reserved) else worst
+    return worst, reserved
+
+
+def _rounds(trace: Trace, settings: AllocatorSettings) -> Settled:
     of = find_round(trace)
     if of is None or not len(of):
         return Settled(trace)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.simulate.settings import AllocatorSettings
-from memplan.types.trace import I32, I64, U8, EventKind
+from memplan.types.trace import I32, I64, OUTSIDE, U8, EventKind
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Timeline:
 
     `requested` is what the program asked for, `allocated` the blocks that hold it (rounded, with
     tails too small to split off), `active` adds blocks that another stream may still use,
-    `reserved` is what the allocator holds of the device: its segments and mapped pages.
+    `reserved` is what is held of the device: the allocator's segments and mapped pages, and memory
+    that others hold there (streams from `OUTSIDE` on), which counts in all four.
     """
 
     settings: AllocatorSettings
@@ -111,6 +112,39 @@ class Timeline:
     def reserved_peak_event(self) -> int:
         """First event after which `reserved` is at its peak; -1 for the state before the first."""
         return _peak_event(self.reserved, self.start_reserved_bytes)
+
+    @cached_property
+    def outside(self) -> I64:
+        """Of `reserved`, what is not PyTorch's allocator's."""
+        log = self.segment_events
+        theirs = log.stream >= OUTSIDE
+        taken = np.where(log.kind[theirs] == EventKind.SEGMENT_ALLOC, 1, -1) * log.bytes[theirs]
+        change = np.zeros(len(self.reserved), np.int64)
+        np.add.at(change, log.event[theirs], taken)
+        return np.cumsum(change)
+
+    @cached_property
+    def own_reserved_peak_bytes(self) -> int:
+        """Of PyTorch's allocator alone."""
+        return _peak(self.reserved - self.outside, self.start_reserved_bytes)
+
+    @cached_property
+    def own_allocated_peak_bytes(self) -> int:
+        """Likewise."""
+        return _peak(self.allocated - self.outside, self.start_allocated_bytes)
+
+    @cached_property
+    def fullest_event(self) -> int:
+        """Of the events at which the reserved peak stands, the first that asks the most of it; -1
+        for the state before the first event.
+
+        The allocator seldom gives segments back, so the peak stands long after it was reached. In
+        a log that begins in the middle of a job it may have been reached before.
+        """
+        peak = self.reserved_peak_bytes
+        asked = np.where(self.reserved == peak, self.requested, -1)
+        most = self.start_requested_bytes if self.start_reserved_bytes == peak else -1
+        return int(asked.argmax()) if int(asked.max(initial=-1)) > most else -1
 
     @cached_property
     def segments(self) -> Segments:

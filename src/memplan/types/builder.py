@@ -48,6 +48,7 @@ _OP_COLUMNS = {
     "call": "i",
     "flops": "q",
     "moved_bytes": "q",
+    "operands": "i",
     "reads_start": "q",
     "reads": "q",
     "writes_start": "q",
@@ -116,6 +117,7 @@ class TraceBuilder:
         ops["call"].append(self.call)
         ops["flops"].append(0)
         ops["moved_bytes"].append(-1)
+        ops["operands"].append(0)
         ops["reads_start"].append(len(ops["reads"]))
         ops["reads"].extend(reads)
         ops["writes_start"].append(len(ops["writes"]))
@@ -126,10 +128,11 @@ class TraceBuilder:
         """The storages that the operator begun last writes."""
         self._ops["writes"].extend(storages)
 
-    def op_work(self, *, flops: int, moved_bytes: int) -> None:
-        """What the operator begun last computes and moves."""
+    def op_work(self, *, flops: int, moved_bytes: int, operands: str = "") -> None:
+        """What the operator begun last computes and moves, and its arguments as text."""
         self._ops["flops"][-1] = flops
         self._ops["moved_bytes"][-1] = moved_bytes
+        self._ops["operands"][-1] = self.intern(operands)
 
     def work_since(self, op: int) -> tuple[int, int]:
         """Operations, and bytes moved, of the operators from number `op` on."""

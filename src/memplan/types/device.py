@@ -60,6 +60,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     memory_bandwidth_bytes_per_second: int
     host_link_bytes_per_second: int
     """From and to page-locked memory of the host, each direction."""
+    nvlink_bytes_per_second: int = 0
+    """To the other GPUs of the node, each direction; 0 where there is no NVLink."""
+    network_bytes_per_second: int = 0
+    """Of the node's network for each of its GPUs, each direction, as in the maker's own servers."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by `fp32`, `tf32`, `bf16`, `fp16`; absent where the card has no such path."""
     context_bytes: int
@@ -69,6 +73,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     context_high_bytes: int
     cublas_workspace_bytes: int
     """PyTorch's default cuBLAS workspace for this capability, one per handle and stream."""
+    kernels: dict[str, tuple[float, float]] = {}
+    """By class of kernels, where they were timed on a card of the user's own: what they reach of
+    the peak rate, and of the bandwidth."""
     sources: dict[str, str]
     """Where each group of figures comes from, in words."""
 
@@ -87,6 +94,8 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     l2_mib: int
     memory_bandwidth_gb_per_second: int
     host_link_gb_per_second: float
+    nvlink_gb_per_second: float
+    network_gb_per_second: float
     peak_tflops: dict[str, float]
     context_mib: tuple[int, int, int]
     cublas_workspace_bytes: int
@@ -114,20 +123,26 @@ def known_profiles() -> tuple[DeviceProfile, ...]:
     file = _file()
     measured = read_corrections()
     profiles = (_profile(name, row, file.sources) for name, row in file.devices.items())
-    return tuple(_corrected(profile, measured.get(profile.device_name)) for profile in profiles)
-
-
-def _corrected(profile: DeviceProfile, measured: Correction | None) -> DeviceProfile:
-    if measured is None:
-        return profile
-    low, expected, high = measured.context_mib
-    return msgspec.structs.replace(
-        profile,
-        context_bytes=expected * MIB,
-        context_low_bytes=low * MIB,
-        context_high_bytes=high * MIB,
-        sources=profile.sources | {"context": measured.measured},
+    return tuple(
+        corrected(profile, measured.get(profile.device_name, Correction())) for profile in profiles
     )
+
+
+def corrected(profile: DeviceProfile, measured: Correction) -> DeviceProfile:
+    """The card with what was measured in the place of the tables' figures."""
+    if measured.context_mib is not None:
+        low, expected, high = measured.context_mib
+        profile = msgspec.structs.replace(
+            profile,
+            context_bytes=expected * MIB,
+            context_low_bytes=low * MIB,
+            context_high_bytes=high * MIB,
+            sources=profile.sources | {"context": measured.measured},
+        )
+    if not measured.kernels:
+        return profile
+    sources = profile.sources | {"kernels": measured.kernels_measured}
+    return msgspec.structs.replace(profile, kernels=measured.kernels, sources=sources)
 
 
 def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
@@ -137,6 +152,8 @@ def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
         "cublas_workspace": "cublas",
         "shared_memory": "programming-guide",
         "host_link": "link",
+        "nvlink": "nvlink",
+        "network": "network",
     }
     return DeviceProfile(
         name=name,
@@ -148,6 +165,8 @@ def _profile(name: str, row: _Row, sources: dict[str, str]) -> DeviceProfile:
         l2_bytes=row.l2_mib * MIB,
         memory_bandwidth_bytes_per_second=row.memory_bandwidth_gb_per_second * 10**9,
         host_link_bytes_per_second=int(row.host_link_gb_per_second * 10**9),
+        nvlink_bytes_per_second=int(row.nvlink_gb_per_second * 10**9),
+        network_bytes_per_second=int(row.network_gb_per_second * 10**9),
         peak_flops={dtype: rate * 1e12 for dtype, rate in row.peak_tflops.items()},
         context_bytes=expected * MIB,
         context_low_bytes=low * MIB,
@@ -217,6 +236,15 @@ def profile_of_size(total_bytes: int, capability: tuple[int, int]) -> DeviceProf
         sources=dict.fromkeys(peer.sources, f"assumed, like {peer.name}")
         | {"total_memory": "given"},
     )
+
+
+def captured_for(name: str) -> DeviceProfile:
+    """The card that a trace names; the default card where it names none, or none that this version
+    knows."""
+    try:
+        return find_profile(name)
+    except UsageError:
+        return find_profile(DEFAULT_PROFILE)
 
 
 def _profile_of_size(total_bytes: int, text: str, capability_text: str) -> DeviceProfile:

@@ -1,7 +1,8 @@
 """What was measured on the user's own cards, in place of the profiles' figures.
 
-`memplan verify --calibrate` writes them to `$XDG_CONFIG_HOME/memplan/devices.toml` (by default
-`~/.config/memplan/devices.toml`), one table a card, by the name that PyTorch gives it.
+`memplan verify --calibrate` and `memplan calibrate` write them to
+`$XDG_CONFIG_HOME/memplan/devices.toml` (by default `~/.config/memplan/devices.toml`), one table a
+card, by the name that PyTorch gives it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,23 @@ MEASURED_HERE = "measured here"
 """How `Correction.measured` begins where memplan wrote it."""
 _MOST_BYTES = 1 << 20
 _Mebibytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+SHARES = (1e-6, 16.0)
+"""What a class of kernels may reach: below, times overflow; none comes near either end."""
+_Share = Annotated[float, msgspec.Meta(ge=SHARES[0], le=SHARES[1])]
 _BELOW, _ABOVE, _LEAST = 0.05, 0.10, 20
 """The range around a measured context: runs of other jobs load other kernels. Fractions, MiB."""
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A card's context as measured: low, expected, high, in MiB."""
+    """What was measured of a card; each figure with when and with what, in words."""
 
-    context_mib: tuple[_Mebibytes, _Mebibytes, _Mebibytes]
-    measured: str
-    """When and with what, in words."""
+    context_mib: tuple[_Mebibytes, _Mebibytes, _Mebibytes] | None = None
+    """Low, expected, high."""
+    measured: str = ""
+    """Of the context."""
+    kernels: dict[str, tuple[_Share, _Share]] = {}
+    """By class of kernels: what they reach of the card's peak rate, and of its bandwidth."""
+    kernels_measured: str = ""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,9 +50,10 @@ def corrections_path() -> Path:
     return Path(base) / "memplan" / "devices.toml"
 
 
-def read_corrections() -> dict[str, Correction]:
-    """By the name of the card; none without a file. Raises FormatError."""
-    path = corrections_path()
+def read_corrections(path: Path | None = None) -> dict[str, Correction]:
+    """By the name of the card; none without a file. `path`: another file than the user's. Raises
+    FormatError."""
+    path = path or corrections_path()
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -55,11 +64,13 @@ def read_corrections() -> dict[str, Correction]:
             raise ValueError("too large")
         found = msgspec.convert(tomllib.loads(text.decode()), _File).devices
         for name, one in found.items():
-            if list(one.context_mib) != sorted(one.context_mib):
+            if one.context_mib and list(one.context_mib) != sorted(one.context_mib):
                 raise ValueError(f"{name}: context_mib is low, expected, high")
     except (ValueError, msgspec.ValidationError) as error:
         raise FormatError(
-            f"{path}: {error}", "`memplan verify --calibrate` writes it; without it the tables hold"
+            f"{path}: {error}",
+            "`memplan verify --calibrate` and `memplan calibrate` write it; without it the tables "
+            "hold",
         ) from None
     return found
 
@@ -71,17 +82,44 @@ def context_of(measured_mib: int) -> tuple[int, int, int]:
     return max(measured_mib - below, 0), measured_mib, measured_mib + above
 
 
-def save_correction(device_name: str, correction: Correction) -> Path:
-    """Put a card's correction into the file, in the place of an earlier one."""
+def save_context(device_name: str, context_mib: tuple[int, int, int], measured: str) -> Path:
+    """Put a card's context into the user's file, in the place of an earlier one."""
     path = corrections_path()
-    every = read_corrections() | {device_name: correction}
-    lines = ["# Measured by `memplan verify --calibrate`.\n"]
+    every = read_corrections()
+    before = every.get(device_name, Correction())
+    after = msgspec.structs.replace(before, context_mib=context_mib, measured=measured)
+    _write(path, every | {device_name: after})
+    return path
+
+
+def save_kernels(
+    path: Path,
+    device_name: str,
+    kernels: dict[str, tuple[float, float]],
+    measured: str,
+    *,
+    alone: bool = False,
+) -> None:
+    """Put a card's kernels into a file, in the place of earlier ones. `alone`: in the place of all
+    that the file holds."""
+    every = {} if alone else read_corrections(path)
+    before = every.get(device_name, Correction())
+    after = msgspec.structs.replace(before, kernels=kernels, kernels_measured=measured)
+    _write(path, every | {device_name: after})
+
+
+def _write(path: Path, every: dict[str, Correction]) -> None:
+    lines = ["# Measured by `memplan verify --calibrate` and `memplan calibrate`.\n"]
     for name, one in sorted(every.items()):
-        low, expected, high = one.context_mib
-        lines.append(
-            f"\n[devices.{json.dumps(name)}]\ncontext_mib = [{low}, {expected}, {high}]\n"
-            f"measured = {json.dumps(one.measured)}\n"
-        )
+        lines.append(f"\n[devices.{json.dumps(name)}]\n")
+        if one.context_mib is not None:
+            lines.append(f"context_mib = {list(one.context_mib)}\n")
+            lines.append(f"measured = {json.dumps(one.measured)}\n")
+        if one.kernels:
+            lines.append(f"kernels_measured = {json.dumps(one.kernels_measured)}\n")
+            lines.append(f"[devices.{json.dumps(name)}.kernels]\n")
+            lines += [
+                f"{json.dumps(kind)} = {list(shares)}\n" for kind, shares in one.kernels.items()
+            ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, ["".join(lines).encode()], overwrite=True)
-    return path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from memplan.types.notebook import InNotebooks
 from memplan.types.trace import Assumption, KernelChoice
 
 SCHEMA_VERSION = 1
@@ -39,8 +40,12 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     fragmentation: int = 0
     """Reserved but requested by nobody: rounding, unused parts of segments, cached blocks."""
     communication: int = 0
+    engine: int = 0
+    """Held by inference engines that share the card: weights, KV cache, CUDA graphs."""
     context: int = 0
     """Device memory of the process outside PyTorch's allocator."""
+    unknown: int = 0
+    """Only of recorded logs: held from before the recording to its end, by nobody that it names."""
 
     def items(self) -> list[tuple[str, int]]:
         """(name, bytes) in declaration order."""
@@ -93,6 +98,44 @@ class PhasePeak(msgspec.Struct, frozen=True, kw_only=True):
     """Where the most is allocated: optimizer steps completed before."""
 
 
+class StagePeak(msgspec.Struct, frozen=True, kw_only=True):
+    """What the card holds at most in one stage of a job that generates text, too."""
+
+    stage: str
+    """`engine start`, `generation`, `weight sync` or `training`."""
+    peak_bytes: int
+    """On the card, context and engines included."""
+    high_bytes: int
+    in_use_bytes: int
+    """The most that tensors and engines have, with the context: the rest of the peak is kept for
+    reuse, by PyTorch's allocator, from this stage or an earlier one."""
+    engine_bytes: int
+    """Of the peak, what engines hold."""
+    step: int
+    """Optimizer steps completed before."""
+
+
+class EngineEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """An inference engine that shares the card with the training."""
+
+    name: str
+    """The package, `vllm`, and from a job's second engine on its number: `vllm-2`."""
+    model: str
+    share: float
+    """Of the card, as the job says: vLLM's `gpu_memory_utilization`."""
+    weight_bytes: int
+    kv_cache_bytes: int
+    sleeps: bool
+    """Whether its pool can be emptied while the job trains."""
+    separate: bool
+    """Whether it is a process of its own, with a CUDA context of its own."""
+    largest_share: float | None = None
+    """The largest share, in hundredths, with which the job fits at its high bound; None where none
+    does, or no card is known."""
+    why: str = ""
+    """Why no share fits."""
+
+
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A storage alive at the peak, and who asked for it; or several that were asked for alike."""
 
@@ -107,6 +150,20 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     module: str
     source: str
+
+
+class HeldPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one place of the job holds at the peak: storages of one role that one module asked for
+    on one source line. Numbers in paths of modules are `*`."""
+
+    role: str
+    module: str
+    """Empty outside modules. Of parameters, gradients and their optimizer state: of the
+    parameter."""
+    source: str
+    bytes: int
+    count: int
+    """Storages."""
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +198,7 @@ class RankEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """The lowest rank that asks for exactly the same memory; None when this is the lowest."""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     """Peak memory of a job on a card, with the reasons."""
 
     schema_version: int = SCHEMA_VERSION
@@ -152,7 +209,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool | None
     """Whether `high_bytes` is within the card; None without a card."""
     peak_bytes: int
-    """The process peak, what nvidia-smi would show: reserved plus context."""
+    """The process peak, what nvidia-smi would show: reserved plus context; with it what inference
+    engines hold outside of PyTorch's allocator."""
     low_bytes: int
     high_bytes: int
     spare_bytes: int | None
@@ -174,8 +232,15 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job stands when most is allocated: seldom where the reserved memory peaks."""
     phases: list[PhasePeak] = []
     """Those that the capture saw, in the order of a step."""
+    stages: list[StagePeak] = []
+    """Of a job that generates text, too; empty for one that only trains."""
+    engines: list[EngineEstimate] = []
+    """Inference engines that share the card."""
     largest: list[TensorInfo]
     """The ten groups of like storages that hold most at the peak, the largest first."""
+    held: list[HeldPart] = []
+    """All that is held at the peak, by role, module and source line, the largest first. The last
+    row may be what is left over, with an empty role; together they are what tensors asked for."""
     assumptions: list[Assumption]
     kernels: list[KernelChoice]
     curve: MemoryCurve
@@ -215,6 +280,29 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """Resident memory of the capture itself."""
     command: list[str]
     notes: list[str]
+    step_seconds: float | None = None
+    """A steady step's time on the card; None where the trace has none, or no card is known."""
+    step_low_seconds: float | None = None
+    step_high_seconds: float | None = None
+    """80 % of measured steps lay between bounds as wide as these."""
+    host_launch_seconds: float | None = None
+    """Of the host for launching the step: near the step's own, the host is what it waits for."""
+    exposed_communication_seconds: float | None = None
+    """By how much the step would be shorter without its collectives; None where it has none."""
+    input_seconds: float | None = None
+    """What the step's batches took one process of the data loader on the CPU of the capture; None
+    where no loader was seen, or none could be measured."""
+    exposed_input_seconds: float | None = None
+    """Of it, what the loader's workers cannot do while a step runs: all without workers. It comes
+    on top of `step_seconds`."""
+    model_flops_utilisation: float | None = None
+    """Operations of the model's products, those computed again not counted, over the peak rate of
+    their dtype and the step's time."""
+    peak_rate: str = ""
+    """The peak rate that is meant: `bf16`, `fp16`, `fp32`."""
+    kernel_seconds: dict[str, float] = {}
+    """The device's time in a step by kind of kernel, the longest first; what overlaps counts in
+    full."""
     rank: int | None = None
     """The rank that this is about; None for a job of one process."""
     world_size: int | None = None

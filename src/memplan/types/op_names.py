@@ -12,6 +12,9 @@ _SAME = {
 """Operators that PyTorch takes in another's place where cuDNN is there, with the other's outputs
 first. A plan made on a machine without a GPU must find them, and count them, on one with it."""
 
+FETCH = "memplan.fetch.default"
+"""In a trace: a weight is copied from the host to the device."""
+
 
 @cache
 def op_name(func: Any) -> str:

@@ -134,6 +134,36 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Expected per step."""
 
 
+class LowBitPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Moments of Adam and AdamW in 8 bits, by torchao: another method, other numbers."""
+
+    version: int = 1
+    state_bytes: Count = 0
+    """Promised, of all optimizers' state on the card."""
+    peak_bytes: Count = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+    added_seconds: Seconds = 0.0
+    """Expected per step."""
+
+
+class FrozenPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weights that are not trained, in the host's memory. Each is copied to the card when the
+    module that has it is called, and again when backward reads it; what followed it the last time
+    is copied ahead."""
+
+    version: int = 1
+    share: Share
+    """Of the bytes of frozen weights, spread evenly over the model, (0, 1]."""
+    ahead_bytes: Count
+    """Copied ahead of their use, at most, beside the one in use."""
+    host_bytes: Count = 0
+    """Promised, of page-locked memory."""
+    peak_bytes: Count = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+    added_seconds: Seconds = 0.0
+    """Expected per step."""
+
+
 class Argument(msgspec.Struct, frozen=True, array_like=True):
     """An option of the script and the value that it gets."""
 
@@ -237,7 +267,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     regions: RegionsPart | None = None
     loss: LossPart | None = None
     state: StatePart | None = None
+    low_bit: LowBitPart | None = None
+    """Not with `state`."""
     offload: OffloadPart | None = None
+    frozen: FrozenPart | None = None
     arguments: ArgumentsPart | None = None
     allocation: AllocationPart | None = None
     """Made from a capture with the rest of the plan in effect: recomputation and order change

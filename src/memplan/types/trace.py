@@ -20,7 +20,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from memplan.types.batches import Batches
+from memplan.types.engines import Engine, Stage
+from memplan.types.notebook import InNotebooks
 from memplan.types.plan import CompiledRegion
+from memplan.types.step_time import InputTime
 
 I64: TypeAlias = npt.NDArray[np.int64]
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -31,6 +35,10 @@ U8: TypeAlias = npt.NDArray[np.uint8]
 PRIVATE_POOLS = 1 << 16
 """Streams from this number on are private pools (of CUDA graphs, of `torch.cuda.MemPool`): their
 cached memory is kept when caches are emptied. `torch.cuda.Stream` hands out smaller numbers."""
+OUTSIDE = 1 << 20
+"""Streams from this number on are memory of the card that PyTorch's allocator has no part in: a
+pool of somebody's own, or another process. Each request takes whole pages of 2 MiB from the card
+and gives them back when it ends; nothing cached makes room for it."""
 
 
 class EventKind(IntEnum):
@@ -127,6 +135,8 @@ class Role(IntEnum):
     COMMUNICATION = 8
     GATHERED_PARAMETER = 9
     """Whole parameters that FSDP gathers from the ranks' shards, for as long as a layer runs."""
+    ENGINE = 10
+    """What an inference engine on the card holds: weights, KV cache, CUDA graphs."""
 
 
 class Assumption(msgspec.Struct, frozen=True):
@@ -201,29 +211,10 @@ class HostCapture(msgspec.Struct, frozen=True):
     """Processes of the job that share the host."""
 
 
-class Batches(msgspec.Struct, kw_only=True):
-    """What a data loader gives in a run, and which of it a capture was given. Bytes of batches."""
-
-    bytes: list[int] = []
-    """Of each batch of an epoch, in order; empty where the loader was not read ahead or all are
-    alike."""
-    complete: bool = False
-    """Whether that is the whole epoch."""
-    each: int = 1
-    """Batches that a step takes."""
-    given_from: int = 0
-    """The earliest step that can have had another batch than the loader's own; see `first_step`."""
-    shown: list[int] = []
-    """Of the batches that steps were given behind the steady one: `steps_each` steps on each."""
-    steps_each: int = 1
-    first_step: int = 0
-    """The earliest step that can have had the first of them: a loop may fetch one ahead."""
-
-
 class TraceMeta(msgspec.Struct, kw_only=True):
     """Where a trace comes from."""
 
-    schema_version: int = 4
+    schema_version: int = 6
     memplan_version: str = ""
     torch_version: str = ""
     origin: str = "capture"
@@ -240,7 +231,10 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     steady_steps: list[int] = []
     """First and one past the last of the steps that the rest of the job is taken to repeat; empty
     where none are known, or the job ended by itself."""
-    batches: Batches = msgspec.field(default_factory=Batches)
+    batches: list[Batches] = []
+    """Of each data loader that was read ahead and whose batches differ, in the order of the job."""
+    inputs: list[InputTime] = []
+    """Of each data loader that fed the steady steps."""
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None
@@ -251,6 +245,9 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     card_processes: int = 1
     """Processes of the job that have their memory on the card numbered 0, this one included."""
     initial_segments: list[Segment] = []
+    stages: list[Stage] = []
+    """In the order of their ends; of two that overlap the one that begins later counts."""
+    engines: list[Engine] = []
     regions: list[CompiledRegion] = []
     """Of compiled graphs: what the plan in effect recomputed in each."""
     notes: list[str] = []
@@ -307,6 +304,9 @@ class Ops:
     0 for ops that it has no formula for."""
     moved_bytes: I64
     """Bytes of the tensors read and written, as viewed; 0 for views, -1 when unknown."""
+    operands: I32
+    """Its arguments as text, from which its kernel's time is worked out: see `describe` in
+    `memplan.capturing.recording.work`. Empty for views and where they were not noted."""
     reads_start: I64
     reads: I64
     """Storage generations read."""
@@ -372,7 +372,7 @@ def no_host_events() -> HostEvents:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(InNotebooks):
     """A captured or imported job. Immutable; every later stage is a function of it."""
 
     meta: TraceMeta

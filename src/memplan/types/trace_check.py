@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +38,32 @@ def check_trace(trace: Trace, where: str) -> None:
     if steady and (len(steady) != 2 or not 0 < steady[0] < steady[1] <= _MOST_STEPS):
         raise _error(where, "its steady steps are no range of steps")
     _check_host(trace, where)
+    _check_batches(trace.meta, where)
+    _check_engines(trace, where)
+
+
+def _check_engines(trace: Trace, where: str) -> None:
+    for stage in trace.meta.stages:
+        if not 0 <= stage.begin <= stage.end <= len(trace):
+            raise _error(where, "a stage lies outside of its events")
+    for engine in trace.meta.engines:
+        sizes = (*msgspec.structs.astuple(engine.activations),
+                 *msgspec.structs.astuple(engine.graphs), engine.weight_bytes)  # fmt: skip
+        sane = all(0 <= size < MAX_BYTES for size in sizes) and 0 < engine.share <= 1
+        blocks = 0 < engine.block_bytes < MAX_BYTES and 0 < engine.least_blocks < 1 << 40
+        blocks = blocks and 0 < engine.layers < 1 << 20
+        card = 0 < engine.card_bytes < MAX_BYTES and 0 <= engine.begin <= len(trace)
+        if not (sane and blocks and card):
+            raise _error(where, f"what it says of the engine {engine.name!r} is out of range")
+
+
+def _check_batches(meta: TraceMeta, where: str) -> None:
+    for run in meta.batches:
+        count = len(run.bytes)
+        sane = all(0 <= size < MAX_BYTES for size in run.bytes) and run.each > 0 < run.units_each
+        known = all(0 <= number < count for number in (*run.before, *run.others))
+        if not sane or not known or any(len(column) != count for column in run.dims):
+            raise _error(where, "what it says of a data loader's batches is out of range")
 
 
 def _check_host(trace: Trace, where: str) -> None:
@@ -92,6 +119,7 @@ def _check_ops(trace: Trace, where: str) -> None:
         "phase": (0, max(Phase) + 1),
         "step": (0, 1 << 31),
         "source": (0, strings),
+        "operands": (0, strings),
         "stream": (-1, 1 << 31),
         "call": (-(1 << 30), 1 << 31),
         "flops": (0, MAX_FLOPS),

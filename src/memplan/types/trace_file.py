@@ -26,8 +26,8 @@ from memplan.types.trace import Events, HostEvents, Ops, Storages, Trace, TraceM
 from memplan.types.trace_check import check_trace
 
 MAGIC = b"\x93memplan trace\n"
-VERSION = 4
-_ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}}
+VERSION = 6
+_ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}, 5: {"operands": 0}}
 """By version: the columns of `Ops` that it added, and what stands for them in older files."""
 MAX_DECOMPRESSED_BYTES = 4 << 30
 _MAX_HEADER_BYTES = 512 << 20
@@ -98,6 +98,7 @@ def load_trace(path: Path | str) -> Trace:
         with path.open("rb") as file:
             prefix = file.read(_PREFIX.size)
             version = _check_prefix(path, prefix)
+            _check_size(path, path.stat().st_size)
             frame = file.read()
     except OSError as error:
         raise UsageError(
@@ -135,16 +136,20 @@ def _check_prefix(path: Path, prefix: bytes) -> int:
     return version
 
 
-def _decompress(path: Path, frame: bytes) -> memoryview:
-    """The frame's content. Its stated size bounds what is allocated, its checksum is verified."""
-    size = zstandard.frame_content_size(frame)
-    if size < 0:
-        raise _damaged(path, "it does not state its size")
+def _check_size(path: Path, size: int) -> None:
     if size > MAX_DECOMPRESSED_BYTES:
         raise FormatError(
             f"{path} claims to hold {size} bytes; at most {MAX_DECOMPRESSED_BYTES} are read",
             "a trace of fewer steps",
         )
+
+
+def _decompress(path: Path, frame: bytes) -> memoryview:
+    """The frame's content. Its stated size bounds what is allocated, its checksum is verified."""
+    size = zstandard.frame_content_size(frame)
+    if size < 0:
+        raise _damaged(path, "it does not state its size")
+    _check_size(path, size)
     content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     return memoryview(content)
 

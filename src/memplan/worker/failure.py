@@ -38,6 +38,13 @@ def outcome_of(error: Exception) -> Outcome:
             message=f"error: {known.message}",
             hint=known.hint,
         )
+    if isinstance(error, MemoryError):
+        return Outcome(
+            kind="out_of_memory",
+            exit_code=NoAnswerError.exit_code,
+            message="error: this machine's memory is not enough for it",
+            hint="a machine with more RAM, or a recording of fewer steps",
+        )
     frames = traceback.extract_tb(error.__traceback__)
     last = [frame for frame in frames if "memplan" in frame.filename][-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
@@ -50,8 +57,12 @@ def outcome_of(error: Exception) -> Outcome:
 
 
 def was_interrupted(error: Exception) -> bool:
-    """Whether it stands for Ctrl-C, which came while a native module was imported."""
-    return isinstance(error.__cause__, KeyboardInterrupt) and not isinstance(error, MemplanError)
+    """Whether it stands for Ctrl-C, which came while native code ran that raised its own error
+    then, such as the import of a module."""
+    found: BaseException | None = None if isinstance(error, MemplanError) else error
+    while found is not None and not isinstance(found, KeyboardInterrupt):
+        found = found.__cause__ or found.__context__
+    return found is not None
 
 
 def complaint(message: str, hint: str = "") -> str:

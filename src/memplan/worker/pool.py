@@ -11,7 +11,7 @@ from memplan.worker.process import WorkerProcess, end_all, wait_for_any
 from memplan.worker.request import CaptureRequest
 from memplan.worker.signals import signals_later
 
-_HOST_BYTES = 3 << 30
+HOST_BYTES = 3 << 30
 """What a capture is taken to need before one has been seen."""
 
 
@@ -45,7 +45,7 @@ class Workers:
         if running >= (os.cpu_count() or 1) + beyond:
             return False
         # Those that run may not have taken their share yet.
-        return _available_bytes() > (1 + running) * (self._peak_bytes or _HOST_BYTES)
+        return available_bytes() > (1 + running) * (self._peak_bytes or HOST_BYTES)
 
     def start(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
         """The process of this request; `quiet` as there."""
@@ -92,7 +92,7 @@ class Workers:
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory of this machine that can still be had; plenty where that is not known."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

@@ -17,6 +17,7 @@ from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import CaptureRequest, Outcome
+from memplan.worker.signals import raise_received
 
 _SECONDS_BY_ITSELF = 1.0
 """A signal from a terminal reaches the child too; a second one would disturb its clearing up."""
@@ -65,31 +66,43 @@ class WorkerProcess:
     def trace(self) -> Trace:
         """What it has captured, once it has ended. Raises CaptureFailedError."""
         code = self.process.wait()
-        outcome = _ended_by_signal(code) or self._outcome()
+        outcome = outcome_of_process(code, _all_of(self._out))
         if outcome.kind != "captured":
             raise CaptureFailedError(outcome, _all_of(self._kept).decode(errors="replace"))
         return load_trace(self.path)
 
-    def _outcome(self) -> Outcome:
-        try:
-            return msgspec.json.decode(_all_of(self._out), type=Outcome)
-        except msgspec.DecodeError as error:
-            message = f"error: the capture's answer cannot be read: {error}"
-            return Outcome(kind="error", exit_code=1, message=message)
+
+def outcome_of_process(code: int, answer: bytes) -> Outcome:
+    """How a capture ended whose process ended with `code` and wrote `answer` to stdout."""
+    by_signal = ended_by_signal(code)
+    if by_signal is not None:
+        return by_signal
+    try:
+        return msgspec.json.decode(answer, type=Outcome)
+    except msgspec.DecodeError as error:
+        message = f"error: the capture's answer cannot be read: {error}"
+        return Outcome(kind="error", exit_code=1, message=message)
 
 
 def end_all(processes: Sequence[WorkerProcess]) -> None:
     """End those that run: terminated, not killed, for they have temporary files and workers of
-    their own. Another Ctrl-C meanwhile kills them."""
+    their own. Another Ctrl-C meanwhile terminates them at once, and one more kills them."""
 
     def all_ended() -> bool:
         return all(one.ended for one in processes)
 
+    def terminate() -> None:
+        for one in processes:
+            one.process.terminate()
+        Deadline(_SECONDS_TO_END).poll(all_ended, _SECONDS_BETWEEN_LOOKS)
+
     try:
-        if not Deadline(_SECONDS_BY_ITSELF).poll(all_ended, _SECONDS_BETWEEN_LOOKS):
-            for one in processes:
-                one.process.terminate()
-            Deadline(_SECONDS_TO_END).poll(all_ended, _SECONDS_BETWEEN_LOOKS)
+        try:
+            if not Deadline(_SECONDS_BY_ITSELF).poll(all_ended, _SECONDS_BETWEEN_LOOKS):
+                terminate()
+        except KeyboardInterrupt:
+            terminate()
+            raise
     finally:
         for one in processes:
             one.process.kill()
@@ -99,7 +112,12 @@ def end_all(processes: Sequence[WorkerProcess]) -> None:
 
 def wait_for_any(processes: Sequence[WorkerProcess]) -> WorkerProcess:
     """The first of them that has ended."""
-    Deadline().poll(lambda: any(one.ended for one in processes), _SECONDS_BETWEEN_LOOKS)
+
+    def any_ended() -> bool:
+        raise_received()
+        return any(one.ended for one in processes)
+
+    Deadline().poll(any_ended, _SECONDS_BETWEEN_LOOKS)
     return next(one for one in processes if one.ended)
 
 
@@ -110,7 +128,7 @@ def _all_of(file: IO[bytes] | None) -> bytes:
     return file.read()
 
 
-def _ended_by_signal(code: int) -> Outcome | None:
+def ended_by_signal(code: int) -> Outcome | None:
     """What an exit code tells of a signal, the process's own (143) or the system's (-15); None
     where there was none."""
     try:

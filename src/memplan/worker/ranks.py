@@ -58,44 +58,24 @@ class AllRanksCapture:
             return Captured(captures.trace(), captures.answer())
 
 
-class RankCaptures:
-    """Captures of the distinct ranks of a job of `size`.
+class SeenRanks:
+    """What has been captured of a job of `size`, and which ranks are to come."""
 
-    A context manager: leaving it ends what still runs and removes the traces. `question`: about a
-    rank. What rank 0 writes to stderr passes through unless `quiet`.
-    """
-
-    def __init__(
-        self, size: int, question: Callable[[int], Question], *, quiet: bool = False
-    ) -> None:
+    def __init__(self, size: int, question: Callable[[int], Question]) -> None:
         self.size = size
         self.captured: dict[int, CapturedRank] = {}
         self._question = question
-        self._quiet = quiet
-        self._workers = Workers()
-        self._running: dict[WorkerProcess, tuple[int, str]] = {}
 
-    def __enter__(self) -> RankCaptures:
-        self._workers.__enter__()
-        return self
+    def wanted(self) -> dict[int, str]:
+        """Ranks that may need more, each with the reason; empty when enough is known."""
+        return next_ranks(self._requests(), self.size)
 
-    def __exit__(self, *error: object) -> None:
-        self._workers.__exit__(*error)
-
-    def capture(self, progress: Callable[[str], None]) -> None:
-        """Capture until no rank is left that may need more. Raises CaptureFailedError."""
-        while wanted := next_ranks(self._requests(), self.size):
-            waiting = dict(wanted)
-            while waiting or self._running:
-                while waiting and self._workers.has_room():
-                    rank = next(iter(waiting))
-                    # The script's own words pass through once.
-                    quiet, request = self._quiet or rank != 0, self._question(rank).request
-                    process = self._workers.start(request, quiet=quiet)
-                    self._running[process] = rank, waiting.pop(rank)
-                running = " and ".join(str(rank) for rank, _ in self._running.values())
-                progress(f"capturing rank {running} of {self.size}")
-                self._finish_one()
+    def add(self, rank: int, why: str, trace: Trace, path: Path) -> CapturedRank:
+        """`path`: where the trace is kept."""
+        estimate = self._question(rank).answer(trace)
+        requests = requests_of(trace, estimate.high_bytes)
+        self.captured[rank] = CapturedRank(rank, why, estimate, requests, path)
+        return self.captured[rank]
 
     def answer(self) -> Estimate:
         """The estimate of the rank that needs most, with all of them in `ranks`."""
@@ -124,9 +104,6 @@ class RankCaptures:
 
         return max(self.captured.values(), key=order)
 
-    def trace(self) -> Trace:
-        return load_trace(self.largest().trace)
-
     def _requests(self) -> dict[int, Requests]:
         return {rank: captured.requests for rank, captured in self.captured.items()}
 
@@ -141,6 +118,53 @@ class RankCaptures:
             **{name: getattr(captured.estimate, name) for name in shared},
         )
 
+
+class RankCaptures:
+    """Captures of the distinct ranks of a job of `size`.
+
+    A context manager: leaving it ends what still runs and removes the traces. `question`: about a
+    rank. What rank 0 writes to stderr passes through unless `quiet`.
+    """
+
+    def __init__(
+        self, size: int, question: Callable[[int], Question], *, quiet: bool = False
+    ) -> None:
+        self.size = size
+        self.seen = SeenRanks(size, question)
+        self._question = question
+        self._quiet = quiet
+        self._workers = Workers()
+        self._running: dict[WorkerProcess, tuple[int, str]] = {}
+
+    def __enter__(self) -> RankCaptures:
+        self._workers.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._workers.__exit__(*error)
+
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """Capture until no rank is left that may need more. Raises CaptureFailedError."""
+        while wanted := self.seen.wanted():
+            waiting = dict(wanted)
+            while waiting or self._running:
+                while waiting and self._workers.has_room():
+                    rank = next(iter(waiting))
+                    # The script's own words pass through once.
+                    quiet, request = self._quiet or rank != 0, self._question(rank).request
+                    process = self._workers.start(request, quiet=quiet)
+                    self._running[process] = rank, waiting.pop(rank)
+                running = " and ".join(str(rank) for rank, _ in self._running.values())
+                progress(f"capturing rank {running} of {self.size}")
+                self._finish_one()
+
+    def answer(self) -> Estimate:
+        """As `SeenRanks` gives it."""
+        return self.seen.answer()
+
+    def trace(self) -> Trace:
+        return load_trace(self.seen.largest().trace)
+
     def _finish_one(self) -> None:
         ended = self._workers.next_ended()
         rank, why = self._running.pop(ended)
@@ -148,10 +172,8 @@ class RankCaptures:
             trace = ended.trace()
         except CaptureFailedError as error:
             raise _of_rank(rank, error) from error
-        estimate = self._question(rank).answer(trace)
-        requests = requests_of(trace, estimate.high_bytes)
-        self._workers.seen(estimate.capture_peak_bytes)
-        self.captured[rank] = CapturedRank(rank, why, estimate, requests, ended.path)
+        captured = self.seen.add(rank, why, trace, ended.path)
+        self._workers.seen(captured.estimate.capture_peak_bytes)
 
 
 def _of_rank(rank: int, error: CaptureFailedError) -> CaptureFailedError:

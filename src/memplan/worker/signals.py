@@ -16,6 +16,10 @@ _SECONDS_TO_CLEAN_UP = 5.0
 
 _taken: list[signal.Signals] = []
 """Signals that `ended_by_signal` handles now."""
+_received: list[tuple[int, Deadline]] = []
+"""The first of them that came, and until when a second one is taken for the same."""
+_interrupts = 0
+"""How often Ctrl-C was pressed while a command ran that answers all the same."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -30,16 +34,20 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True, answers: bo
     """Run `command`; its exit code, or 128 + the signal that ended it. `say`: tell so on stderr.
 
     A signal that the user's program swallows still counts once the program has ended, unless the
-    command `answers` all the same. A second one, some seconds later, ends the process at once.
+    command `answers` all the same: that runs no program of the user's in this process, and has
+    Ctrl-C counted for `raise_received`. A second one, some seconds later, ends the process at once.
     """
-    received: list[tuple[int, Deadline]] = []
+    global _interrupts
+    _received.clear()
+    _interrupts = 0
+    counts = answers and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if not received:
-            received.append((number, Deadline(_SECONDS_TO_CLEAN_UP)))
+        if not _received:
+            _received.append((number, Deadline(_SECONDS_TO_CLEAN_UP)))
             raise Terminated(number)
         # `timeout` and the like send theirs twice.
-        if received[0][1].passed:
+        if _received[0][1].passed:
             os._exit(128 + number)
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -47,6 +55,8 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True, answers: bo
     _taken[:] = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
     for number in _taken:
         signal.signal(number, handle)
+    if counts:
+        signal.signal(signal.SIGINT, _interrupt)
     code = None
     try:
         code = command()
@@ -56,11 +66,36 @@ def ended_by_signal(command: Callable[[], int], *, say: bool = True, answers: bo
         for number in _taken:
             signal.signal(number, before[number])
         _taken.clear()
-    if not received or (answers and code is not None):
+        if counts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not _received or (answers and code is not None):
         return code or 0
+    by = signal.Signals(_received[0][0])
     if say:
-        sys.stderr.write(f"memplan: ended by {signal.Signals(received[0][0]).name}\n")
-    return 128 + received[0][0]
+        sys.stderr.write(f"memplan: ended by {by.name}\n")
+    return 128 + by
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    global _interrupts
+    _interrupts += 1
+    raise KeyboardInterrupt
+
+
+def raise_received() -> None:
+    """Raise again what a signal raised, Terminated or KeyboardInterrupt, before a wait that may be
+    long. Python drops an exception that a handler raises while a finalizer or a callback of a weak
+    reference runs."""
+    if _taken and _received:
+        raise Terminated(_received[0][0])
+    if _interrupts:
+        raise KeyboardInterrupt
+
+
+def raise_second_interrupt() -> None:
+    """Raise KeyboardInterrupt where Ctrl-C was pressed once more after it had ended a wait."""
+    if _interrupts > 1:
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -82,6 +117,7 @@ def _forget_in_child() -> None:
     """A worker that is told to end has nothing of ours to clean up."""
     for number in _taken:
         signal.signal(number, signal.SIG_DFL)
+    _taken.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.capturing.cuda.private_pools import COMPILED_GRAPHS
+from memplan.capturing.cuda.fake_cuda import COMPILED_GRAPHS
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
 from tests.capturing.jobs import allocations, assumed, frees, operators, record, sizes
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 from memplan.capturing.distributed.peers import Peers
 from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capturing.script import capture_script
+from memplan.cli import main
 from memplan.types.device import find_profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,13 +102,73 @@ CASES: dict[str, dict[str, str]] = {
 }
 
 
+FAILS = """
+import os, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank() == 0:
+    raise ValueError("the index cannot be made")
+open("index.bin")
+"""
+
+
+UNTRAINED = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+if dist.get_rank() == 0:
+    raise ValueError("the index cannot be made")
+ready = torch.zeros(1, dtype=torch.long, device="cuda")
+dist.broadcast(ready, 0)
+if ready.item():
+    print("training")
+"""
+
+
+COUNTED = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+os.write(int(os.environ["LOG"]), f"{{rank}} ".encode())
+torch.cuda.set_device(rank)
+flag = torch.tensor([7 if rank == 2 else 0], device="cuda")
+{body}
+"""
+TRAINS = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16).cuda())
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(4):
+    for _ in range(3):
+        dist.broadcast(flag, 2)
+        rows = flag.clone() * 2
+        flag.zero_() if rank == 3 else None
+        net(torch.randn({rows}, 16, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+FIRST = "dist.broadcast(flag, 2)\nassert flag.item() == 7\n"
+NO_DATA = 'if rank == 2:\n    raise ValueError("no such data")\n'
+OF_TWO = ("--world-size", "2", "--rank", "1")
+OF_FOUR = ("--world-size", "4", "--rank", "3", "--json")
+COMMANDS = {
+    "a writer that fails": (FAILS, OF_TWO),
+    "a trainer that fails": (UNTRAINED, OF_TWO),
+    "all questions": (COUNTED.format(body=FIRST + TRAINS.format(rows="int(rows.item())")), OF_FOUR),
+    "no question": (COUNTED.format(body=TRAINS.format(rows=8)), OF_FOUR),
+    "unseen failure": (COUNTED.format(body=NO_DATA + TRAINS.format(rows=8)), OF_FOUR),
+    "failure": (COUNTED.format(body=NO_DATA + TRAINS.format(rows="int(rows.item())")), OF_FOUR),
+}
+
+
 def capture_all(folder: Path) -> None:
-    """Sizes of the requests and texts of the assumptions of rank 3 of 4. A fork for each case: what
-    has computed once cannot be forked for another rank."""
-    for name in CASES:
+    """Sizes of the requests and texts of the assumptions of rank 3 of 4, and what commands say. A
+    fork for each case: what has computed once cannot be forked for another rank."""
+    for name in ("torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes"):
+        importlib.import_module(name)  # else each capture does
+    for name in (*CASES, *COMMANDS):
         if os.fork() == 0:
             try:
-                capture_one(folder / name.replace(" ", "-"), CASES[name])
+                if name in CASES:
+                    capture_one(folder / name.replace(" ", "-"), CASES[name])
+                else:
+                    command_one(folder / name.replace(" ", "-"), *COMMANDS[name])
             finally:
                 os._exit(0)
         os.wait()
@@ -122,8 +185,24 @@ def capture_one(folder: Path, body: dict[str, str]) -> None:
     (folder / "found.json").write_text(json.dumps([trace.events.bytes.tolist(), texts]))
 
 
+def command_one(folder: Path, script: str, words: tuple[str, ...]) -> None:
+    folder.mkdir()
+    os.chdir(folder)
+    Path("train.py").write_text(script)
+    os.environ["LOG"] = str(opened("ran"))
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(opened(name), number)
+    code = main(["estimate", "--gpu", "h100", *words, "train.py"])
+    sys.stdout.flush()
+    Path("code").write_text(str(code))
+
+
+def opened(name: str) -> int:
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], list[str]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In a process of its own: another rank is a fork, which computes."""
     folder = tmp_path_factory.mktemp("sent")
     call = "import sys, pathlib; from tests.capturing.distributed import test_broadcasts; "
@@ -132,6 +211,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not list(folder.glob("*/deep"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, tuple[list[int], list[str]]]:
     return {
         path.parent.name.replace("-", " "): json.loads(path.read_text())
         for path in folder.glob("*/found.json")
@@ -166,113 +250,55 @@ def test_what_is_told_outlives_who_told() -> None:
     assert torch.equal(pickle.loads(content)[0]["state"], torch.arange(5056))
 
 
-FAILS = """
-import os, torch.distributed as dist
-dist.init_process_group("nccl")
-if dist.get_rank() == 0:
-    raise ValueError("the index cannot be made")
-open("index.bin")
-"""
+@dataclass
+class Said:
+    """What a command left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    ran: list[str]
+    """The ranks that were run, as far as they tell."""
 
 
-UNTRAINED = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("nccl")
-if dist.get_rank() == 0:
-    raise ValueError("the index cannot be made")
-ready = torch.zeros(1, dtype=torch.long, device="cuda")
-dist.broadcast(ready, 0)
-if ready.item():
-    print("training")
-"""
+def said_by(folder: Path, name: str) -> Said:
+    names = ("code", "stdout", "stderr", "ran")
+    code, stdout, stderr, ran = ((folder / name.replace(" ", "-") / n).read_text() for n in names)
+    return Said(int(code), stdout, stderr, sorted(ran.split()))
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
-    [(FAILS, "FileNotFoundError"), (UNTRAINED, "rank 1 goes by what rank 0")],
+    ("name", "said"),
+    [
+        ("a writer that fails", "FileNotFoundError"),
+        ("a trainer that fails", "rank 1 goes by what rank 0"),
+    ],
 )
-def test_the_failure_of_the_rank_that_writes_is_said(
-    tmp_path: Path, script: str, said: str
-) -> None:
-    (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "memplan", "estimate", "--gpu", "h100", "--world-size", "2"]
-    done = subprocess.run(
-        [*command, "--rank", "1", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 4
+def test_the_failure_of_the_rank_that_writes_is_said(folder: Path, name: str, said: str) -> None:
+    done = said_by(folder, name)
+    assert done.code == 4
     assert said in done.stderr
     assert "rank 0" in done.stderr
     assert "the index cannot be made" in done.stderr
 
 
-COUNTED = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("nccl")
-rank = dist.get_rank()
-os.write(int(os.environ["LOG"]), f"{{rank}} ".encode())
-torch.cuda.set_device(rank)
-flag = torch.tensor([7 if rank == 2 else 0], device="cuda")
-{body}
-"""
-TRAINS = """
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 16).cuda())
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-for step in range(4):
-    for _ in range(3):
-        dist.broadcast(flag, 2)
-        rows = flag.clone() * 2
-        flag.zero_() if rank == 3 else None
-        net(torch.randn({rows}, 16, device="cuda")).sum().backward()
-    optimizer.step()
-"""
+def test_a_rank_is_run_once_for_all_questions(folder: Path) -> None:
+    done = said_by(folder, "all questions")
+    assert done.code == 0, done.stderr
+    assert done.ran == ["2", "3"]
 
 
-def estimated(folder: Path, body: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """The answer for rank 3 of 4, and the ranks that were run."""
-    (folder / "train.py").write_text(COUNTED.format(body=body))
-    command = [sys.executable, "-m", "memplan", "estimate", "--gpu", "h100", "--world-size", "4"]
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as log:
-        done = subprocess.run(
-            [*command, "--json", "--rank", "3", "train.py"],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG": str(writing)},
-            pass_fds=[writing],
-            capture_output=True,
-            text=True,
-        )
-        os.close(writing)
-        return done, sorted(log.read().split())
+def test_a_rank_is_not_run_for_what_nobody_looks_at(folder: Path) -> None:
+    done = said_by(folder, "no question")
+    assert done.code == 0, done.stderr
+    assert done.ran == ["3"]
 
 
-def test_a_rank_is_run_once_for_all_questions(tmp_path: Path) -> None:
-    first = "dist.broadcast(flag, 2)\nassert flag.item() == 7\n"
-    done, ran = estimated(tmp_path, first + TRAINS.format(rows="int(rows.item())"))
-    assert done.returncode == 0, done.stderr
-    assert ran == ["2", "3"]
-
-
-def test_a_rank_is_not_run_for_what_nobody_looks_at(tmp_path: Path) -> None:
-    done, ran = estimated(tmp_path, TRAINS.format(rows=8))
-    assert done.returncode == 0, done.stderr
-    assert ran == ["3"]
-
-
-@pytest.mark.parametrize(("rows", "code"), [("8", 0), ("int(rows.item())", 4)])
-def test_a_sender_that_fails_matters_where_its_value_does(
-    tmp_path: Path, rows: str, code: int
-) -> None:
-    body = 'if rank == 2:\n    raise ValueError("no such data")\n' + TRAINS.format(rows=rows)
-    done, _ = estimated(tmp_path, body)
-    assert done.returncode == code, done.stderr
-    if code:
-        assert "train.py:18: rank 3 goes by what rank 2 broadcasts" in done.stderr
-        assert "ValueError: no such data" in done.stderr
-    else:
-        assert not [
-            item for item in json.loads(done.stdout)["assumptions"] if item["kind"] == "rank"
-        ]
+def test_a_sender_that_fails_matters_where_its_value_does(folder: Path) -> None:
+    done = said_by(folder, "failure")
+    assert done.code == 4, done.stderr
+    assert "train.py:18: rank 3 goes by what rank 2 broadcasts" in done.stderr
+    assert "ValueError: no such data" in done.stderr
+    done = said_by(folder, "unseen failure")
+    assert done.code == 0, done.stderr
+    assert not [item for item in json.loads(done.stdout)["assumptions"] if item["kind"] == "rank"]

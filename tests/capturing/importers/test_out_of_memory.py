@@ -3,7 +3,6 @@ documents, with figures worked out on paper."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import subprocess
@@ -21,6 +20,7 @@ from memplan.types.errors import NoAnswerError
 from memplan.types.out_of_memory import OomExplanation, OutOfMemory
 from memplan.types.trace import EventKind, Trace
 from tests.capturing.importers.snapshot_maker import MIB, STREAMS, Maker
+from tests.schemas import read_answer
 
 TORCH = "/usr/lib/python3.11/site-packages/torch/"
 
@@ -230,7 +230,7 @@ def test_the_command(tmp_path: Path) -> None:
         "PYTORCH_ALLOC_CONF=expandable_segments:True python /home/u/train.py …"
     )
     done = memplan(tmp_path, "--json", "--from-snapshot", "oom.pickle")
-    assert json.loads(done.stdout)["missing_bytes"] == 0
+    assert read_answer("estimate-from-snapshot", done.stdout)["missing_bytes"] == 0
     done = memplan(tmp_path, "--from-snapshot", "oom.pickle", "train.py")
     assert done.returncode == 2 and "train.py is not needed" in done.stderr
     done = memplan(tmp_path, "--steps", "3", "--from-snapshot", "oom.pickle")

@@ -16,6 +16,7 @@ from memplan.capturing.kernels.convolution import (
     WorkspaceModel,
     conv_backend,
     conv_workspace,
+    trial_workspace,
 )
 
 V100, A10 = ConvSettings((7, 0)), ConvSettings((8, 6))
@@ -114,9 +115,15 @@ def test_a_workspace_that_cannot_be_had_is_not_taken() -> None:
     assert conv_workspace(VGG, Direction.FORWARD, A10, free_bytes=-5).high == 0
 
 
-def test_benchmark_mode_may_try_larger_workspaces() -> None:
-    tried = conv_workspace(VGG, Direction.FORWARD, replace(A10, benchmark=True))
-    assert tried.high > conv_workspace(VGG, Direction.FORWARD, A10).high
+def test_benchmark_mode_tries_every_plan_in_a_workspace_for_the_largest() -> None:
+    trying = replace(A10, benchmark=True)
+    trial = trial_workspace(VGG, trying)
+    assert trial is not None
+    assert trial.low == 0
+    assert trial.bytes >= conv_workspace(VGG, Direction.FORWARD, trying).bytes
+    assert trial.high > conv_workspace(VGG, Direction.FORWARD, trying).high
+    assert trial_workspace(VGG, A10) is None
+    assert trial_workspace(DEPTHWISE, trying) is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -55,6 +56,23 @@ def test_convolutions(name: str, channels_last: bool) -> None:
     choices = [choice for choice in trace.meta.kernels if choice.op == "convolution"]
     assert sum(choice.count for choice in choices) == 3  # output, input and weight gradient
     assert sizes(trace, Phase.FORWARD, op="aten.convolution") == [4 * outputs[0].numel()]
+
+
+@pytest.mark.parametrize("benchmark", [False, True])
+def test_benchmark_mode_empties_the_cache_at_the_first_call_of_each(benchmark: bool) -> None:
+    def job() -> None:
+        model, x = nn.Conv2d(4, 8, 3, padding=1).cuda(), real(2, 4, 16, 16)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+            for _ in range(2):
+                model(x).sum().backward()
+
+    trace = record(job)
+    emptied = np.flatnonzero(trace.events.kind == EventKind.EMPTY_CACHE)
+    assert len(emptied) == (3 if benchmark else 0)  # output, input and weight gradient
+    for event in emptied:
+        tried = trace.storages.name[trace.events.storage[event - 1]]
+        assert trace.strings[tried] == "cudnn workspace (benchmark)"
+        assert trace.events.kind[event - 1] == EventKind.FREE
 
 
 def test_batch_norm_in_training_and_evaluation() -> None:

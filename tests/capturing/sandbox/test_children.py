@@ -171,7 +171,7 @@ def test_a_spawned_worker_joins_the_sandbox(tmp_path: Path) -> None:
             target=write_in_worker, args=(str(tmp_path / "x"),)
         )
         worker.start()
-        worker.join(60)
+        worker.join(300)
         assert worker.exitcode == 0
         assert (tmp_path / "x").read_text() == "from a fresh worker"
     assert os.listdir(tmp_path) == []

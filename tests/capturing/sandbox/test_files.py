@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from memplan.capturing.sandbox import Sandbox
 from memplan.capturing.sandbox import changes as changes_module
-from memplan.capturing.sandbox.budget import Budget
+from memplan.capturing.sandbox.scratch import Budget
 
 
 def fingerprint(root: Path) -> str:

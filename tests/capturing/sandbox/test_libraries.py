@@ -192,6 +192,6 @@ def test_libraries_imported_by_the_script(empty: Path) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
     assert done.stdout == "False True []\n", done.stderr

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from memplan.simulate.rounding import block_size
 from memplan.simulate.settings import MIB, UNLIMITED, AllocatorSettings
-from memplan.types.trace import PRIVATE_POOLS, EventKind
+from memplan.types.trace import OUTSIDE, PRIVATE_POOLS, EventKind
 
 _TOP = 1 << 46
 _CHUNK = 32 * MIB
@@ -140,6 +140,8 @@ class Oracle:
 
     def malloc(self, nbytes: int, stream: int) -> OracleBlock | None:
         """A used block, or None when memory is out."""
+        if stream >= OUTSIDE:
+            return self.pages_of_others(nbytes, stream)
         size = block_size(nbytes, self.settings)
         small = size <= MIB
         try:
@@ -159,6 +161,21 @@ class Oracle:
         tail.cached_at = self.searches[small]
         self.replace(segment, block, [used, tail])
         return used
+
+    def pages_of_others(self, nbytes: int, stream: int) -> OracleBlock | None:
+        """Pages that are not the allocator's: it gives nothing back for them."""
+        size = -(-nbytes // (2 * MIB)) * 2 * MIB
+        if self.reserved + size > self.capacity:
+            return None
+        block = OracleBlock(self.place(size), size, "used", nbytes)
+        segment = OracleSegment(block.address, size, stream, False, 0, [block])
+        self.segments.append(segment)
+        self.log(EventKind.SEGMENT_ALLOC, segment, block.address, size)
+        return block
+
+    def own(self) -> int:
+        """Reserved by the allocator itself."""
+        return self.reserved - sum(s.size for s in self.segments if s.stream >= OUTSIDE)
 
     def search(
         self, size: int, stream: int, small: bool
@@ -216,7 +233,7 @@ class Oracle:
     def ask(self, size: int, stream: int, small: bool) -> tuple[OracleBlock, OracleSegment] | None:
         usual = 2 * MIB if small else self.settings.large_segment_size
         wanted = usual if small or size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        if self.allowed is not None and self.reserved + wanted > self.allowed:
+        if self.allowed is not None and self.own() + wanted > self.allowed:
             if self.settings.throw_on_cudamalloc_oom:
                 raise _RejectedError
             return None
@@ -290,6 +307,8 @@ class Oracle:
         block.requested = 0
         block.cached_at = self.searches[segment.small]
         self.settle(segment)
+        if segment.stream >= OUTSIDE:
+            self.drop(segment)
 
     def drop(self, segment: OracleSegment) -> None:
         self.segments.remove(segment)
@@ -357,7 +376,7 @@ class Oracle:
     def collect_garbage(self) -> None:
         assert self.allowed is not None
         threshold = int(self.settings.garbage_collection_threshold * float(self.allowed))
-        target = self.reserved - threshold
+        target = self.own() - threshold
         if target <= 0:
             return
         whole = [

@@ -57,6 +57,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a number": (lambda loss: 3.0, "depends on nothing"),
     "nothing": (lambda loss: None, "depends on nothing"),
     "two losses": (lambda loss: (loss, loss * 2), "2 tensors that require a gradient"),
+    "a complex one": (lambda loss: loss * 1j, "complex"),
     "a detached one": (lambda loss: loss.detach(), "depends on nothing"),
 }
 
@@ -73,6 +74,23 @@ def test_what_is_no_loss_is_refused(name: str, plainly: bool) -> None:
     with pytest.raises(UsageError, match=words):
         step(*job.batches[0])
     assert snapshot(job, None, gradients=True) == before
+
+
+@captures_steps
+def test_an_iterator_of_losses_is_refused() -> None:
+    """PyTorch's compiler looks into one; the plain loop has no loss then."""
+    job = of(lambda loss: (one for one in (loss,)))
+    with pytest.raises(UsageError, match=r"returns a .*iterator.* no loss") as caught:
+        compiled(job)(*job.batches[0])
+    [note] = caught.value.__notes__
+    assert "parameters are updated" in note
+
+
+def test_a_function_that_computes_nothing_is_refused() -> None:
+    job = of(lambda loss: loss)
+    job.loss_fn = lambda *_batch: None
+    with pytest.raises(UsageError, match="depends on nothing"):
+        compiled(job)(*job.batches[0])
 
 
 @pytest.mark.parametrize(

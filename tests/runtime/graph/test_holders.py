@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import decimal
 import locale
 import os
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 import memplan
 from memplan.runtime.graph.step import CompiledStep
-from tests.runtime.graph import subtle_holders
+from tests.runtime.graph import hidden_holders, subtle_holders
 from tests.runtime.graph.holders import HOLDERS, Holder
 from tests.runtime.graph.training import captures_steps
 
 VALUES = (1.0, 2.0, 2.0, 0.5)
-assert subtle_holders.__name__  # adds to HOLDERS
+assert subtle_holders.__name__ and hidden_holders.__name__  # add to HOLDERS
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def as_it_was() -> Iterator[None]:
     decimal.setcontext(context)
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.enable_flash_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.set_flush_denormal(False)
     torch.set_autocast_enabled("cpu", False)
@@ -116,6 +118,69 @@ def test_ordinary_holders_are_captured_again(name: str) -> None:
     assert not report.fallback
     assert len(report.programs) in (2, 3)
     assert report.compiled_calls == len(VALUES)
+
+
+def test_a_gradient_of_an_operator_of_ones_own_is_never_stale() -> None:
+    """PyTorch traces what says how to differentiate an operator after the capture."""
+    held = [1.0]
+
+    @torch.library.custom_op("memplan_test_holders::same", mutates_args=())
+    def same(x: Tensor) -> Tensor:
+        return x.clone()
+
+    same.register_fake(torch.empty_like)
+    same.register_autograd(lambda _context, gradient: gradient * held[0])
+    model, plain = nn.Linear(4, 3), nn.Linear(4, 3)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.05)
+    step = memplan.compile(
+        lambda x: same(model(x)).square().mean(), optimizer=optimizer, order=False
+    )
+    x = torch.randn(5, 4)
+    for value in VALUES:
+        held[0] = value
+        of_plain.zero_grad()
+        same(plain(x)).square().mean().backward()
+        of_plain.step()
+        step(x)
+        assert torch.equal(model.weight, plain.weight)
+
+
+@captures_steps
+def test_operators_of_ones_own_are_captured() -> None:
+    """Without a gradient's code of the user's. Functions of shapes run while PyTorch traces."""
+
+    @torch.library.custom_op("memplan_test_holders::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        loss: Tensor = model(twice(x)).square().mean()
+        return loss
+
+    step = memplan.compile(loss_fn, optimizer=optimizer, order=False)
+    step(torch.randn(5, 4))
+    assert not step.report().fallback
+
+
+@captures_steps
+def test_a_step_that_is_captured_under_a_profiler_runs_plainly() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = memplan.compile(lambda x: model(x).mean(), optimizer=optimizer, order=False)
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        step(torch.randn(5, 4))
+    finally:
+        profile.disable()
+    assert "profiler" in step.report().fallback
+    assert profile.getstats()
 
 
 @captures_steps

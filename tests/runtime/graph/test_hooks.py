@@ -132,3 +132,26 @@ def test_what_loggers_say_is_said_as_often_as_in_the_plain_loop(
     said = [one for one in caplog.messages if one.endswith("rows.")]
     wanted = [f"a model for {rows} rows." for rows in (5, 5, 5, 3, 3)]
     assert said == (sorted({*wanted}, reverse=True) if once else wanted)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_hooks_on_saved_tensors_around_the_calls(when: int) -> None:
+    def make() -> Job:
+        job = classifier()
+        around = torch.autograd.graph.saved_tensors_hooks(lambda one: one, _doubled)
+
+        def between(number: int) -> None:
+            if number == when:
+                around.__enter__()
+            elif number == 3:
+                around.__exit__()
+
+        job.between = between
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert "saved tensors" in step.report().fallback
+
+
+def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2 if tensor.is_floating_point() else tensor

@@ -458,3 +458,22 @@ def test_a_default_device_is_captured() -> None:
     finally:
         torch.set_default_device(None)
     assert_captured(step, 4)
+
+
+class Registry(dict[str, float]):
+    """As Transformers has one: what it takes `super` from is in the closures of its methods."""
+
+    def get(self, key: object) -> float:  # type: ignore[override]
+        return super().get(str(key)) or 1.0
+
+
+def test_a_kind_of_dict_whose_methods_call_super() -> None:
+    def make() -> Job:
+        job = classifier()
+        plain, registry = job.loss_fn, Registry()
+        job.loss_fn = lambda *batch: plain(*batch) * registry.get(1)
+        job.between = lambda number: registry.update({"1": 1.0 + number // 2})
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4, programs=2)

@@ -212,3 +212,23 @@ def language_model(tied: bool = True) -> Job:
 def test_transformers(tied: bool) -> None:
     step, _ = assert_as_plain(lambda: language_model(tied), keep_gradients=tied)
     assert_captured(step, 4)
+
+
+def test_a_model_of_the_transformers_library() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+
+    def make() -> Job:
+        job = language_model()
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+        optimizers = [torch.optim.AdamW(model.parameters(), 0.01)]
+
+        def loss_fn(x: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=x, labels=x, use_cache=False).loss
+            return loss
+
+        return Job(model, optimizers, loss_fn, job.batches)
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)

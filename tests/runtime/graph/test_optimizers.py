@@ -4,6 +4,7 @@ are the plain loop's bits."""
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import memplan
 from memplan.runtime.graph import step_capture
 from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.updates import Updates
+from memplan.runtime.one_update import each_by_itself
 from memplan.types.errors import UsageError
 from tests.runtime.graph.training import (
     Job,
@@ -328,3 +330,56 @@ def test_parameters_in_one_buffer_are_captured() -> None:
 
     step, _ = assert_as_plain(make)
     assert_captured(step, 4)
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_step_that_is_replaced_between_calls_runs(
+    of_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.optim.AdamW.step
+
+    def doubled(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.grad.mul_(2)
+        before(optimizer)
+
+    def make() -> Job:
+        job = classifier()
+        (optimizer,) = job.optimizers
+        monkeypatch.setattr(torch.optim.AdamW, "step", before)
+
+        def between(number: int) -> None:
+            if number == 2:
+                owner = torch.optim.AdamW if of_class else optimizer
+                monkeypatch.setattr(
+                    owner, "step", doubled if of_class else lambda: doubled(optimizer)
+                )
+
+        job.between = between
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert step.report().compiled_calls == 4
+
+
+def test_schedulers_leave_updates_in_the_graph() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert each_by_itself(optimizer)
+
+
+def test_a_step_without_globals_is_a_replaced_one() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    optimizer.step = functools.partial(optimizer.step)  # type: ignore[method-assign]
+    assert not each_by_itself(optimizer)
+
+
+def test_parameters_that_begin_to_train_are_listed_last() -> None:
+    def make() -> Job:
+        job = classifier()
+        first = next(job.model.parameters()).requires_grad_(False)
+        job.between = lambda number: first.requires_grad_(number >= 2)
+        return job
+
+    assert_as_plain(make)

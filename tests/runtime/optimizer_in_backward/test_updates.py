@@ -14,6 +14,7 @@ from memplan.runtime.apply import AppliedEverywhere
 from memplan.runtime.optimizer_in_backward.preconditions import _first_read
 from memplan.types.errors import OptimizerInBackwardError
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
+from memplan.types.run_outcome import EarlyUpdates
 from tests.runtime.optimizer_in_backward.loop import Applied, Loop, later, same
 from tests.runtime.optimizer_in_backward.refused_loops import (
     NOTICED,
@@ -104,7 +105,7 @@ def test_fewer_updates_than_planned_are_said(applied: Applied) -> None:
 
 def test_what_came_of_them_is_told(applied: Applied) -> None:
     applied(Loop, 7)
-    assert applied.account.as_dict() == {"planned": 7, "parameters": 6, "steps": 3, "ended": ""}
+    assert applied.account == EarlyUpdates(planned=7, parameters=6, steps=3)
     applied(Clipped, 6)
     assert applied.account.steps == 0 and "uses a gradient" in applied.account.ended
 

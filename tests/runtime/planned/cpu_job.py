@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from memplan.cli.run_watch import Watch, memory_of
 from memplan.layout.static_plan import plan_of, static_plan
 from memplan.runtime.planned.install import follow
 from memplan.runtime.planned.job import Job as FollowedJob
 from memplan.runtime.planned.library import Library
 from memplan.runtime.planned.recording import observed_meta
 from memplan.types.plan_file import load_plan, save_plan
+from tests.terminal import Terminal, plain
 
 DEVICE = 0
 
@@ -214,12 +217,21 @@ def train_planned(run: Run, library: Library) -> dict[str, Any]:
     library.reset_peaks(DEVICE)
     with follow(followed) as running:
         before = library.statistics(DEVICE)
-        found = train(run, followed.wait_for_plan)
+        shown, said = Terminal(), list[str]()
+        with Watch(lambda: memory_of(running), shown.slave, said.append):
+            found = train(run, followed.wait_for_plan)
+            watched = memory_of(running)
+        assert not said, said
         after = library.statistics(DEVICE)
         assert after is not None
         start = before.as_dict() if before is not None else {}
         counts = {name: value - start.get(name, 0) for name, value in after.as_dict().items()}
         found |= {"counts": counts, "outcome": running.stats()}
+        found |= {
+            "watched": asdict(watched),
+            "shown": plain(shown.text),
+            "counted": after.as_dict(),
+        }
     library.unload(DEVICE)
     if run.save_plan:
         assert followed.recorded is not None

@@ -95,6 +95,8 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     assert heard.words.count("E") == 2  # evaluations after steps 2 and 4
 
 
+# xdist imports a warning's module in a process of its own, in which torchvision is not prepared.
+@pytest.mark.filterwarnings("ignore")
 def test_lightning(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 

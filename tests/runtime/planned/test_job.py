@@ -13,15 +13,13 @@ from torch import nn
 
 from memplan.layout.static_plan import static_plan
 from memplan.runtime.planned import phases
-from memplan.runtime.planned.account import Policy
+from memplan.runtime.planned.account import HitRate, Policy
 from memplan.runtime.planned.background import Planning
-from memplan.runtime.planned.hit_rate import HitRate
 from memplan.runtime.planned.job import Job
 from memplan.runtime.planned.outcome import line, outcome
-from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.recording import observed_meta
+from memplan.runtime.planned.statistics import Peaks
 from memplan.types.allocation import check_allocation
-from memplan.types.deadline import Deadline
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import Phase
@@ -96,12 +94,12 @@ def test_without_a_plan_the_first_steps_are_recorded_planned_and_served(
             script.step()
     found = outcome(job)
     assert said.lines == []
-    assert found["steps"] == 9
-    assert found["plans"][0]["step"] == 6
-    assert found["hit_rate"] >= 0.95
-    device = found["devices"][0]
-    assert device["without_from_steps"] == 4
-    assert device["reserved_peak_without_bytes"] >= device["allocated_peak_bytes"]
+    assert found.steps == 9
+    assert found.plans[0].step == 6
+    assert (found.hit_rate or 0) >= 0.95
+    device = found.devices[0]
+    assert device.without_from_steps == 4
+    assert (device.reserved_peak_without_bytes or 0) >= device.allocated_peak_bytes
     assert library.phases[-3:] == [1, 2, 0]
     assert "with the plan (from step 6 on)" in line(found)
     assert "simulated from the first 4 steps" in line(found)
@@ -115,9 +113,9 @@ def test_a_given_plan_serves_from_the_beginning() -> None:
             script.step()
     found = outcome(job, "job.plan")
     assert said.lines == [] and len(library.loads) == 1
-    assert found["hit_rate"] == 1.0
-    assert found["plan"] == "job.plan"
-    assert found["hook_seconds_per_step"] > 0
+    assert found.hit_rate == 1.0
+    assert found.plan == "job.plan"
+    assert (found.hook_seconds_per_step or 0) > 0
     assert "with the plan, " in line(found)
 
 
@@ -127,33 +125,71 @@ def test_evaluations_do_not_count() -> None:
         for _ in range(8):
             script.step()
             script.evaluate()
-    assert outcome(job)["hit_rate"] > 0.95
+    assert (outcome(job).hit_rate or 0) > 0.95
     assert -1 in library.phases
     assert said.lines == []
 
 
-def test_a_job_that_changes_is_planned_again_and_says_so() -> None:
-    part, library, said = _planned(), FakeLibrary(), Told()
-    policy = Policy(seconds_between=0.0)
-    with running(library, said, plan=part, policy=policy) as (job, script):
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("longer", "again"), [(30.0, True), (0.5, False), (0.0, False)])
+def test_a_job_that_changes_is_planned_again_when_that_pays(longer: float, again: bool) -> None:
+    """Twelve steps of another size, of which each takes so much longer: planning costs 20 s."""
+    part, library, said, clock = _planned(), FakeLibrary(), Told(), Clock()
+    with running(library, said, plan=part, clock=clock) as (job, script):
         for _ in range(5):
+            clock.now += 10.0
             script.step()
         assert not said.lines
         for _ in range(12):
+            clock.now += 10.0 + longer
             script.step(batch=48)
             job.wait_for_plan()
-    assert len(library.loads) == 2 and library.loads[1][1]
-    assert [text for text in said.lines if "planning again" in text] == said.lines
-    assert outcome(job)["hit_rate"] > 0.9
+    assert len(library.loads) == (2 if again else 1)
+    assert len(said.lines) == again and all("planning again" in text for text in said.lines)
+    if again:
+        assert library.loads[1][1] and (outcome(job).hit_rate or 0) > 0.9
+    assert outcome(job).planning is None  # no step without a plan was seen
 
 
-def test_planning_again_waits_its_time() -> None:
-    part, library, said = _planned(), FakeLibrary(), Told()
-    with running(library, said, plan=part, policy=Policy(seconds_between=3600)) as (job, script):
-        job._next_plan = Deadline(3600)
+def test_memory_that_lies_unused_is_worth_a_plan() -> None:
+    """Steps of a new size take no longer, but a quarter of the card is reserved for nothing."""
+    part, library, said, clock = _planned(), FakeLibrary(), Told(), Clock()
+    card = 4 << 30
+    with running(library, said, plan=part, clock=clock, card_bytes=card) as (job, script):
+        for step in range(16):
+            if step >= 4:
+                library.counts.reserved = card // 4
+            clock.now += 10.0
+            script.step(batch=48 if step >= 4 else 32)
+            job.wait_for_plan()
+    assert len(said.lines) == 1 and "planning again" in said.lines[0]
+
+
+def test_the_outcome_says_when_planning_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "has_compiled", lambda: False)  # in an earlier test
+    library, clock = FakeLibrary(), Clock()
+    with running(library, clock=clock) as (job, script):
         for _ in range(12):
-            script.step(batch=48)
-    assert said.lines == [] and len(library.loads) == 1
+            clock.now += 3.0 if library.loads else 5.0
+            script.step()
+            job.wait_for_plan()
+    planning = outcome(job).planning
+    assert planning is not None
+    assert planning.step_seconds == 3.0
+    assert planning.step_seconds_before == pytest.approx(5.0, abs=0.2)
+    assert planning.seconds == 5.0  # the planner is seen to have ended one step later
+    assert planning.paid_after_steps == 3
+    said = line(outcome(job), 36.0)
+    assert "planning took 5.0 s (0.050 at 36/h), paid for by 3 steps" in said
 
 
 def test_a_plan_larger_than_the_card_is_left_alone() -> None:
@@ -186,7 +222,7 @@ def test_a_fault_of_ours_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -
             script.step()
         assert torch.cuda.Event.record is record
     assert len(said.lines) == 1 and "ValueError: on purpose" in said.lines[0]
-    assert outcome(job)["steps"] == 6
+    assert outcome(job).steps == 6
 
 
 def test_a_recording_without_room_is_no_plan() -> None:
@@ -222,7 +258,7 @@ def test_a_job_that_ends_early_has_an_outcome() -> None:
     with running(library) as (job, script), torch.no_grad():
         script.model(torch.randn(3, 64))
     found = outcome(job)
-    assert found["steps"] == 0 and found["plans"] == []
+    assert found.steps == 0 and found.plans == []
     assert line(found).endswith("no plan in effect")
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from memplan.runtime.planned.library import DRIVER_VARIABLE
+from memplan.types.plan_file import load_plan
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 SEEN = {"evaluate_every": 2, "log_every": 3, "short_every": 4}
 """Requests that no plan knows: evaluations, norms now and then, a smaller last batch."""
 
@@ -40,7 +42,8 @@ class Trainings:
 
     def __init__(self, library: Path, driver: Path, adaptor: Path, folder: Path) -> None:
         self._head = {"library": str(library), "adaptor": str(adaptor)}
-        self._environment = {**os.environ, DRIVER_VARIABLE: str(driver)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._environment = {**os.environ, DRIVER_VARIABLE: str(driver), "PYTHONPATH": path}
         self.folder = folder
 
     def __call__(self, *runs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -93,6 +96,15 @@ def test_a_job_is_recorded_planned_and_served_with_the_same_numbers(
     assert learned["outcome"]["hit_rate"] >= 0.95
     assert hit_rate(served) >= 0.95
     assert hit_rate(perturbed) >= 0.7
+    for run in (learned, served):  # what `memplan run --watch` shows is what the library counts
+        watched, counted = run["watched"], run["counted"]
+        assert watched["steps"] == 12
+        for name in ("allocated", "reserved"):
+            assert watched[name] == counted[name]
+            assert watched[f"{name}_peak"] >= counted[f"{name}_peak"] > 0
+        assert "step 12 " in run["shown"] and "a plan is in effect" in run["shown"]
+    part = load_plan(plan).allocation
+    assert part is not None and served["watched"]["arena"] == part.arena_bytes
 
 
 def test_routing_by_values_is_served_from_reusable_space(trainings: Trainings) -> None:

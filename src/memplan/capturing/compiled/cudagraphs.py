@@ -3,7 +3,7 @@
 All graphs of a device share one private pool (`torch/_inductor/cudagraph_trees.py`): a graph's
 inputs that are not at fixed addresses are copied into it, the graph runs in it once to warm up and
 once to be recorded, and what the pool has reserved is never returned while the graphs live
-(`capturing/cuda/private_pools.py`). A graph's allocations are recorded in the pool at every run,
+(`capturing/cuda/fake_cuda.py`). A graph's allocations are recorded in the pool at every run,
 replays included, which ask for nothing new.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capturing.cuda.private_pools import COMPILED_GRAPHS, keep_graph
+from memplan.capturing.cuda.fake_cuda import COMPILED_GRAPHS, keep_graph
 
 if TYPE_CHECKING:
     from memplan.capturing.state import CaptureState

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import optimizer as optim_module
 
-from memplan.capturing.cuda.private_pools import Pool, keep_graph
+from memplan.capturing.cuda.fake_cuda import Pool, keep_graph
 from memplan.capturing.operators.fake import record_launch
 
 if TYPE_CHECKING:

@@ -62,9 +62,8 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
     # Asked by scripts of one process too; torch.distributed's own modules keep what is true.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
     patches.set(torch.cuda.nccl, "version", lambda: _NCCL_VERSION)
-    if hasattr(torch.cuda, "nvtx"):
-        for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-            patches.set(torch.cuda.nvtx, name, lambda *_args, **_kwargs: 0)
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        patches.set(torch.cuda.nvtx, name, lambda *_args, **_kwargs: 0)
     accelerator = torch.accelerator
     for name, answer in {
         "is_available": lambda: True,

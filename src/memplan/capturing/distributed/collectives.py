@@ -256,7 +256,11 @@ class Collectives:
         stream = own_stream if asynchronous and own_stream is not None else current
         builder.begin_op(state.op_name(func), reads=state.numbers(inputs), stream=stream)
         builder.op_writes(state.numbers(outputs) if form.kind != "send" else [])
-        builder.op_work(flops=0, moved_bytes=sum(item.nbytes for item in (*inputs, *outputs)))
+        builder.op_work(
+            flops=0,
+            moved_bytes=sum(item.nbytes for item in (*inputs, *outputs)),
+            operands=self.communicators.span(group),
+        )
         self._name_buffers(form.kind, inputs, outputs)
         if not asynchronous:
             return finished(outputs)

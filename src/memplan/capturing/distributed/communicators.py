@@ -85,6 +85,12 @@ class Communicators:
             made.peers.add(peer)
         return made.stream
 
+    def span(self, group: ProcessGroup) -> str:
+        """How many ranks a group has, and how many of them are in this rank's node: `[64,8]`."""
+        ranks = distributed.get_process_group_ranks(group)
+        node = distributed.get_rank() // self._local_world_size
+        return f"[{len(ranks)},{sum(rank // self._local_world_size == node for rank in ranks)}]"
+
     def new_event(self) -> int:
         """Number of a CUDA event of the process group's own."""
         return next(FakeEvent._numbers)

@@ -27,7 +27,7 @@ from memplan.capturing.distributed.place import environment, rank_environment
 from memplan.capturing.distributed.spawn import make_spawn
 from memplan.capturing.distributed.stores import LocalStore
 from memplan.capturing.options import CaptureOptions
-from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches, of_the_job
 from memplan.capturing.patches.imports import ImportWatcher
 from memplan.capturing.patches.internals import require
 from memplan.capturing.sandbox.patches import release_by_name, replace_by_name
@@ -109,10 +109,11 @@ class Distributed:
         for name in ("spawn", "start_processes"):
             original = getattr(spawn_module, name)
             originals[name] = (original, make_spawn(self.state, self.options.place, original))
-        replace_by_name(patches, {id(old): new for old, new in originals.values()})
+        stand_ins = {id(old): new for old, new in originals.values()}
+        replace_by_name(patches, stand_ins, _not_of_the_job())
         # Modules that are imported meanwhile take the stand-ins by name.
         back = {id(new): old for old, new in originals.values() if new is not LocalStore}
-        stack.callback(release_by_name, back)
+        stack.callback(lambda: release_by_name(back, _not_of_the_job()))
         stack.callback(lambda: originals.clear())  # alive until then: they are known by their ids
         # The timer of DDP's statistics is CUDA's own, and absent from a build without it.
         patches.set(_distributed_c10d.Logger, "set_runtime_stats_and_log", lambda _logger: None)
@@ -125,6 +126,11 @@ class Distributed:
         place = self.options.place
         rank = place.rank if place is not None else 0
         return self._communicators.listed(rank)
+
+
+def _not_of_the_job() -> dict[str, Any]:
+    """The session itself looks through all others for what it patches."""
+    return {name: found for name, found in sys.modules.items() if not of_the_job(name, found)}
 
 
 def _is_pinned(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:

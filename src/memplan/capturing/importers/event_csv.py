@@ -46,7 +46,9 @@ def read_event_csv(path: str | Path) -> Trace:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise FormatError(f"{path}: {size} bytes, more than {MAX_FILE_BYTES}")
+            raise FormatError(
+                f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read", "a part of the log"
+            )
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror}", "check the path") from None

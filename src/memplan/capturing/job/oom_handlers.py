@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import linecache
 
 from memplan.capturing.options import ScriptTarget
+from memplan.capturing.recording.context import syntax_of
 
 _ERROR = "OutOfMemoryError"
 _MESSAGE = "out of memory"
@@ -21,11 +21,7 @@ def oom_note(target: ScriptTarget) -> list[str]:
     asked = [word for word in target.argv if _asks(word)]
     if asked:
         return [_said(asked[0])]
-    try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return []
-    lines = sorted(node.lineno for node in ast.walk(tree) if _waits(node))  # type: ignore[attr-defined]
+    lines = sorted(node.lineno for node in ast.walk(syntax_of(filename)) if _waits(node))  # type: ignore[attr-defined]
     if not lines:
         return []
     return [_said(f"{filename}:{lines[0]}")]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, util
 from multiprocessing.process import BaseProcess
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,14 +81,11 @@ def refuse_in_fresh(torch: ModuleType, report: Callable[[str], None]) -> None:
 
 
 def _refuse(report: Callable[[str], None]) -> None:
-    from memplan.capturing.recording.context import shown_path
+    from memplan.capturing.recording.context import job_frame, source_of
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not shown_path(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = job_frame(sys._getframe(1))
     if frame is not None:
-        place = f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-        report(f"{place}\n{frame.f_code.co_name}")
+        report(f"{source_of(frame)}\n{frame.f_code.co_name}")
     raise DeviceInOtherProcess(_EXIT_CODE)
 
 

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from memplan.capturing.recording.context import shown_path
+from memplan.capturing.recording.context import shown_path, source_of
 
 if TYPE_CHECKING:
     from memplan.capturing.known_values.answers import Assumptions
@@ -51,7 +50,9 @@ class UncountedProcesses:
         """A program that is about to be started."""
         if may_use_device(command):
             text = shlex.join(command)[:_LONGEST]
-            self._add(f"`{text}` runs in another process, without a GPU here", _script_line())
+            self._add(
+                f"`{text}` runs in another process, without a GPU here", source_of(sys._getframe(1))
+            )
 
     def left_running(self, child: BaseProcess) -> None:
         """A process that is about to be ended; one that had used CUDA would have said so."""
@@ -92,11 +93,3 @@ def may_use_device(command: Sequence[str]) -> bool:
         return bool(_OF_THE_DEVICE.search(Path(rest[0]).read_text(errors="replace")))
     except OSError:
         return False
-
-
-def _script_line() -> str:
-    """`file:line` of the script that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not shown_path(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""

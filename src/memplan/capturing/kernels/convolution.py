@@ -81,7 +81,7 @@ class ConvSettings:
 
     capability: tuple[int, int]
     allow_tf32: bool = True
-    """`torch.backends.cudnn.allow_tf32`; on unless the script says otherwise."""
+    """`torch.backends.cudnn.conv.fp32_precision`; on unless the script says otherwise."""
     deterministic: bool = False
     benchmark: bool = False
     cudnn_enabled: bool = True
@@ -189,6 +189,21 @@ def conv_workspace(
     return Scratch(f"cudnn workspace ({direction.value})", 0, expected, high)
 
 
+def trial_workspace(conv: Convolution, settings: ConvSettings) -> Scratch | None:
+    """What `cudnn.benchmark` takes at the first call of a convolution, to try every plan; None
+    where nothing is tried.
+
+    It is as large as the largest plan's, or as can be had; afterwards the allocator's cache is
+    emptied (`get_plans_from_find` and `run_single_conv` in `native/cudnn/Conv_v8.cpp`, and
+    `findAlgorithm` in `Conv_v7.cpp` before it). Which plans there are is not public: expected are
+    the copies that other layouts need and the Winograd tiles, at most twice as much.
+    """
+    if not settings.benchmark or not conv_backend(conv, settings).startswith("cudnn"):
+        return None
+    expected = max(_nhwc_copies(conv), _winograd(conv) if _may_use_winograd(conv, settings) else 0)
+    return Scratch("cudnn workspace (benchmark)", 0, expected, 2 * expected + _SMALL)
+
+
 def _expected_and_high(
     conv: Convolution, direction: Direction, settings: ConvSettings, model: WorkspaceModel
 ) -> tuple[int, int]:
@@ -197,9 +212,6 @@ def _expected_and_high(
     high = transposed + _MOST_SPLITS * splits + _SMALL
     if _may_use_winograd(conv, settings):
         high = max(high, _winograd(conv) + _SMALL)
-    if settings.benchmark:
-        # Every engine is tried once with the largest workspace that can be had.
-        high = max(high, 2 * _winograd(conv))
     share = model.pointwise if conv.pointwise else model.transpose
     expected = int(share * transposed + model.filter_splits * splits)
     return min(expected, high), high

@@ -8,7 +8,6 @@ expression that asks is found by the position of the running instruction in its 
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,8 +15,9 @@ from itertools import islice, pairwise
 from opcode import opname
 from types import CodeType, FrameType
 
-from memplan.capturing.recording.context import shown_path
+from memplan.capturing.recording.context import shown_path, syntax_of
 
+_tree = lru_cache(maxsize=16)(syntax_of)
 LARGE = 1e30
 """Larger than any threshold that a loop would compare a number with."""
 _LBFGS = "torch/optim/lbfgs.py"
@@ -121,12 +121,11 @@ def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
 def _around(code: CodeType, number: int) -> list[ast.AST]:
     positions = islice(code.co_positions(), max(number, 0), None)
     line, end_line, column, end_column = next(positions, (None, None, None, None))
-    tree = _tree(code.co_filename)
-    if tree is None or line is None or end_line is None or column is None or end_column is None:
+    if line is None or end_line is None or column is None or end_column is None:
         return []
     first, last = (line, column), (end_line, end_column)
     path: list[ast.AST] = []
-    node: ast.AST | None = tree
+    node: ast.AST | None = _tree(code.co_filename)
     while node is not None:
         path.append(node)
         node = next((c for c in ast.iter_child_nodes(node) if _covers(c, first, last)), None)
@@ -139,11 +138,3 @@ def _covers(node: ast.AST, first: tuple[int, int], last: tuple[int, int]) -> boo
         return False
     begin, end = (line, node.col_offset), (end_line, node.end_col_offset)  # type: ignore[attr-defined]
     return begin <= first and last <= end
-
-
-@lru_cache(maxsize=256)
-def _tree(filename: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError):
-        return None

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.fake.arguments import flat, tensors_among, without_out, written_among
 from memplan.capturing.operators.host_rule import run_on_host
-from memplan.capturing.recording.work import moved_bytes
+from memplan.capturing.recording.work import describe, moved_bytes
 from memplan.capturing.state import CaptureState
 
 aten = torch.ops.aten
@@ -82,9 +82,11 @@ def run_fake(
     else:
         builder.op_writes(number for number in writes if number >= 0)
         made = [t for t in outputs if all(t is not m for m in mutated)] if mutated else outputs
+        flops = state.work.flops(func, args, kwargs, result)
         builder.op_work(
-            flops=state.work.flops(func, args, kwargs, result),
+            flops=flops,
             moved_bytes=moved_bytes(func, args, fakes, made, mutated),
+            operands=describe(func, args, flops),
         )
     if known is not None:
         values.keep(known, outputs, fakes)

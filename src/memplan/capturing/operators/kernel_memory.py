@@ -22,6 +22,7 @@ from memplan.capturing.kernels.convolution import (
     Direction,
     conv_backend,
     conv_workspace,
+    trial_workspace,
 )
 from memplan.capturing.kernels.cudnn_norm import BatchNorm, batch_norm_backend, batch_norm_scratch
 from memplan.capturing.kernels.model import Scratch
@@ -30,6 +31,7 @@ from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
 from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
 from memplan.capturing.state import CaptureState, Observer
 from memplan.types.device import DeviceProfile
+from memplan.types.trace import EventKind
 
 aten = torch.ops.aten
 
@@ -43,6 +45,8 @@ class KernelMemory:
         self.state = state
         self.profile = profile
         self._workspaces: set[tuple[int, int, int, str]] = set()
+        self._tried: set[tuple[int, int, Direction, str]] = set()
+        """Convolutions whose plans `cudnn.benchmark` tried."""
         self._device = 0
         """Number in the trace of the device that the operator runs on."""
 
@@ -228,17 +232,28 @@ class KernelMemory:
         )
 
     def _convolve(self, conv: Convolution, direction: Direction) -> None:
-        cudnn = torch.backends.cudnn
+        cudnn: Any = torch.backends.cudnn
         settings = ConvSettings(
             capability=self.profile.capability,
-            allow_tf32=bool(cudnn.allow_tf32),
+            allow_tf32=cudnn.conv.fp32_precision == "tf32",
             deterministic=bool(cudnn.deterministic),
             benchmark=bool(cudnn.benchmark),
             cudnn_enabled=bool(cudnn.enabled),
         )
         backend = conv_backend(conv, settings)
         self.state.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
+        self._try_plans(conv, direction, settings)
         self.add([conv_workspace(conv, direction, settings)])
+
+    def _try_plans(self, conv: Convolution, direction: Direction, settings: ConvSettings) -> None:
+        """The first call under `cudnn.benchmark`; each thread remembers the plans it found."""
+        trial = trial_workspace(conv, settings)
+        call = (threading.get_ident(), self._device, direction, repr(conv))
+        if trial is None or call in self._tried:
+            return
+        self._tried.add(call)
+        self.add([trial])
+        self.state.recorder.mark(EventKind.EMPTY_CACHE)
 
     # Attention
 
@@ -354,6 +369,30 @@ def _convolution(
         output_padding=lists[3],
         channels_last=_channels_last(x) or _channels_last(w),
     )
+
+
+def convolution_layout(x: torch.Tensor, w: torch.Tensor, _backend: Any) -> torch.memory_format:
+    """The memory format of a convolution's results on CUDA: channels last where the input or the
+    weight is (`cudnn_conv_suggest_memory_format` in `native/ConvUtils.h`). A PyTorch without CUDA
+    says that every result is contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(w.dim())
+    if last is None or torch.float64 in (x.dtype, w.dtype):
+        return torch.contiguous_format
+    return last if _suggests_last(x) or _suggests_last(w) else torch.contiguous_format
+
+
+def _suggests_last(tensor: torch.Tensor) -> bool:
+    """`is_channels_last_strides_2d` of `c10/core/MemoryFormat.h`: a weight of 1 by 1 that was moved
+    to channels last counts too, though it lies in memory as it did."""
+    shape, stride = tensor.shape, tensor.stride()
+    if not stride[1]:
+        return False
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        if not shape[dim] or stride[dim] < least or (dim == 0 and least == stride[1]):
+            return False
+        least = stride[dim] * max(shape[dim], 1)
+    return True
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:

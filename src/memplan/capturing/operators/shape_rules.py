@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.data_dependent import boxes_kept
 from memplan.capturing.operators.fake import run_fake
-from memplan.capturing.recording.work import moved_bytes
+from memplan.capturing.recording.work import describe, moved_bytes
 from memplan.capturing.state import CaptureState, Handler
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     builder.begin_op(str(func), reads=reads, stream=state.recorder.stream)
     result = _empty(state, shaped, kwargs.get("out_dtype") or dtype)
     builder.op_writes([state.record(result)])
+    flops = state.work.flops(func, args, kwargs, result)
     builder.op_work(
-        flops=state.work.flops(func, args, kwargs, result),
+        flops=flops,
         moved_bytes=moved_bytes(func, args, args[:2], [result], []),
+        operands=describe(func, args, flops),
     )
     return result
 

@@ -87,12 +87,24 @@ def _taken(
     modules: Iterable[types.ModuleType], pairs: list[tuple[Any, Any]]
 ) -> Iterator[tuple[types.ModuleType, str, Any]]:
     """Where in `modules` the first of a pair stands, and the second."""
-    known = {id(one): (one, other) for one, other in pairs}
+    others = {id(one): other for one, other in pairs}
     for module in modules:
-        for name, value in list(vars(module).items()):
-            one, other = known.get(id(value), (None, None))
-            if one is not None and one is value:
-                yield module, name, other
+        for name, other in named_here(module, others):
+            yield module, name, other
+
+
+def of_the_job(name: str, module: object) -> bool:
+    """Whether `Patches.reach_into` is for it: a plain module, neither PyTorch's nor ours."""
+    return type(module) is types.ModuleType and name.partition(".")[0] not in ("torch", "memplan")
+
+
+def named_here(module: types.ModuleType, others: dict[int, Any]) -> list[tuple[str, Any]]:
+    """A module's attributes whose values `others` knows by their ids, with what it has for them."""
+    # Hardly any module has one, and all of a job's are looked through: in C.
+    if others.keys().isdisjoint(map(id, list(vars(module).values()))):
+        return []
+    attributes = list(vars(module).items())
+    return [(name, others[id(value)]) for name, value in attributes if id(value) in others]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,26 +85,24 @@ NAMES: dict[str, tuple[str, ...]] = {
             _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey.FAKE
             _autograd._pop_saved_tensors_default_hooks
             _autograd._push_saved_tensors_default_hooks
-            _autograd._top_saved_tensors_default_hooks _cuda_getCurrentRawStream
-            _current_graph_task_id _disabled_torch_function_impl
-            _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_excluded
-            _dynamo.eval_frame _get_cudnn_enabled _get_dispatch_mode _get_fp32_precision_getter
-            _get_mkldnn_enabled _len_torch_function_stack _only_lift_cpu_tensors
-            _set_cudnn_enabled _set_fp32_precision_setter _set_mkldnn_enabled
-            _set_only_lift_cpu_tensors _storage_Use_Count
+            _autograd._top_saved_tensors_default_hooks _current_graph_task_id
+            _disabled_torch_function_impl _dispatch_tls_is_dispatch_key_excluded
+            _dispatch_tls_set_dispatch_key_excluded _dynamo.eval_frame _get_dispatch_mode
+            _len_torch_function_stack _only_lift_cpu_tensors _set_only_lift_cpu_tensors
+            _storage_Use_Count
         torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _python_dispatch._get_current_dispatch_mode_stack
             _python_dispatch.is_traceable_wrapper_subclass _pytree.tree_leaves _pytree.tree_map
-        torch.cuda: _pin_memory_utils
-        torch.cuda: memory._dump_snapshot memory._record_memory_history
+        torch.cuda: _pin_memory_utils memory._dump_snapshot memory._record_memory_history
         torch.ops.aten: _unsafe_view.default
-        torch: _conj _neg_view _ops.OpOverload autograd.function._SingleLevelFunction
+        torch: _neg_view _ops.OpOverload autograd.function._SingleLevelFunction
             overrides._get_current_function_mode overrides._pop_mode_temporarily
     """),
     "runtime/graph": _names("""
         torch._C: DispatchKey _AutoDispatchBelowAutograd _DisableAutocast
-            _dynamo.eval_frame.reset_code _dynamo.guards.DictGuardManager
+            _autograd._top_saved_tensors_default_hooks _dynamo.eval_frame.reset_code
+            _dynamo.guards.DictGuardManager
             _is_any_autocast_enabled _set_grad_enabled
         torch._dynamo: config.allow_rnn config.assume_dunder_attributes_remain_unchanged
             config.guard_nn_modules config.guard_nn_modules_using_dict_tags config.patch
@@ -122,6 +120,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.dicts.DunderDictVariable
             variables.functions variables.functions.SkipFunctionVariable
             variables.functions.UserFunctionVariable
+            variables.functions.WrapperUserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.object_protocol variables.tensor.SymNodeVariable
@@ -136,8 +135,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             _python_dispatch.is_traceable_wrapper_subclass _pytree
         torch.ops.aten: _local_scalar_dense _local_scalar_dense.default
             _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
-        torch: _guards.Source _guards.TracingContext _ops.HigherOrderOperator _ops.OpOverload
-            _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
+        torch: _guards.Source _guards.TracingContext _library.fake_impl _ops.HigherOrderOperator
+            _ops.OpOverload _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
             _prims.rng_prims.run_with_rng_state compiler._is_compiling_flag
     """),
     "runtime/planned": _names("""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 from pathlib import Path
 from types import CodeType
@@ -221,15 +223,6 @@ class Context:
             number = self._below[module, path] = self.builder.intern(whole)
         return number
 
-    def source_text(self, frame: FrameType | None) -> str:
-        """`file:line` of the innermost frame that is not PyTorch's or ours, or the empty string."""
-        while frame is not None:
-            text = shown_path(frame.f_code.co_filename)
-            if text:
-                return f"{text}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-
     def current_source(self) -> str:
         """`file:line` that the operator being run is ascribed to; in the backward pass there is no
         frame to ask."""
@@ -242,6 +235,8 @@ def shown_path(filename: str) -> str:
         return ""
     if filename.startswith((_TORCH, _MEMPLAN)):
         return ""
+    if cell := _notebook_cell(filename):
+        return cell
     path = Path(filename)
     for folder in path.parents:
         if folder.name in ("site-packages", "dist-packages"):
@@ -250,3 +245,32 @@ def shown_path(filename: str) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return filename
+
+
+def job_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from `frame` outward, that is not PyTorch's or ours."""
+    while frame is not None and not shown_path(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def source_of(frame: FrameType | None) -> str:
+    """`file:line` of `job_frame(frame)`, or the empty string."""
+    frame = job_frame(frame)
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def syntax_of(filename: str) -> ast.Module:
+    """What a source file says; nothing where it is not there or is no Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _notebook_cell(filename: str) -> str:
+    """`In[3]` for the file that a notebook's kernel says a cell comes from; else empty."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    cell = shell.compile.format_code_name(filename) if shell is not None else None
+    return cell[1] if cell else ""

@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from memplan.types.builder import TraceBuilder
-from memplan.types.trace import EventKind, Provenance, Role
+from memplan.types.engines import Sizes
+from memplan.types.trace import OUTSIDE, EventKind, Provenance, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,8 @@ class Recorder:
         self.peak_live_bytes = 0
         self.cached_bytes = self.peak_cached_bytes = 0
         """The most alive since the cache was last given back: what an allocator holds at least."""
+        self.outside_bytes = 0
+        """Held on the card outside of PyTorch's allocator."""
         self.stream = 0
         self.provenance = Provenance.OBSERVED
         """How storages that begin now are known."""
@@ -151,6 +154,35 @@ class Recorder:
             device=device,
             provenance=Provenance.RULE,
         )
+
+    def hold(self, sizes: Sizes, *, name: str, role: Role, stream: int) -> int:
+        """Begin what somebody holds beside the job's tensors, known between bounds. Ended by
+        `let_go`. On a stream from `OUTSIDE` on, PyTorch's allocator has no part in it."""
+        self.flush()
+        number = self.builder.new_storage(role=role, name=name)
+        self._held(EventKind.ALLOC, number, sizes, stream)
+        return number
+
+    def let_go(self, number: int, sizes: Sizes, stream: int) -> None:
+        """End what `hold` began."""
+        self.flush()
+        self._held(EventKind.FREE, number, sizes, stream)
+
+    def _held(self, kind: EventKind, number: int, sizes: Sizes, stream: int) -> None:
+        self.builder.append(
+            kind,
+            number,
+            sizes.expected,
+            low=sizes.low,
+            high=sizes.high,
+            stream=stream,
+            provenance=Provenance.RULE,
+        )
+        change = sizes.expected if kind == EventKind.ALLOC else -sizes.expected
+        if stream >= OUTSIDE:
+            self.outside_bytes += change
+        else:
+            self._count(change)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A tracked storage has another size: a generation ends, and one of the same kind begins.

@@ -140,3 +140,65 @@ def extent(tensor: torch.Tensor) -> int:
         if stride:
             elements *= size
     return elements
+
+
+_LONGEST = 64
+_NAMES: dict[torch.dtype, str] = {}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def describe(func: Any, args: tuple[Any, ...], flops: int) -> str:
+    """An operator's positional arguments as text: what its kernel's time depends on beside bytes
+    and FLOPs.
+
+    Arguments are separated by spaces. A tensor is its sizes, its dtype and its layout, such as
+    `8x3x224x224:float16:n`; float32 that tensor cores may round is `tf32`. Layouts: `c` contiguous,
+    `t` the last two dimensions swapped, `n` channels last, `s` otherwise strided. A list of tensors
+    is the number of them (`12*`), any other list its items in brackets without spaces, and all else
+    as Python writes it; `-` stands for None and for what has no short text.
+    """
+    text = " ".join(map(_text, args))
+    return text.replace(":float32:", ":tf32:") if flops and _rounds(func) else text
+
+
+def _rounds(func: Any) -> bool:
+    """Whether products of float32 are on tensor cores, by the settings that are in force now."""
+    convolves = "convolution" in func._opname
+    backends: Any = torch.backends
+    settings = backends.cudnn.conv if convolves else backends.cuda.matmul
+    return bool(settings.fp32_precision == "tf32")
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, torch.Tensor):
+        return _tensor(item)
+    if item is None:
+        return "-"
+    if isinstance(item, (list, tuple)):
+        tensors = sum(isinstance(one, torch.Tensor) for one in item)
+        return f"{tensors}*" if tensors else _short("[" + ",".join(map(str, item)) + "]")
+    return _short(str(item)) if isinstance(item, (bool, int, float)) else "-"
+
+
+def _short(text: str) -> str:
+    return text.replace(" ", "") if len(text) <= _LONGEST else "-"
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    dtype = _NAMES.get(tensor.dtype)
+    if dtype is None:
+        dtype = _NAMES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+    return f"{'x'.join(map(str, tensor.shape))}:{dtype}:{_layout(tensor)}"
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return "c"
+    shape, stride = tensor.shape, tensor.stride()
+    if len(shape) in _CHANNELS_LAST and tensor.is_contiguous(
+        memory_format=_CHANNELS_LAST[len(shape)]
+    ):
+        return "n"
+    if len(shape) >= 2 and stride[-2] == 1 and stride[-1] >= shape[-2]:
+        return "t"
+    return "s"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import posix
 import posixpath
 import stat
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.sandbox import journal as jr
 from memplan.capturing.sandbox.view import (
     ABSENT,
@@ -67,7 +70,7 @@ def _place_for_writing(view: View, path: str, flags: int, mode: int) -> tuple[st
         view.record([(jr.SHADOWED, "")])
         return room, flags | posix.O_CREAT, stat.S_IMODE(kind) | stat.S_IWUSR
     if posix.stat(spot.disk).st_size > COPY_LIMIT and not flags & posix.O_APPEND:
-        # Too large to copy: readable in full, mapped privately (see mapping.py), not written.
+        # Too large to copy: readable in full, mapped privately (`patch_mmap`), not written.
         return spot.disk, flags & ~(posix.O_ACCMODE | posix.O_CREAT), mode
     return copy_up(view, spot), flags, mode
 
@@ -331,3 +334,34 @@ def disk_bytes(paths: Sequence[str]) -> dict[str, int]:
         except OSError:
             continue
     return sizes
+
+
+_READ_WRITE = posix.O_RDWR
+
+
+def patch_mmap(patches: Patches, view: View) -> None:
+    """Make a shared writable mapping of a file that was opened read-only in its stead
+    (`changes.COPY_LIMIT`) a private one: the script sees what it writes, the disk does not."""
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, fileno: int, length: int, *args: Any, **kwargs: Any) -> Mapping:
+            if kwargs.get("access") == mmap.ACCESS_WRITE and _stands_in(view, fileno):
+                kwargs["access"] = mmap.ACCESS_COPY
+            return super().__new__(cls, fileno, length, *args, **kwargs)
+
+    Mapping.__name__ = Mapping.__qualname__ = "mmap"
+    patches.set(mmap, "mmap", Mapping)
+
+
+def _stands_in(view: View, fd: int) -> bool:
+    if view.closed or fd < 0 or not stat.S_ISREG(posix.fstat(fd).st_mode):
+        return False
+    flags = _flags(fd)
+    path = posix.readlink(f"/proc/self/fd/{fd}")
+    return not flags & _READ_WRITE and not path.startswith(view.root)
+
+
+def _flags(fd: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import _posixsubprocess
 import errno
+import multiprocessing.spawn as spawn
 import os
 import posix
 import posixpath
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import memplan
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.sandbox import confine
-from memplan.capturing.sandbox.launchers import refuse_launch
 from memplan.capturing.sandbox.patches import replace_by_name
 from memplan.capturing.sandbox.view import ABSENT, UPPER, View
+from memplan.types.errors import CaptureError
 
 # fmt: off
 _LOOKING = frozenset((
@@ -214,3 +219,105 @@ def patch_children(patches: Patches, children: Children) -> None:
     for name, call in calls.items():
         patches.set(os, name, call)
     replace_by_name(patches, stand_ins)
+
+
+_LAUNCHERS = {
+    "accelerate.commands.launch": ("accelerate", "launch"),
+    "torch.distributed.run": ("torchrun",),
+    "torch.distributed.elastic": ("torchrun",),
+    "deepspeed.launcher": ("deepspeed",),
+}
+_STARTS_ITSELF = tuple(
+    f"{package}.strategies.launchers.subprocess_script"
+    for package in (
+        "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric",
+    )
+)  # fmt: skip
+"""Run the program once more for each other rank, which they tell by `LOCAL_RANK`."""
+_LONGEST = 400
+
+
+def refuse_launch(command: Sequence[str]) -> None:
+    """Raises CaptureError where a known launcher is what starts a Python program now: that one is
+    to be estimated, and not what starts it.
+
+    A command line of a package may call a launcher as a function (`trl sft` calls that of
+    Accelerate). What it starts would train for real on the host, unseen, and perhaps for days. A
+    Trainer of Lightning on several devices is rank 0 itself and starts the program again for the
+    others.
+    """
+    if len(command) < 2 or not posixpath.basename(command[0]).startswith("python"):
+        return
+    words = list(command[1:])
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words.pop(0)  # the interpreter's own options
+    caller = _caller((*_LAUNCHERS, *_STARTS_ITSELF))
+    if caller is None or not words:
+        return
+    what = f"`{shlex.join(words)[:_LONGEST]}` in another process"
+    if caller in _STARTS_ITSELF:
+        ranks = os.environ.get("WORLD_SIZE", "N")
+        raise CaptureError(
+            f"the program starts its other ranks itself: {what}",
+            "estimate it as one of them: "
+            f"memplan estimate --world-size {ranks} {shlex.join(words)[:_LONGEST]}",
+        )
+    module = ("--module",) if words[0] == "-m" else ()
+    program = words[1:] if module else words
+    text = shlex.join((*_LAUNCHERS[caller], *module, *program))
+    raise CaptureError(
+        f"the program itself does not train: it starts {what}",
+        f"estimate what it starts: memplan estimate {text[:_LONGEST]}",
+    )
+
+
+def _caller(modules: Sequence[str]) -> str | None:
+    """The first of the modules, or of their packages, that is calling now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        for prefix in modules:
+            if name == prefix or name.startswith(prefix + "."):
+                return prefix
+        frame = frame.f_back
+    return None
+
+
+_PACKAGE_ROOT = str(Path(memplan.__file__).parent.parent)
+
+_JOIN = """
+import sys
+sys.path.append({package_root!r})
+from memplan.capturing.sandbox import join
+join({root!r}, {allow_network!r})
+"""
+
+
+class _Join:
+    """Has a worker that `multiprocessing` starts afresh (spawn, forkserver) join its parent's
+    sandbox; a forked one inherits it.
+
+    A fresh worker is sent a dictionary to prepare itself with; it unpickles that before anything of
+    the script, and this entry with it.
+    """
+
+    def __init__(self, root: str, allow_network: bool) -> None:
+        self._code = _JOIN.format(
+            package_root=_PACKAGE_ROOT, root=root, allow_network=allow_network
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        # Code as text: the worker can not import memplan before its path is set.
+        return exec, (self._code,)
+
+
+def patch_spawn(patches: Patches, root: str, allow_network: bool) -> None:
+    """Add the joining entry to what a fresh worker is sent."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = dict(prepare(name))
+        data["memplan_sandbox"] = _Join(root, allow_network)
+        return data
+
+    patches.set(spawn, "get_preparation_data", get_preparation_data)

@@ -64,7 +64,7 @@ def prepare(patches: Patches, temp: str, allow_network: bool) -> None:
                 patches.set(module, flag, True)
 
 
-class Surroundings:
+class ProcessState:
     """What a script may change about the process, remembered at construction."""
 
     def __init__(self) -> None:

@@ -11,18 +11,19 @@ import os
 import shutil
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
-from memplan.capturing.patches.attributes import Patches
+from memplan.capturing.patches.attributes import Patches, named_here
 from memplan.capturing.sandbox.files import (
     make_directory_functions,
     make_listings,
     make_open,
     make_readers,
+    make_writers,
     named,
 )
 from memplan.capturing.sandbox.view import View
-from memplan.capturing.sandbox.writers import make_writers
 
 _OWN = "memplan.capturing.sandbox"
 _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
@@ -99,29 +100,22 @@ def _patch_globber(patches: Patches, stand_ins: dict[int, Any]) -> None:
             patches.set(globber, name, staticmethod(stand_in))
 
 
-def replace_by_name(patches: Patches, stand_ins: dict[int, Any]) -> None:
+def replace_by_name(
+    patches: Patches, stand_ins: dict[int, Any], modules: Mapping[str, Any] = sys.modules
+) -> None:
     """Replace what modules took by `from os import …`; `stand_ins` by the id of the original."""
     keep = {"os", "posix", "_io", "io", "builtins", "_posixsubprocess"}
-    for name, module in list(sys.modules.items()):
+    for name, module in list(modules.items()):
         if name in keep or name.startswith(_OWN) or not isinstance(module, types.ModuleType):
             continue
-        for attribute, stand_in in _named_here(module, stand_ins):
+        for attribute, stand_in in named_here(module, stand_ins):
             patches.set(module, attribute, stand_in)
 
 
-def release_by_name(originals: dict[int, Any]) -> None:
+def release_by_name(originals: dict[int, Any], modules: Mapping[str, Any] = sys.modules) -> None:
     """Undo, in modules imported meanwhile, what they took by name: keyed by the stand-in's id."""
-    for module in list(sys.modules.values()):
+    for module in list(modules.values()):
         if not isinstance(module, types.ModuleType):
             continue
-        for attribute, original in _named_here(module, originals):
+        for attribute, original in named_here(module, originals):
             setattr(module, attribute, original)
-
-
-def _named_here(module: types.ModuleType, others: dict[int, Any]) -> list[tuple[str, Any]]:
-    """A module's attributes whose values `others` knows by their ids, with what it has for them."""
-    # Hardly any module has one, and all of a job's are looked through: in C.
-    if others.keys().isdisjoint(map(id, list(vars(module).values()))):
-        return []
-    attributes = list(vars(module).items())
-    return [(name, others[id(value)]) for name, value in attributes if id(value) in others]

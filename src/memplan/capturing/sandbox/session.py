@@ -18,15 +18,13 @@ from memplan.capturing.sandbox import (
     audit,
     environment,
     libraries,
-    mapping,
     network,
     patches,
-    workers,
 )
 from memplan.capturing.sandbox import journal as jr
-from memplan.capturing.sandbox.budget import Budget
-from memplan.capturing.sandbox.children import Children, patch_children
-from memplan.capturing.sandbox.scratch import make_scratch, remove_scratch
+from memplan.capturing.sandbox.changes import patch_mmap
+from memplan.capturing.sandbox.children import Children, patch_children, patch_spawn
+from memplan.capturing.sandbox.scratch import Budget, make_scratch, remove_scratch
 from memplan.capturing.sandbox.view import View
 from memplan.types.errors import InternalError
 
@@ -122,7 +120,7 @@ class Sandbox:
             view = self._view = View(str(self.scratch), create)
             self._owner = create
             stack.callback(view.close)
-            stack.callback(environment.Surroundings().restore)
+            stack.callback(environment.ProcessState().restore)
             # Undone before the environment: from here on, the last in is the first out.
             stack.callback(self._release)
             undo = Patches()
@@ -132,8 +130,8 @@ class Sandbox:
             children = Children(view, self._allow_network, self.note, self._on_program)
             stack.callback(children.close)
             patch_children(undo, children)
-            workers.patch_spawn(undo, view.root, self._allow_network)
-            mapping.patch_mmap(undo, view)
+            patch_spawn(undo, view.root, self._allow_network)
+            patch_mmap(undo, view)
             view.on_write = Budget(self.note)
             self._keep(patches.patch_files(undo, view))
             self._arm(undo, view)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from memplan.capturing.patches.imports import WrappedLoader
-from memplan.capturing.recording.context import shown_path
+from memplan.capturing.recording.context import shown_path, source_of
 from memplan.capturing.standins.guarded import importing_frame, is_guarded
 from memplan.types.errors import CaptureError, UsageError
 
@@ -34,6 +34,7 @@ VERSIONS = {
     "mamba_ssm": "2.3.2",
     "transformer_engine": "2.20.2",
     "triton": "3.7.1",
+    "vllm": "0.27.1",
     "xformers": "0.0.35",
 }
 """Packages with stand-ins, and the version whose memory each follows."""
@@ -123,12 +124,7 @@ class Unknown:
         self.__name__ = self.__qualname__ = name
 
     def _refuse(self) -> CaptureError:
-        frame, _ = importing_frame()
-        where = ""
-        while frame is not None and not where:
-            text = shown_path(frame.f_code.co_filename)
-            where = f"{text}:{frame.f_lineno}" if text else ""
-            frame = frame.f_back
+        where = source_of(importing_frame()[0])
         package = self.__name__.partition(".")[0]
         return CaptureError(
             f"{where or 'the script'}: {self.__name__} cannot be captured: {package} is not "

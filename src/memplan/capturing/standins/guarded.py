@@ -8,11 +8,12 @@ import whose failure would end the program says that the package is there where 
 from __future__ import annotations
 
 import ast
-import linecache
 import sys
 from functools import lru_cache
 from importlib import util
 from types import FrameType
+
+from memplan.capturing.recording.context import syntax_of
 
 _MEMPLAN = __name__.partition(".")[0] + "."
 _IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError"})
@@ -79,13 +80,8 @@ def _caught(frame: FrameType, names: frozenset[str]) -> bool:
 @lru_cache(maxsize=4096)
 def _handlers(filename: str) -> tuple[tuple[int, int, frozenset[str]], ...]:
     """First and last line of each guarded body of a file, and the names of what is caught there."""
-    source = "".join(linecache.getlines(filename))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ()
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_of(filename)):
         if isinstance(node, ast.Try) and node.body:
             caught = frozenset(
                 name

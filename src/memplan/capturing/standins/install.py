@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import runpy
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from memplan.capturing.standins import (
     kernels,
     launch,
     registered_attention,
+    rollouts,
     subclasses,
     transformer_engine,
 )
@@ -113,6 +115,10 @@ class StandIns:
         stack.callback(loading.removeFilter, _not_expected)
         for name, adapt in self._adapters(patches).items():
             watcher.add(name, adapt)
+        generate = partial(rollouts.adapt_generate, patches, state)
+        watcher.add("transformers.generation.utils", generate)
+        trl = partial(rollouts.adapt_trl, patches, state, self.finder)
+        watcher.add("trl.generation.vllm_generation", trl)
         for name, adapt_to in registered_attention.MODULES.items():
             watcher.add(name, partial(adapt_to, patches, state))
 
@@ -183,6 +189,13 @@ class StandIns:
             for package, where in self.finder.done_without.items()
             if package not in self.finder.served
         ]
+        vllm = sys.modules.get("vllm")
+        if vllm is not None and "vllm" not in self.finder.served:
+            place = getattr(vllm, "__file__", None) or "this machine"
+            notes.append(
+                f"vllm of {place} is used, which --with does not replace: what an engine of it "
+                "takes of the card is not counted; without it a stand-in counts that"
+            )
         notes += [
             f"the rule for {name} ({place}) was never used: the job does not call that, or it has "
             "another name"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from memplan.capturing.patches.imports import ImportWatcher
     from memplan.capturing.state import CaptureState, Handler
 
+
 _PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
 """Namespaces of operators that are there wherever PyTorch is."""
 _rules: dict[str, Rule] = {}
@@ -267,3 +268,36 @@ def _handler(rule: Rule) -> Handler:
         return result
 
     return handle
+
+
+_libraries: dict[str, torch.library.Library] = {}
+"""By namespace; an operator lives as long as the library that defined it."""
+
+
+class _Shapes(Call):
+    """A call of which only the outputs' shapes are wanted: by a compiler, of symbols perhaps."""
+
+    def workspace(self, nbytes: Any, low: Any = None, high: Any = None) -> torch.Tensor:
+        """Nothing that anybody sees."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def operator_of(rule: Rule, schema: str) -> Any:
+    """The operator `rule.name`, defined with `schema` unless its package is here; a capture gives
+    what the rule gives.
+
+    For stand-ins whose packages register such operators: a compiler traces the stand-in's Python
+    and takes the operator as it is, as it does with the real package.
+    """
+    namespace, _, name = rule.name.partition("::")
+    packet = _packet(namespace, name)
+    if packet is None:
+        library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+        library.define(name + schema)
+
+        def shapes(*args: Any, **kwargs: Any) -> Any:
+            return rule.function(_Shapes(), *args, **kwargs)
+
+        torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
+        packet = _packet(namespace, name)
+    return packet.default

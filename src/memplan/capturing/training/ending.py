@@ -11,6 +11,7 @@ leave memory behind, as where predictions are collected, is read to its end.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,9 +23,11 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
+from memplan.capturing.training.brought_forward import bring_forward
+from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.whole_run import WholeRun
+from memplan.types.batches import Batches
 from memplan.types.deadline import Deadline
-from memplan.types.trace import Batches
 
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
@@ -44,7 +47,8 @@ class Ending:
     def __init__(self, state: CaptureState, scan_seconds: float = 0.0) -> None:
         """`scan_seconds`: for reading loaders ahead; 0: none is."""
         self.state = state
-        self.whole_run = WholeRun(scan_seconds) if scan_seconds else None
+        self.whole_run = WholeRun(scan_seconds, state.recorder) if scan_seconds else None
+        self.inputs = InputTimes()
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
@@ -77,6 +81,7 @@ class Ending:
         self._evaluated = False
         self._opened_another = False
         """A loader has given batches that was not being read when all ran dry."""
+        self._brought = False
         self._steps_left = _STEPS_AHEAD
         self._forwards_left = _FORWARDS_AHEAD
 
@@ -86,7 +91,12 @@ class Ending:
         real_next = iterator.__next__
 
         def next_batch(loader: Any) -> Any:
-            if self.whole_run is not None and self.whole_run.feeding:
+            batch = read_on(loader)
+            self.inputs.gave(loader, self.state.recorder.builder.step)
+            return batch
+
+        def read_on(loader: Any) -> Any:
+            if self.whole_run is not None:
                 with suppress(LookupError):
                     return self._fed(loader, self.whole_run)
             if self.draining:
@@ -137,22 +147,41 @@ class Ending:
                 self.whole_run.look_ahead(iterator, steps)
 
     def _fed(self, loader: Any, whole_run: WholeRun) -> Any:
+        if self.draining and self._is_another(loader) and loader not in self._batches:
+            whole_run.evaluates(loader)
         try:
-            return whole_run.given(loader)
+            batch = whole_run.given(loader)
         except StopIteration:
-            self._drain()
-            self._allow(loader)
-            raise
+            if not self.draining:
+                self._drain()
+                self._allow(loader)
+            if self._left_behind(loader) < _MORE:
+                raise
+            raise LookupError from None  # see `_allow`
+        if self.draining:
+            self._opened_another = True
+            self._batches[loader] = self._batches.get(loader, 0) + 1
+            self._left_behind(loader)
+        return batch
 
     def begin(self, *, at_once: bool, steps: int) -> None:
         """Enough training steps were seen, `steps` of them: batches of other sizes, where there
         are some; then drain the loaders being read, or stop right here."""
+        self.inputs.keep()
         if at_once or not self._reading:
             self.stop()
         if self.whole_run is not None and self.whole_run.feeding:
             self.whole_run.others(steps)
-        else:
-            self._drain()
+            return
+        self._drain()
+        if self.whole_run is not None and not self.whole_run.fetches_ahead:
+            self._bring_forward()
+
+    def _bring_forward(self) -> None:
+        """What the loop that trains does every so many steps."""
+        if not self._brought:
+            self._brought = True
+            bring_forward(sys._getframe(1))
 
     def _drain(self) -> None:
         self.draining = self.state.answers.finishing = True
@@ -206,6 +235,8 @@ class Ending:
             self.stop()
         self._trainings += 1
         self.draining = self.state.answers.finishing = False
+        if self.whole_run is not None:
+            self.whole_run.trains()
         self._deadline, self.state.on_real_op = None, None
         self._batches.clear()
         self._nothing_seen()
@@ -214,7 +245,12 @@ class Ending:
     def after_step(self) -> None:
         """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
         if not self.draining:
+            if self.whole_run is not None and self.whole_run.all_run:
+                self._drain()
+                self._bring_forward()
             return
+        if self.whole_run is not None:
+            self._bring_forward()
         self._steps_left -= 1
         if self._evaluated or self._opened_another or self._steps_left < 0:
             self.stop()
@@ -235,10 +271,7 @@ class Ending:
 
     def _allow(self, loader: Any) -> None:
         """Raises StopIteration for a loader that has given enough."""
-        if loader in self._reading and loader not in self._batches:
-            self._reading.discard(loader)
-            self._dry.add(loader)
-        if loader in self._dry:
+        if not self._is_another(loader):
             raise StopIteration
         self._opened_another = True
         self._batches[loader] = self._batches.get(loader, 0) + 1
@@ -251,6 +284,15 @@ class Ending:
             f"each batch of a data loader leaves {kept:,} bytes behind (predictions kept in a "
             f"list?), and only {self._batches[loader] - 1} were seen; more of them need more"
         )
+
+    def _is_another(self, loader: Any) -> bool:
+        """Whether it was not being read when all ran dry."""
+        if loader in self._reading and loader not in self._batches:
+            self._reading.discard(loader)
+            self._dry.add(loader)
+            if self.whole_run is not None:
+                self.whole_run.ran_dry(loader)
+        return loader not in self._dry
 
     def _left_behind(self, loader: Any) -> int:
         """Bytes that the batch before this one keeps alive."""
@@ -267,8 +309,8 @@ class Ending:
         self._batches.pop(loader, None)
 
     @property
-    def batches(self) -> Batches:
-        return self.whole_run.batches if self.whole_run is not None else Batches()
+    def batches(self) -> list[Batches]:
+        return self.whole_run.batches if self.whole_run is not None else []
 
     def close(self) -> None:
         if self.whole_run is not None:

@@ -9,9 +9,13 @@ the capture if that is never.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
+import random
 import time
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +27,12 @@ import torch
 
 _MOST_KEPT = 48
 """Batches of different sizes that are kept while the loader is read."""
+_MOST_DIMS = 4
+_ALIGNED = {1: 1, 2: 16, 3: 1, 4: 8}
+"""By place among the batches of middle size: the largest power of two that divides its width."""
+_MOST_DRAWN = 1_000_000
+"""Batches that a sampler is asked for when its epoch is cut short."""
+_NO_SEED = 1 << 32
 _GO = b"."
 
 
@@ -34,10 +44,14 @@ class Scan:
     """Bytes of each batch, in order."""
     widths: list[int] = field(default_factory=list)
     """The largest dimension of a tensor of each."""
+    dims: list[list[int]] = field(default_factory=list)
+    """See `Batches`."""
     complete: bool = False
     """Whether the loader came to its end."""
     failed: str = ""
     """Why it did not, where it failed."""
+    generators: Any = None
+    """How the process's random generators are behind the last batch; None where it was not read."""
     kept: dict[int, bytes] = field(default_factory=dict)
     """By number some batches, pickled: the largest, the smallest, the widest and others."""
 
@@ -51,11 +65,18 @@ class Scan:
 
     def spread(self, count: int) -> list[int]:
         """Numbers of batches to look at: the largest, the smallest, the widest, and of the rest
-        some whose sizes are spread as those of all batches are."""
+        some whose sizes are spread as those of all batches are, and whose widths are multiples of
+        different powers of two: kernels run other operators where operands are aligned."""
         sizes = np.array(self.sizes)
         known = np.array(sorted(self.kept))
-        wanted = np.quantile(sizes, np.linspace(0, 1, count + 2)[1:-1])
-        near = [int(known[np.abs(sizes[known] - size).argmin()]) for size in wanted]
+        wanted = np.quantile(sizes, np.linspace(0, 1, count + 2))
+        near = []
+        for place, size in enumerate(wanted[1:-1].tolist(), 1):
+            among = known[(sizes[known] >= wanted[place - 1]) & (sizes[known] <= wanted[place + 1])]
+            aligned = _ALIGNED.get(place)
+            alike = [one for one in among.tolist() if _alignment(self.widths[one]) == aligned]
+            among = np.array(alike) if alike else known
+            near.append(int(among[np.abs(sizes[among] - size).argmin()]))
         widest = max(known.tolist(), key=lambda number: self.widths[number])
         return list(dict.fromkeys([self.largest, int(sizes.argmin()), widest, *near]))
 
@@ -65,6 +86,7 @@ class LoaderScan:
 
     def __init__(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> None:
         """`read`: PyTorch's own `DataLoader.__iter__`."""
+        self.answered = False
         asked, self._ask = os.pipe()
         self._answer, answer = os.pipe()
         self._pid = os.fork()
@@ -77,6 +99,7 @@ class LoaderScan:
 
     def result(self, seconds: float) -> Scan:
         """What was read until the loader's end, or for so many seconds."""
+        self.answered = True
         with _offsets_kept(), suppress(BrokenPipeError):
             os.write(self._ask, str(seconds).encode() + _GO)
             os.close(self._ask)
@@ -123,7 +146,7 @@ def _serve(asked: int, answer: int, loader: Any, read: Callable[[Any], Iterator[
 
 
 def _read(loader: Any, read: Callable[[Any], Iterator[Any]], until: float) -> Scan:
-    found = Scan()
+    found, shapes = Scan(), []
     # In this process: a loader's workers would be children of a child that nobody looks after.
     settings = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "pin_memory": False}
     vars(loader).update(settings, _iterator=None)
@@ -131,19 +154,60 @@ def _read(loader: Any, read: Callable[[Any], Iterator[Any]], until: float) -> Sc
         for number, batch in enumerate(read(loader)):
             sizes = _Sizes()
             found.sizes.append(sizes.of(batch))
-            found.widths.append(sizes.widest)
+            found.widths.append(max(sizes.shape, default=1))
+            shapes.append(sizes.shape)
             _keep(found, number, batch)
             if time.monotonic() > until:
                 break
         else:
             found.complete = True
+            found.generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     except Exception as error:
         found.failed = f"{type(error).__name__}: {error}"
+    found.dims = _different(shapes)
     return found
 
 
+def draws_anew(loader: Any) -> bool:
+    """Whether each run of the job reads a loader in another order. PyTorch's own generator has 53
+    random bits for a seed until a script gives it one."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    drawn = any(getattr(one, "generator", loader) is None for one in samplers)
+    return drawn and torch.initial_seed() >= _NO_SEED
+
+
+def run_dry(iterator: Any, scan: Scan | None) -> None:
+    """An epoch ends that was not read to its end: the generators that it draws from are as if it
+    had been, so that the next one has the order that it will have."""
+    with suppress(Exception):  # whatever a sampler of the script's own does
+        # To its end, where a random sampler draws once more.
+        most = min(len(iterator._index_sampler), _MOST_DRAWN)
+        deque(itertools.islice(iterator._sampler_iter, most), maxlen=0)
+    # Workers have generators of their own.
+    if scan is not None and scan.generators is not None and iterator._num_workers == 0:
+        of_torch, of_python, of_numpy = scan.generators
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _different(shapes: list[array[int]]) -> list[list[int]]:
+    if len({len(shape) for shape in shapes}) != 1:
+        return []
+    columns = np.unique(np.array(shapes, np.int64), axis=1).T
+    found: list[list[int]] = columns[(columns != columns[:, :1]).any(axis=1)].tolist()
+    return found[:_MOST_DIMS]
+
+
+def _alignment(width: int) -> int:
+    """The largest power of two that divides it."""
+    return width & -width
+
+
 def _keep(found: Scan, number: int, batch: Any) -> None:
-    """Of each size one batch, and always the widest; of too many sizes every other one goes."""
+    """Of each size one batch, and always the widest; of too many sizes every other one goes whose
+    widths are aligned as those of most are."""
     size, width = found.sizes[number], found.widths[number]
     known = {found.sizes[other] for other in found.kept}
     widest = max((found.widths[other] for other in found.kept), default=0)
@@ -154,9 +218,10 @@ def _keep(found: Scan, number: int, batch: Any) -> None:
     if len(found.kept) > _MOST_KEPT:
         by_size = sorted(found.kept, key=lambda other: found.sizes[other])
         widest_one = max(found.kept, key=lambda other: found.widths[other])
-        for other in by_size[1:-1:2]:
-            if other != widest_one:
-                del found.kept[other]
+        aligned = {one: _alignment(found.widths[one]) for one in by_size[1:-1] if one != widest_one}
+        (most, _), *_ = Counter(aligned.values()).most_common(1)
+        for other in [one for one in aligned if aligned[one] == most][::2]:
+            del found.kept[other]
 
 
 class _Sizes(pickle.Pickler):
@@ -166,7 +231,8 @@ class _Sizes(pickle.Pickler):
         self._rest = io.BytesIO()
         super().__init__(self._rest)
         self._bytes = 0
-        self.widest = 0
+        self.shape = array("q")
+        """Of all tensors, in order."""
 
     def of(self, batch: Any) -> int:
         with suppress(Exception):  # beyond what cannot be pickled nothing is counted
@@ -177,7 +243,7 @@ class _Sizes(pickle.Pickler):
         if not isinstance(obj, torch.Tensor | np.ndarray):
             return None
         self._bytes += obj.nbytes
-        self.widest = max(self.widest, *obj.shape, 1)
+        self.shape.extend(obj.shape)
         return 0
 
 

@@ -10,90 +10,157 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from memplan.capturing.training.scan import LoaderScan, Scan
-from memplan.types.trace import Batches
+from memplan.capturing.training.scan import LoaderScan, Scan, draws_anew, run_dry
+from memplan.types.batches import Batches
 
+if TYPE_CHECKING:
+    from memplan.capturing.recording.recorder import Recorder
+
+STEPS = 2
+"""Steps of a training before loaders are read ahead: the first is like no other."""
 _MOST_LOADERS = 16
 """Copies of the process that wait at one time."""
 _SIZES = 5
 """Batches of other sizes, beside the largest, the smallest and the widest."""
+_TURNS = 2
+"""The same, of a loop that evaluates: a turn may generate many tokens."""
 
 
 class WholeRun:
     """Reads loaders ahead, and says which batches the job gets."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, recorder: Recorder) -> None:
         """`seconds`: for all loaders together."""
         self._seconds = seconds
-        self._scans: WeakKeyDictionary[Any, LoaderScan] = WeakKeyDictionary()
-        """By loader, before its first batch."""
+        self._recorder = recorder
+        self._ahead: WeakKeyDictionary[Any, LoaderScan] = WeakKeyDictionary()
+        """By loader, before the first batch of an epoch."""
+        self._read: WeakKeyDictionary[Any, Scan] = WeakKeyDictionary()
+        """By iterator."""
         self._loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """By iterator."""
         self._given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Batches that an iterator gave since the last step."""
         self._each: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """In the step before: a loop may have fetched one ahead of the first."""
-        self._feed: tuple[Any, Feed] | None = None
+        self._feed: tuple[Any, Feed | Turns] | None = None
+        self._compared: WeakSet[Any] = WeakSet()
+        """Iterators that gave their largest batch before their own."""
+        self._total = 0
+        """Batches that the first steps took or fetched."""
+        self.fetches_ahead = False
+        """Whether the loop that trains has a batch in hand when a step ends."""
         self.notes: list[str] = []
-        self.batches = Batches()
+        self.batches: list[Batches] = []
 
     def opened(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """An iterator of a loader, as `read` (PyTorch's own) makes it."""
-        if loader not in self._scans and len(self._scans) < _MOST_LOADERS:
-            self._scans[loader] = LoaderScan(loader, read)
+        known = self._ahead.get(loader)
+        if (known is None or known.answered) and len(self._ahead) < _MOST_LOADERS:
+            self._ahead[loader] = LoaderScan(loader, read)
         iterator = read(loader)
         self._loaders[iterator] = loader
         return iterator
 
     def end(self) -> None:
-        for scan in self._scans.values():
+        for scan in self._ahead.values():
             scan.end()
 
     def gave(self, iterator: Any) -> None:
         self._given[iterator] = self._given.get(iterator, 0) + 1
 
     def stepped(self, iterator: Any) -> None:
-        self._each[iterator] = max(self._given.pop(iterator, 1), 1)
+        given = self._given.pop(iterator, 1)
+        self._each[iterator] = max(given, 1)
+        self._total += given
 
     def look_ahead(self, iterator: Any, steps: int) -> None:
         """The job has done so many steps on the batches of an iterator: what comes?"""
-        found = self._scanned(iterator)
-        if found is None or not found.sizes:
-            return
-        every = f"{'all' if found.complete else 'the first'} {len(found.sizes):,} batches"
-        if found.failed:
-            self.notes.append(f"reading the data loader ahead ended: {found.failed}")
-        if not found.varies:
-            self.notes.append(f"{every} of the data loader have {found.sizes[0]:,} bytes")
-            return
-        least, most = min(found.sizes), max(found.sizes)
-        self.notes.append(
-            f"{every} of the data loader were read, without the model: {least:,} to {most:,} "
-            f"bytes; the largest (number {found.largest}) was given to the job"
-        )
-        if found.largest in found.kept:
-            each = self._each[iterator]
-            self._feed = iterator, Feed(found, each)
-            self.batches = Batches(
-                bytes=found.sizes, complete=found.complete, each=each, given_from=steps
+        each = self._each[iterator]
+        self.fetches_ahead = self._total > each * STEPS
+        found = self._scanned(iterator, "the data loader", "the largest (number {}) was given")
+        if found is not None:
+            self._feed = iterator, Feed(found, each, self.fetches_ahead)
+            self.batches.append(
+                Batches(
+                    bytes=found.sizes,
+                    dims=found.dims,
+                    complete=found.complete,
+                    drawn=draws_anew(self._loaders[iterator]),
+                    each=each,
+                    begun=steps - STEPS,
+                    before=[found.largest] if iterator in self._compared else [],
+                    given_from=steps,
+                )
             )
 
-    def _scanned(self, iterator: Any) -> Scan | None:
+    def evaluates(self, iterator: Any) -> None:
+        """Another loader is read, after the training: the largest of its batches comes first."""
+        name = "another data loader"
+        found = self._scanned(iterator, name, "the largest (number {}) and others were given")
+        if found is not None:
+            run = Batches(
+                bytes=found.sizes,
+                dims=found.dims,
+                complete=found.complete,
+                drawn=draws_anew(self._loaders[iterator]),
+                before=[found.largest],
+                given_from=1,
+                first_unit=1,
+            )
+            self._compared.add(iterator)
+            self.batches.append(run)
+            self._feed = iterator, Turns(found, run, self._recorder, self.fetches_ahead)
+
+    def trains(self) -> None:
+        """What seemed an evaluation is another training: its first steps are on its own batches."""
+        self._total = 0
+        if self._feed is not None and isinstance(self._feed[1], Turns):
+            self._feed = None
+            self.batches.pop()
+
+    def _scanned(self, iterator: Any, name: str, given: str) -> Scan | None:
+        """What an iterator has, where its batches differ."""
+        found = self._result(iterator)
+        if found is None or not found.sizes:
+            return None
+        every = f"{'all' if found.complete else 'the first'} {len(found.sizes):,} batches of {name}"
+        said = [f"reading {name} ahead ended: {found.failed}"] if found.failed else []
+        if found.varies:
+            least, most = min(found.sizes), max(found.sizes)
+            given = given.format(found.largest)
+            said.append(
+                f"{every} were read, without the model: {least:,} to {most:,} bytes; {given} to "
+                "the job"
+            )
+        else:
+            said.append(f"{every} have {found.sizes[0]:,} bytes")
+        self.notes += [one for one in said if one not in self.notes]
+        return found if found.varies and found.largest in found.kept else None
+
+    def _result(self, iterator: Any) -> Scan | None:
+        if iterator in self._read:
+            return self._read[iterator]
         loader = self._loaders.get(iterator)
-        scan = self._scans.get(loader) if loader is not None else None
-        if scan is None or self._seconds <= 0:
+        scan = self._ahead.get(loader) if loader is not None else None
+        if scan is None or scan.answered or self._seconds <= 0:
             return None
         began = time.monotonic()
-        found = scan.result(self._seconds)
+        found = self._read[iterator] = scan.result(self._seconds)
         self._seconds -= time.monotonic() - began
         return found
 
     @property
     def feeding(self) -> bool:
-        return self._feed is not None
+        """Whether a training gets chosen batches."""
+        return self._feed is not None and isinstance(self._feed[1], Feed)
+
+    def ran_dry(self, iterator: Any) -> None:
+        """An iterator gives no more, though it has not given all."""
+        run_dry(iterator, self._read.get(iterator))
 
     def given(self, iterator: Any) -> Any:
         """The batch that the job gets in place of the loader's own. Raises LookupError for none,
@@ -106,23 +173,50 @@ class WholeRun:
             self._feed = None
             raise
 
+    @property
+    def all_run(self) -> bool:
+        """Whether a training has done its step on the last of the chosen batches."""
+        feed = self._feed[1] if self._feed is not None else None
+        return isinstance(feed, Feed) and feed.exhausted and not self.fetches_ahead
+
     def others(self, step: int) -> None:
         """The steps on the largest batch repeat, after so many: now those of other sizes."""
-        assert self._feed is not None
-        feed = self._feed[1]
+        assert self._feed is not None and isinstance(self._feed[1], Feed)
+        feed, run = self._feed[1], self.batches[-1]
         feed.go_on()
-        self.batches.first_step = step
-        self.batches.shown, self.batches.steps_each = feed.shown, feed.steps_each
+        run.first_unit, run.others, run.units_each = step, feed.others, feed.units_each
+
+
+class Turns:
+    """For a loop that evaluates: the largest batch, some others, and once more the largest, with
+    the events at which each was asked for."""
+
+    def __init__(self, found: Scan, run: Batches, recorder: Recorder, ahead: bool) -> None:
+        """`ahead`: the loop, like the one that trains, has a batch in hand when it asks for one: a
+        last one ends the turn of the one before."""
+        self._run, self._recorder = run, recorder
+        self._scan = found
+        others = [one for one in found.spread(_TURNS) if one != found.largest]
+        self._others = [*others, found.largest]
+        self._rest = [found.largest, *self._others, *others[: int(ahead)]]
+
+    def __next__(self) -> Any:
+        self._recorder.flush()
+        self._run.edges.append(len(self._recorder.builder))
+        if not self._rest:
+            self._run.others = self._others
+            raise StopIteration
+        return pickle.loads(self._scan.kept[self._rest.pop(0)])
 
 
 class Feed:
     """The largest batch again and again, and once told so each of some others, and no more."""
 
-    def __init__(self, found: Scan, each: int) -> None:
-        """`each`: batches that a step takes."""
+    def __init__(self, found: Scan, each: int, ahead: bool) -> None:
+        """`each`: batches that a step takes; `ahead`: one is in hand when a step ends."""
         self._scan, self._each = found, each
         # A loop that fetches a batch ahead mixes two sizes in the first of two steps.
-        self.steps_each = 1 if each == 1 else 2
+        self.units_each = 2 if ahead and each > 1 else 1
         self._rest: list[int] | None = None
 
     def __next__(self) -> Any:
@@ -132,14 +226,18 @@ class Feed:
             raise StopIteration
         return self._batch(self._rest.pop(0))
 
+    @property
+    def exhausted(self) -> bool:
+        return self._rest == []
+
     def go_on(self) -> None:
         # Not in the order of size, which tells the steps on them apart; the largest comes once
         # more, after smaller ones, whose blocks it then finds split.
         others = [one for one in self._scan.spread(_SIZES) if one != self._scan.largest]
         middle = len(others) // 2
-        order = [*others[:middle], self._scan.largest, *others[middle:], self._scan.largest]
-        self.shown = [self._scan.sizes[one] for one in order]
-        self._rest = [one for one in order for _ in range(self._each * self.steps_each)]
+        largest = self._scan.largest
+        self.others = [*others[:middle], largest, *others[middle:], largest]
+        self._rest = [one for one in self.others for _ in range(self._each * self.units_each)]
 
     def _batch(self, number: int) -> Any:
         return pickle.loads(self._scan.kept[number])

@@ -74,7 +74,7 @@ def compile(
 ) -> CompiledStep[P]:
     """A function that trains one step on what `loss_fn` returns, with less memory.
 
-    `step = memplan.compile(loss_fn, optimizer=optimizer)`, then `loss = step(*batch)` instead of
+    `step = memplan.compile(loss_fn, optimizer=optimizer)`, then `loss = step(*batch)` instead of::
 
         optimizer.zero_grad(); loss = loss_fn(*batch); loss.backward(); optimizer.step()
 

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 from memplan.capturing.patches import attributes as patching
+from memplan.runtime.graph import watch
 from memplan.runtime.graph.compile import GUARDED_SINCE
 
 _STRICT = {
@@ -60,6 +61,7 @@ def strict() -> Iterator[None]:
     patches = [
         (LoggingLoggerVariable, "call_method", _call_of_a_logger),
         *PATCHES,
+        *watch.PATCHES,
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(_SETTINGS))
@@ -78,7 +80,10 @@ def _call_of_a_logger(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str
     known = all(one.is_python_constant() for one in (*args, *kwargs.values()))
     if known and _is_memoized(method):
         values = {key: one.as_python_constant() for key, one in kwargs.items()}
-        if method(self.value, *(one.as_python_constant() for one in args), **values) is None:
+        given = [one.as_python_constant() for one in args]
+        with watch.WATCH.paused():
+            said = method(self.value, *given, **values)
+        if said is None:
             return ConstantVariable.create(None)
     return _call_method(self, tx, name, args, kwargs)
 
@@ -129,6 +134,12 @@ def casts_stay() -> bool:
     return not torch.autocast_decrement_nesting()
 
 
+def saving_is_hooked() -> bool:
+    """Whether what forward saves passes through hooks around the call
+    (`torch.autograd.graph.saved_tensors_hooks`), which a graph would not call."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _unseen(value: Any) -> str:
     """Whether a value that PyTorch captured once may give another one next, unseen by guards."""
     if isinstance(value, types.GeneratorType):
@@ -143,17 +154,11 @@ def _unseen(value: Any) -> str:
 
 
 def _decides_by_itself(kind: type) -> bool:
-    """Whether `isinstance` runs code, which PyTorch does not trace, or looks at what an object has
-    (`typing.runtime_checkable`)."""
-    if vars(kind).get("_is_runtime_protocol"):
-        return True
-    checks: Any = type(kind).__instancecheck__, getattr(kind, "__subclasshook__", None)
-    return any(hasattr(one, "__code__") and not _is_known(one) for one in checks)
-
-
-def _is_known(check: Any) -> bool:
-    own = ("torch", "typing_extensions")
-    return check.__module__.partition(".")[0] in (*own, *sys.stdlib_module_names)
+    """Whether `issubclass` asks code, of whose answers it keeps some, or looks at what an object
+    has (`typing.runtime_checkable`)."""
+    code = getattr(getattr(kind, "__subclasshook__", None), "__code__", None)
+    asks = code is not None and watch.of_user(code.co_filename)
+    return asks or bool(vars(kind).get("_is_runtime_protocol"))
 
 
 class Guarded:
@@ -179,7 +184,9 @@ class Guarded:
                 for value in _within(entry.value):
                     self._see(value)
                     self.refusal = self.refusal or _unseen(value)
-                if _is_mapping_of_its_own(entry.value) and _looked_into(entry.name, entries):
+                if _is_mapping_of_its_own(entry.value) and _looked_into(
+                    entry.name, entry.value, entries
+                ):
                     kind = type(entry.value).__name__
                     self.refusal = f"attributes of a {kind}, a kind of dict, which are not guarded"
         return [True] * len(entries)
@@ -192,7 +199,7 @@ class Guarded:
     def _changed(self) -> bool:
         if _limits() != self._limits or not _same(_builtins(), self._names):
             return True
-        if any(_answer(ask) != answer for ask, answer in self._asked):
+        if any(answered(ask) != answer for ask, answer in self._asked):
             return True
         for kind, seen in self._classes.items():
             now = list(vars(kind).values())
@@ -218,11 +225,13 @@ class Guarded:
                 self._classes[kind] = list(vars(kind).values())
 
 
-def _answer(ask: Callable[[], Any]) -> Any:
+def answered(ask: Callable[[], Any]) -> Any:
+    """A constant, with what `==` does not tell apart."""
     try:
-        return ask()
+        found = ask()
     except Exception as error:
         return type(error)
+    return type(found), repr(found) if isinstance(found, float) else found
 
 
 _HEAP_TYPE = 1 << 9
@@ -244,10 +253,20 @@ def _limits() -> tuple[object, ...]:
         torch.get_autocast_dtype("cuda"),
         distributed.is_available() and distributed.is_initialized(),
         sys.float_info.min / _TWO == 0,  # torch.set_flush_denormal
+        *(ask() for ask in _CHOOSE_KERNELS),
         *(tuple(vars(_modules)[name].values()) for name in _HOOKS),
     )
 
 
+_CHOOSE_KERNELS: tuple[Callable[[], object], ...] = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    lambda: torch.backends.mkldnn.enabled,
+    lambda: torch.backends.cudnn.enabled,
+)
+"""Settings that are asked while a graph is traced, of attention and recurrent cells."""
 _TWO = 2.0
 _HOOKS = [name for name, kept in vars(_modules).items() if type(kept) is OrderedDict]
 """Of all modules, as `register_module_forward_hook` keeps them."""
@@ -283,9 +302,12 @@ def _is_mapping_of_its_own(value: Any) -> bool:
     return isinstance(value, dict) and type(value) not in _OWN_LAYOUT
 
 
-def _looked_into(name: str, entries: Sequence[GuardFilterEntry]) -> bool:
-    """Whether guards are on what an object has beside its items."""
+def _looked_into(name: str, value: Any, entries: Sequence[GuardFilterEntry]) -> bool:
+    """Whether guards are on what an object has beside its items. That its methods call `super` is
+    none of it: their closure holds the class."""
     return any(
         other.name.startswith((f"{name}.", f"type({name})")) or f"(type({name})" in other.name
         for other in entries
+        if not (other.name.endswith(".cell_contents") and other.has_value)
+        or not any(other.value is kind for kind in type(value).__mro__)
     )

@@ -60,17 +60,22 @@ def in_place(program: Program) -> Program:
 
 def _twin(node: fx.Node) -> Any:
     """The operator in place that does what a node's does; None where there is none."""
-    target: Any = node.target
+    twin = twin_of(node.target)
+    if twin is None or node.kwargs.get("dtype"):
+        return None
+    return twin if len(facts_of(node).makes) == 1 and not facts_of(node).chains else None
+
+
+def twin_of(target: Any) -> Any:
+    """The operator in place that computes the same bits as this one does in new memory, where that
+    is as large and of the same dtype; None where there is none."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
     if torch.Tag.pointwise not in target.tags and name not in _ELEMENT_BY_ELEMENT:
         return None
-    if len(facts_of(node).makes) != 1 or facts_of(node).chains or node.kwargs.get("dtype"):
-        return None
     packet = getattr(torch.ops.aten, f"{name}_", None)
-    overload = target._overloadname
-    twin = getattr(packet, overload, None) if packet is not None else None
+    twin: Any = getattr(packet, target._overloadname, None) if packet is not None else None
     if twin is None:
         return None
     of = [(one.name, str(one.type)) for one in target._schema.arguments]

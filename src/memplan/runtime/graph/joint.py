@@ -277,12 +277,19 @@ def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
         # Returned, kept in some object, or a parameter that the function writes.
         raise UncapturedError("several tensors that require a gradient are there afterwards")
     like: torch.Tensor = tangents[0].meta["val"]
-    if like.numel() != 1:
+    check_loss(like)
+    return like
+
+
+def check_loss(loss: torch.Tensor) -> None:
+    """Raises UsageError where it cannot be differentiated as it is."""
+    if loss.numel() != 1:
         raise UsageError(
-            f"the function returns a tensor of shape {tuple(like.shape)}, which is no loss",
+            f"the function returns a tensor of shape {tuple(loss.shape)}, which is no loss",
             "return one number: loss.mean()",
         )
-    return like
+    if loss.is_complex():
+        raise UsageError("the function returns a complex number, no loss", "loss.abs()")
 
 
 def _take(

@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memplan.runtime.graph.arithmetic import GRADIENT, PARAMETER, Arithmetic, Named, Token
+from memplan.runtime.graph.in_place import twin_of
 
 ELEMENTS = {"cpu": 2**20}
 """Of a piece, by the kind of device: so many that starting an operator costs little."""
@@ -95,6 +96,7 @@ def pointwise(arithmetic: Arithmetic, like: torch.Tensor) -> Pointwise | None:
         leaves = [part.argument(leaf) for leaf in operation.arguments]
         args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
         node = part.graph.call_function(operation.func, args, kwargs)
+        node.meta["val"] = result
         part.nodes["made", number, 0] = node
     size = ELEMENTS.get(like.device.type, _ELEMENTS)
     return Pointwise(once.module(), each.module(), counts, state, size)
@@ -114,4 +116,22 @@ class _Part:
 
     def module(self) -> fx.GraphModule:
         self.graph.output(())
+        self._write_temporaries_again()
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _write_temporaries_again(self) -> None:
+        """Where one is needed by one operator only, which would write new memory."""
+        temporaries = set[fx.Node]()
+        for node in self.graph.nodes:
+            if node.op != "call_function" or node.target._schema.is_mutable:
+                continue
+            twin, into = twin_of(node.target), node.args[0]
+            if (
+                twin is not None
+                and into in temporaries
+                and list(into.users) == [node]
+                and into not in (*node.args[1:], *node.kwargs.values())
+                and node.meta["val"].dtype == into.meta["val"].dtype
+            ):
+                node.target = twin
+            temporaries.add(node)

@@ -341,8 +341,14 @@ def chains_of(operator: torch._ops.OpOverload) -> Iterator[str]:
         yield RANDOM
     if operator.namespace in _COLLECTIVES:
         yield "collectives"
-    elif operator.namespace not in ("aten", "prims", "torchvision", "memplan"):
+    elif is_of_others(operator.namespace):
         yield operator.namespace  # may keep a state, unsaid
+
+
+def is_of_others(namespace: str | None) -> bool:
+    """Whether operators of it are neither PyTorch's nor memplan's."""
+    known = ("aten", "prims", "torchvision", "memplan", "higher_order", *_COLLECTIVES)
+    return namespace not in (None, *known)
 
 
 def _scratch_bytes(node: fx.Node) -> int:

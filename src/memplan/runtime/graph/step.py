@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from memplan.capturing.patches.job_observer import tell_step
 from memplan.runtime.graph.compile import Options
 from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.guarded import casts_stay, strict, unguarded
+from memplan.runtime.graph.guarded import casts_stay, saving_is_hooked, strict, unguarded
+from memplan.runtime.graph.joint import check_loss
 from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
@@ -97,6 +98,9 @@ class CompiledStep(Generic[P]):
         try:
             run = self._plainly if self._fallback else partial(self._run, last)
             result = run(args, kwargs)
+            if not any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)):
+                kind = type(result).__name__  # an iterator, of which PyTorch returns the items
+                raise UsageError(f"the function returns a {kind}, and no loss", "return loss")
             if last:
                 self._say_if_nothing_trains()
             if last and self._updates.done:
@@ -166,6 +170,8 @@ class CompiledStep(Generic[P]):
             return self._give_up(why, args, kwargs)
         if casts_stay():
             return self._give_up("autocast is on, outside of its context", args, kwargs)
+        if saving_is_hooked():
+            return self._give_up("hooks on saved tensors around the call", args, kwargs)
         if not capture.programs and (why := of_several(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(capture.programs)
@@ -185,6 +191,8 @@ class CompiledStep(Generic[P]):
             if isinstance(inner, MemplanError):
                 raise inner from None
             return self._give_up(_reason(inner), args, kwargs)
+        if capture.ran is None:  # nothing was computed
+            raise no_gradient()
         if known and len(capture.programs) > known:
             log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
         return result
@@ -238,11 +246,7 @@ class CompiledStep(Generic[P]):
                 f"the function returns {len(losses)} tensors that require a gradient",
                 "return the loss alone, or the others detached",
             )
-        if losses[0].numel() != 1:
-            raise UsageError(
-                f"the function returns a tensor of shape {tuple(losses[0].shape)}, no loss",
-                "return one number: loss.mean()",
-            )
+        check_loss(losses[0])
         loss = losses[0] if self._scaler is None else self._scaler.scale(losses[0])
         loss.backward()
         return result

@@ -35,6 +35,7 @@ from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.step_graph import Compiled, Made
 from memplan.runtime.graph.updates import Updates
+from memplan.runtime.graph.watch import WATCH, gradients_of_others
 from memplan.types.errors import UsageError
 
 
@@ -122,16 +123,23 @@ class StepCapture:
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
+        if why := WATCH.end() or refusal(module) or of_several(primals):
+            raise UncapturedError(why)
         with self.guarded.compiling():
-            return self._compiled(module, primals)
+            try:
+                return self._compiled(module, primals)
+            finally:
+                WATCH.end()
 
     def _compiled(self, module: Any, primals: list[Any]) -> Callable[..., Any]:
-        if why := refusal(module) or of_several(primals) or self._not_trained(primals):
+        if why := self._not_trained(primals):
             raise UncapturedError(why)
 
         written: set[int] = set()
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
+            if why := WATCH.end():
+                raise UncapturedError(why)
             if _lies_in_other_rows(joint):
                 raise UncapturedError(
                     "a recurrent cell on the CPU whose width is no multiple of 64: PyTorch's "
@@ -143,6 +151,8 @@ class StepCapture:
                     "a checkpoint around what changes a buffer: run twice, it changes it twice"
                 )
 
+        if gradients_of_others(module):
+            WATCH.begin()
         if self._options.codegen == "inductor" and not self.only_looks:
             return self._fused(module, primals, refuse, written)
         joints: list[Joint] = []

@@ -5,6 +5,9 @@ it. Where a function asks which one it is (`is`, `==` of a class without `__eq__
 of a set), another one of the same class would get the old answer. The objects that were asked about
 are guarded themselves, as Dynamo guards functions.
 
+What one object is in two places, one of which is a global: Dynamo reads it in one of them. Classes
+that are reached through a closure get no guard.
+
 Functions that Dynamo finds without knowing where: methods of an object that the traced function
 makes, some special methods. What they close over and their defaults would be taken once. They are
 kept in a global, which is where they are found then.
@@ -16,7 +19,8 @@ What `==` does not tell apart: the sign of a zero, whether a number is `1`, `Tru
 or as a key, and in which order a set or an `OrderedDict` gives what it holds.
 
 What Dynamo asks the system while it traces, and puts into the graph as a constant: whether a
-package is there, and its version. It is asked again before each call (`take_asked`).
+package is there, and its version; and what a function with a cache gives, which Dynamo would run
+anew. It is asked again before each call (`take_asked`).
 
 These are patches of many places because Dynamo has no single one where they could be decided. Its
 filter of guards can take guards away and add none, and the guards that it is shown do not say which
@@ -47,13 +51,20 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable, DunderDictVariable
-from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.functions import (
+    SkipFunctionVariable,
+    UserFunctionVariable,
+    WrapperUserFunctionVariable,
+)
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import ObjectVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
+
+from memplan.runtime.graph.guarded import answered
+from memplan.runtime.graph.watch import WATCH, of_user
 
 Asked = tuple[Callable[[], Any], Any]
 _GUARDED = (ConstantVariable, SymNodeVariable, TensorVariable)
@@ -67,6 +78,9 @@ _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
 _EQUAL = "is_python_equal"
 _equal: Any = getattr(UserDefinedObjectVariable, _EQUAL, None)
+_DUPE = "make_dupe_guard"
+_make_dupe_guard: Callable[..., Any] = getattr(builder, _DUPE)
+_call_wrapped: Callable[..., Any] = WrapperUserFunctionVariable.call_function
 _load_a_builtin: Callable[..., Any] = InstructionTranslatorBase.load_builtin_from_argval
 _make_key: Callable[..., None] = HashableTracker.__init__
 
@@ -133,11 +147,27 @@ def _place_of(function: Any) -> Source | None:
 
 def _load_attr(self: Any, attribute: Any) -> Any:
     of = self.stack[-1]
+    if attribute == "_base" and isinstance(of, TensorVariable):
+        unimplemented(
+            gb_type="a tensor's `_base`",
+            context="",
+            explanation="No guard compares of what a tensor is a view.",
+            hints=[],
+        )
     try:
         return _load(self, attribute)
     except ObservedAttributeError:
         _guard_absence(of, attribute)
         raise
+
+
+def _same_object(source: Source, known: Source | None) -> Any:
+    """A guard that an object is found in both places. Dynamo has none where one is a local
+    variable's and the other a global's."""
+    found = _make_dupe_guard(source, known)
+    if found is None and known is not None and known != source:
+        return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
+    return found
 
 
 def _getattr(self: Any, tx: Any, args: Sequence[VariableTracker], kwargs: Any) -> Any:
@@ -218,7 +248,7 @@ _SEVERAL = (tuple, list, set, frozenset)
 def _load_builtin(self: Any, name: str) -> Any:
     """A global of that name would go before it."""
     key = id(self.f_globals), name
-    _asked[key] = functools.partial(operator.contains, self.f_globals, name), False
+    _ask(key, functools.partial(operator.contains, self.f_globals, name))
     return _load_a_builtin(self, name)
 
 
@@ -227,8 +257,39 @@ def _call_skipped(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any
     result = _call_skip(self, tx, args, kwargs)
     if self.value in (importlib.util.find_spec, importlib.metadata.version):
         given = [one.as_python_constant() for one in args]
-        _asked[self.value, *given] = functools.partial(self.value, *given), self.value(*given)
+        _ask((self.value, *given), functools.partial(self.value, *given))
     return result
+
+
+def _call_cached(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function with a cache (`functools.lru_cache`). Dynamo would run what is in it each time:
+    here it gives what the cache has, if that is a constant."""
+    cached = self.wrapper_obj
+    code = getattr(getattr(cached, "__wrapped__", None), "__code__", None)
+    if not hasattr(cached, "cache_info") or code is None or not of_user(code.co_filename):
+        return _call_wrapped(self, tx, args, kwargs)
+    known = all(one.is_python_constant() for one in (*args, *kwargs.values()))
+    if known and not self.self_args():
+        given = [one.as_python_constant() for one in args]
+        named = {key: one.as_python_constant() for key, one in kwargs.items()}
+        ask = functools.partial(cached, *given, **named)
+        with WATCH.paused():
+            result = ask()
+        known = ConstantVariable.is_literal(result)
+    if not known or self.self_args():
+        unimplemented(
+            gb_type="a function with a cache",
+            context=str(cached),
+            explanation="Dynamo would run it again in each call, whatever is in its cache.",
+            hints=[],
+        )
+    _ask((cached, repr((given, named))), ask)
+    return ConstantVariable.create(result)
+
+
+def _ask(key: tuple[Any, ...], ask: Callable[[], Any]) -> None:
+    with WATCH.paused():
+        _asked[key] = ask, answered(ask)
 
 
 _asked: dict[tuple[Any, ...], Asked] = {}
@@ -249,6 +310,8 @@ def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
 _SKIPS = "SkipGuardSource"
 """Sources that get no guards: the standard library, what `inspect` makes, annotations."""
 _SKIPPING = (symbolic_convert, builder, functions)
+_IN_CLOSURES = "is_from_closure_source"
+"""Classes that are reached through a closure get no guards, for the sake of `super`."""
 _INEXACT_GUARDS = [
     ("EQUALS_MATCH", _is_inexact),
     ("DICT_KEYS_MATCH", _is_inexact),
@@ -262,7 +325,10 @@ PATCHES: list[tuple[Any, str, Any]] = [
     # PyTorch 2.15 traces `__eq__`.
     *([(UserDefinedObjectVariable, _EQUAL, _is_equal)] if _equal is not None else []),
     (InstructionTranslatorBase, _load_a_builtin.__name__, _load_builtin),
+    (WrapperUserFunctionVariable, _call_wrapped.__name__, _call_cached),
     *((module, _SKIPS, lambda source: source) for module in _SKIPPING if hasattr(module, _SKIPS)),
+    (builder, _DUPE, _same_object),
+    *([(builder, _IN_CLOSURES, lambda _source: False)] if hasattr(builder, _IN_CLOSURES) else []),
     (HashableTracker, _make_key.__name__, _key),
     (UserFunctionVariable, _get_source.__name__, _source),
     (InstructionTranslatorBase, _load.__name__, _load_attr),

@@ -46,6 +46,8 @@ class Updates:
         self.keep_gradients = False
         self.whole = False
         """Whether each update is to be run as a whole, by the optimizer."""
+        self._listed: list[list[torch.Tensor]] | None = None
+        """What the optimizers' states listed when this call began, if it runs in a graph."""
         self.done: set[int] = set()
         """Parameters that were updated in this call, by their ids."""
         self.ahead = False
@@ -72,6 +74,7 @@ class Updates:
 
     def begin(self) -> None:
         """Find each parameter's group, as it is now."""
+        self._listed = [list(optimizer.state) for optimizer in self.optimizers]
         self.done = set()
         self._begun = []
         self._scratch = {}
@@ -287,11 +290,12 @@ class Updates:
 
     def in_their_order(self) -> None:
         """Have an optimizer's state list parameters as a step of all at once would have listed
-        them: what is saved is then the same, too."""
-        for optimizer in self.optimizers:
+        them, those of earlier steps first: what is saved is then the same, too."""
+        listed, self._listed = self._listed, None
+        for optimizer, before in zip(self.optimizers, listed or (), strict=False):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers ask
             every = (one for group in optimizer.param_groups for one in group["params"])
-            order = [one for one in every if one in optimizer.state]
+            order = [one for one in dict.fromkeys((*before, *every)) if one in optimizer.state]
             if not all(map(operator.is_, optimizer.state, order)):
                 for parameter in order:
                     optimizer.state[parameter] = optimizer.state.pop(parameter)

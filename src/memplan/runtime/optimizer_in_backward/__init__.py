@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memplan.runtime.optimizer_in_backward.updates import Account as Account
 from memplan.runtime.optimizer_in_backward.updates import (
     OptimizerInBackward as OptimizerInBackward,
 )

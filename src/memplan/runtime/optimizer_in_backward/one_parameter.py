@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,8 +35,11 @@ in an order that depends on the list), not those of other packages (which may co
 group)."""
 
 
-def why_not(optimizer: Optimizer) -> str:
-    """Why its parameters cannot be updated one by one; empty where they can."""
+def why_not(
+    optimizer: Optimizer, part: Callable[[Tensor], Tensor] = lambda parameter: parameter
+) -> str:
+    """Why its parameters cannot be updated one by one; empty where they can. `part`: what is
+    updated of a parameter."""
     kind = type(optimizer)
     name = kind.__name__
     if kind not in PER_PARAMETER:
@@ -47,7 +50,7 @@ def why_not(optimizer: Optimizer) -> str:
     if reason := why_not_step(optimizer):
         return reason
     seen: set[int] = set()
-    reasons = (_why_not_group(group, seen) for group in optimizer.param_groups)
+    reasons = (_why_not_group(group, seen, part) for group in optimizer.param_groups)
     return next(filter(None, reasons), "")
 
 
@@ -78,17 +81,17 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     )
 
 
-def _why_not_group(group: dict[str, Any], seen: set[int]) -> str:
+def _why_not_group(group: dict[str, Any], seen: set[int], part: Callable[[Tensor], Tensor]) -> str:
     if group.get("differentiable"):
         return "the optimizer is differentiable"
     devices = set()
     for parameter in group["params"]:
-        if type(parameter) not in (Tensor, torch.nn.Parameter):
+        if type(part(parameter)) not in (Tensor, torch.nn.Parameter):
             return f"a parameter is a {type(parameter).__name__}"
         if id(parameter) in seen:
             return "a parameter is in two groups"
         seen.add(id(parameter))
-        if not _dense(parameter):
+        if not _dense(part(parameter)):
             return "a parameter has gaps in its memory"
         devices.add(parameter.device.type)
     return "" if len(devices) < 2 else "a group has parameters on devices of two kinds"

@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -48,24 +47,7 @@ from memplan.runtime.optimizer_in_backward.watched import (
     unseen,
 )
 from memplan.types.plan import OrderPart
-
-
-@dataclass
-class Account:
-    """What came of it in a run."""
-
-    planned: int
-    """Parameters that the plan updates in backward."""
-    parameters: int = 0
-    """That were, in a step, at most."""
-    steps: int = 0
-    """With such updates."""
-    ended: str = ""
-    """Why they are made by the optimizer's step instead, from the first step or from then on."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+from memplan.types.run_outcome import EarlyUpdates
 
 
 class OptimizerInBackward:
@@ -81,7 +63,7 @@ class OptimizerInBackward:
         """`on_note` is told, in a sentence, why the updates come as they would without a plan.
         `same_job`: the plan's capture has shown that nothing uses gradients after the optimizer's
         step. Else the gradients of the first step are kept, to see it here."""
-        self.account = Account(part.parameters)
+        self.account = EarlyUpdates(planned=part.parameters)
         self._passes = 0
         self._same_job = same_job
         self._from_first = part.from_first and same_job

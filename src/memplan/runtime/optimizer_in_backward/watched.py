@@ -70,6 +70,20 @@ def leave_idle() -> None:
         stack[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """No mode of ours is in force: `torch.compile` refuses to compile under one."""
+    aside = []
+    while (stack := _get_current_dispatch_mode_stack()) and isinstance(stack[-1], _Mode):
+        aside.append(stack[-1])
+        stack[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(aside):
+            mode.__enter__()  # type: ignore[no-untyped-call]
+
+
 class Watch(_Mode):
     """Notes the first use of a parameter or its gradient between the moment at which that gradient
     is complete and the optimizer's step."""

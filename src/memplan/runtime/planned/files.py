@@ -25,6 +25,8 @@ class RunFiles:
     trace: Path | None = None
     stats: Path | None = None
     overwrite: bool = False
+    price: float | None = None
+    """Of the GPU for an hour."""
     in_effect: InEffect = field(default_factory=InEffect)
     notes: list[str] = field(default_factory=list)
     """What was said while the job ran."""
@@ -59,7 +61,7 @@ class RunFiles:
         found = outcome(
             running.job, self.plan, notes=self.notes, in_backward=self.in_effect.in_backward
         )
-        text = line(found)
+        text = line(found, self.price)
         if text:
             self.tell(text)
         if self.stats is not None:

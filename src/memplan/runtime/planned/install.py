@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from memplan.runtime import nvml
@@ -46,7 +47,7 @@ class PlannedRun:
 
     def stats(self) -> dict[str, Any]:
         """What `memplan run --stats` writes; empty when not `active`."""
-        return outcome(self.job) if self.job is not None else {}
+        return msgspec.to_builtins(outcome(self.job)) if self.job is not None else {}
 
     def close(self) -> None:
         self._stack.close()

@@ -9,17 +9,17 @@ from collections.abc import Callable
 import torch
 
 from memplan.capturing.patches.internals import require
-from memplan.runtime.planned.account import Account, Policy, Switch
+from memplan.runtime.planned.account import Account, HitRate, Policy
 from memplan.runtime.planned.background import Planning
-from memplan.runtime.planned.hit_rate import HitRate
 from memplan.runtime.planned.library import Library
-from memplan.runtime.planned.peaks import Peaks
 from memplan.runtime.planned.phases import JobHooks, PhaseCursor
 from memplan.runtime.planned.recording import Recording
+from memplan.runtime.planned.statistics import Peaks
 from memplan.runtime.planned.stream_order import StreamOrder
-from memplan.types.deadline import Deadline
+from memplan.runtime.planned.worth import Step, Worth
 from memplan.types.errors import MemplanError
 from memplan.types.plan import AllocationPart, Plan
+from memplan.types.run_outcome import PlanSwitch
 from memplan.types.trace import Phase, Trace, TraceMeta
 
 
@@ -42,9 +42,10 @@ class Job:
         card_bytes: int | None = None,
         policy: Policy | None = None,
         say: Callable[[str], None] = lambda _text: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`devices`: those that the job may use; `plan` is for the first. `card_bytes`: what a
-        device has, where that is known. `say` gets sentences for people."""
+        device has, where that is known. `say` gets sentences for people. `clock`: seconds."""
         require("runtime/planned")
         self.library = library
         self.devices = devices
@@ -54,7 +55,7 @@ class Job:
         self._meta = meta
         self._plan = plan
         self._record_all = record_all
-        self._card_bytes = card_bytes
+        self.card_bytes = card_bytes
         self._policy = policy or Policy()
         self._tell = say
         self._hooks = JobHooks(self)
@@ -62,11 +63,16 @@ class Job:
         self._recording: Recording | None = None
         self._order: StreamOrder | None = None
         self._planning: Planning | None = None
+        self._again = False
+        """Whether what is being recorded is not the first to be planned."""
         self._to_plan = plan is None and not record_all
         """Whether what is being recorded is then planned."""
         self._repeated = False
-        self._next_plan = Deadline(0)
-        self._low = 0
+        self._clock = clock
+        self.worth = Worth(self._policy.planning_seconds)
+        self._step_began = 0.0
+        self._hooks_before = 0
+        self._planning_began = 0.0
         self._process = os.getpid()
 
     def __enter__(self) -> Job:
@@ -75,6 +81,7 @@ class Job:
         self._record()
         self._hooks.__enter__()
         self._hooks.watch_all(modules=self._plan is None)
+        self._step_began = self._clock()
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -150,6 +157,12 @@ class Job:
 
     def _at_boundary(self) -> None:
         """Between two steps."""
+        taken = self._clock() - self._step_began
+        hooks = (self.account.hook_nanoseconds - self._hooks_before) / 1e9
+        if not self.account.switches:
+            shortest = self.account.step_seconds_before
+            own = max(taken - hooks, 0.0)
+            self.account.step_seconds_before = own if shortest is None else min(shortest, own)
         if self._recording is not None:
             self._recording.stepped()
             self._recording.mark(self._hooks.phase, "")
@@ -158,7 +171,9 @@ class Job:
         elif self._planning is not None and self._planning.done:
             self._take_plans(self._planning)
         elif self.hit_rate is not None and self._planning is None:
-            self._watch(self.hit_rate)
+            self._watch(self.hit_rate, taken)
+        self._step_began = self._clock()
+        self._hooks_before = self.account.hook_nanoseconds
 
     def _enter_phase(self, number: int) -> None:
         for device in self.devices:
@@ -187,6 +202,7 @@ class Job:
         return False
 
     def _use_recording(self) -> None:
+        self._planning_began = self._clock()
         complete = not self._recording_is_short()
         trace = self._stop_recording()
         self._hooks.watch_roots()
@@ -216,7 +232,6 @@ class Job:
     # Planning
 
     def _begin_planning(self, trace: Trace) -> None:
-        self._next_plan = Deadline(self._policy.seconds_between)
         try:
             self._planning = Planning(trace)
         except (MemplanError, OSError) as error:
@@ -238,6 +253,9 @@ class Job:
                 self._load_found(plan)
         finally:
             planning.close()
+        seconds = self._clock() - self._planning_began
+        self.account.planning_seconds += seconds
+        self.worth.planned(seconds, again=self._again)
 
     def _load_found(self, plan: Plan) -> None:
         part = plan.allocation
@@ -245,13 +263,12 @@ class Job:
         if self._load(part.device, part, in_round=True):
             torch.cuda.empty_cache()  # behind the adaptor PyTorch's own allocator holds it
             self.peaks.begin_ours(part.device)
-        self._low = 0
 
     def _load(self, device: int, part: AllocationPart, *, in_round: bool) -> bool:
-        if self._card_bytes is not None and part.arena_bytes > self._card_bytes:
+        if self.card_bytes is not None and part.arena_bytes > self.card_bytes:
             self.say(
                 f"the plan takes {part.arena_bytes >> 20} MiB and the card has "
-                f"{self._card_bytes >> 20} MiB: the ordinary allocator serves the job. "
+                f"{self.card_bytes >> 20} MiB: the ordinary allocator serves the job. "
                 "`memplan fit` finds what would make it fit"
             )
             return False
@@ -264,21 +281,35 @@ class Job:
         planned = {device, *(switch.device for switch in self.account.switches)}
         self.hit_rate = HitRate(self.library, sorted(planned))
         self.account.switches.append(
-            Switch(self.account.steps, device, part.arena_bytes, part.requests)
+            PlanSwitch(
+                step=self.account.steps,
+                device=device,
+                arena_bytes=part.arena_bytes,
+                requests=part.requests,
+            )
         )
         return True
 
-    def _watch(self, hit_rate: HitRate) -> None:
-        """Plan again when the plan no longer is that of the job."""
+    def _watch(self, hit_rate: HitRate, seconds: float) -> None:
+        """Plan again when that has become worth what it costs."""
         window = hit_rate.window()
-        self._low = self._low + 1 if window.rate < self._policy.least_rate else 0
-        if self._low >= self._policy.low_steps and self._next_plan.passed:
-            self._low = 0
+        if self.worth.pays(Step(seconds, window, self._unused())):
             rate = f"hit rate {window.rate:.0%} in step {self.account.steps}: the job has changed"
-            self.say(f"{rate}, planning again")
-            self._to_plan = True
+            cost = self.worth.cost_seconds
+            self.say(f"{rate}, planning again: it has lost what that costs, {cost:.1f} s")
+            self._to_plan = self._again = True
+            self.worth.planned(cost, again=True)  # not once more where none comes of it
             self._record()
             self._hooks.watch_all(modules=True)
+
+    def _unused(self) -> float:
+        """Reserved beyond the peak of what is allocated, as a share of the card."""
+        unused = [0]
+        for device in {switch.device for switch in self.account.switches}:
+            now = self.peaks.statistics(device)
+            if now is not None:
+                unused.append(now.reserved - self.peaks.ours(device)["allocated_peak"])
+        return max(unused) / self.card_bytes if self.card_bytes else 0.0
 
     def say(self, text: str) -> None:
         """A sentence for people, which the outcome keeps."""

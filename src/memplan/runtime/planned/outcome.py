@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from memplan import __version__
 from memplan.report.text import format_bytes
-from memplan.runtime.optimizer_in_backward import Account as InBackward
 from memplan.runtime.planned.job import Job
+from memplan.runtime.planned.worth import payback
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.errors import MemplanError
 from memplan.types.output_file import write_file
+from memplan.types.run_outcome import DeviceOutcome, EarlyUpdates, PlanningOutcome, RunOutcome
 from memplan.types.trace import EventKind, Trace
-
-SCHEMA_VERSION = 1
 
 
 class Without(msgspec.Struct, frozen=True):
@@ -44,49 +42,51 @@ def outcome(
     plan: str = "",
     *,
     notes: list[str] | None = None,
-    in_backward: InBackward | None = None,
-) -> dict[str, Any]:
-    """As JSON. `job`: None where PyTorch's ordinary allocator served. `plan`: the file that was in
-    effect from the beginning. `notes`: what was said, if that is more than the job knows."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "memplan_version": __version__,
-        "plan": plan or None,
-        **(_of_job(job) if job is not None else _NO_JOB),
-        "early_updates": in_backward.as_dict() if in_backward is not None else None,
-        "notes": notes if notes is not None else job.account.notes if job is not None else [],
-    }
-
-
-_NO_JOB: dict[str, Any] = {
-    "steps": None,
-    "hit_rate": None,
-    "requests": 0,
-    "plans": [],
-    "devices": [],
-    "hook_seconds_per_step": None,
-}
-
-
-def _of_job(job: Job) -> dict[str, Any]:
-    account = job.account
+    in_backward: EarlyUpdates | None = None,
+) -> RunOutcome:
+    """`job`: None where PyTorch's ordinary allocator served. `plan`: the file that was in effect
+    from the beginning. `notes`: what was said, if that is more than the job knows."""
+    found = RunOutcome(
+        memplan_version=__version__,
+        plan=plan or None,
+        early_updates=in_backward,
+        notes=notes if notes is not None else job.account.notes if job is not None else [],
+    )
+    if job is None:
+        return found
+    account, devices = job.account, [_device(job, device) for device in _used(job)]
     served = job.hit_rate.total() if job.hit_rate is not None else None
-    return {
-        "steps": account.steps,
-        "hit_rate": round(served.rate, 6) if served is not None else None,
-        "requests": served.all if served is not None else 0,
-        "plans": [
-            {
-                "step": switch.step,
-                "device": switch.device,
-                "arena_bytes": switch.arena_bytes,
-                "requests": switch.requests,
-            }
-            for switch in account.switches
-        ],
-        "devices": [_device(job, device) for device in _used(job)],
-        "hook_seconds_per_step": round(account.hook_nanoseconds / max(account.steps, 1) / 1e9, 9),
-    }
+    return msgspec.structs.replace(
+        found,
+        steps=account.steps,
+        hit_rate=round(served.rate, 6) if served is not None else None,
+        requests=served.all if served is not None else 0,
+        plans=list(account.switches),
+        devices=devices,
+        planning=_planning(job, devices),
+        hook_seconds_per_step=round(account.hook_nanoseconds / max(account.steps, 1) / 1e9, 9),
+    )
+
+
+def _planning(job: Job, devices: list[DeviceOutcome]) -> PlanningOutcome | None:
+    before, after = job.account.step_seconds_before, job.worth.usual_seconds
+    if not job.account.planning_seconds or before is None or after is None:
+        return None
+    freed = [
+        device.reserved_peak_without_bytes - device.reserved_peak_bytes
+        for device in devices
+        if device.reserved_peak_without_bytes is not None
+    ]
+    share = max([0, *freed]) / job.card_bytes if job.card_bytes else 0.0
+    found = payback(job.account.planning_seconds, before, after, share)
+    return PlanningOutcome(
+        seconds=round(found.planning_seconds, 6),
+        step_seconds_before=round(before, 6),
+        step_seconds=round(after, 6),
+        freed_share=round(share, 6),
+        saved_seconds_per_step=round(found.saved_seconds, 9),
+        paid_after_steps=found.steps,
+    )
 
 
 def _used(job: Job) -> list[int]:
@@ -99,7 +99,7 @@ def _used(job: Job) -> list[int]:
     ]
 
 
-def _device(job: Job, device: int) -> dict[str, Any]:
+def _device(job: Job, device: int) -> DeviceOutcome:
     found = job.library.statistics(device)
     assert found is not None
     ours = job.peaks.ours(device)
@@ -107,14 +107,14 @@ def _device(job: Job, device: int) -> dict[str, Any]:
     counts = found.as_dict()
     for name in ("allocated_peak", "requested_peak", "reserved_peak"):
         del counts[name]  # of whatever was reset last
-    return {
-        "device": device,
-        "reserved_peak_bytes": ours["reserved_peak"],
-        "allocated_peak_bytes": ours["allocated_peak"],
-        "reserved_peak_without_bytes": without.reserved_peak_bytes if without else None,
-        "without_from_steps": without.steps if without else 0,
-        "counters": counts,
-    }
+    return DeviceOutcome(
+        device=device,
+        reserved_peak_bytes=ours["reserved_peak"],
+        allocated_peak_bytes=ours["allocated_peak"],
+        reserved_peak_without_bytes=without.reserved_peak_bytes if without else None,
+        without_from_steps=without.steps if without else 0,
+        counters=counts,
+    )
 
 
 def _without(job: Job, device: int) -> Without | None:
@@ -124,31 +124,46 @@ def _without(job: Job, device: int) -> Without | None:
         return None
 
 
-def save_outcome(found: dict[str, Any], path: Path, *, overwrite: bool = False) -> None:
+def save_outcome(found: RunOutcome, path: Path, *, overwrite: bool = False) -> None:
     """Write the JSON. Raises UsageError when it cannot be written."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
     write_file(path, [text], overwrite=overwrite)
 
 
-def line(found: dict[str, Any]) -> str:
-    """The outcome in one line; empty for a job that asked for no device memory."""
-    if not found["devices"]:
+def line(found: RunOutcome, price: float | None = None) -> str:
+    """The outcome in one line; empty for a job that asked for no device memory. `price`: of the GPU
+    for an hour."""
+    if not found.devices:
         return ""
-    peak = max(found["devices"], key=lambda device: device["reserved_peak_bytes"])
-    words = f"peak reserved {format_bytes(peak['reserved_peak_bytes'])}"
-    without = peak["reserved_peak_without_bytes"]
-    if found["plans"]:
-        first = found["plans"][-1]["step"]
+    peak = max(found.devices, key=lambda device: device.reserved_peak_bytes)
+    words = f"peak reserved {format_bytes(peak.reserved_peak_bytes)}"
+    without = peak.reserved_peak_without_bytes
+    if found.plans:
+        first = found.plans[-1].step
         words += f" with the plan (from step {first} on)" if first else " with the plan"
     else:
         words += ", no plan in effect"
-    if without is not None and found["plans"]:
+    if without is not None and found.plans:
         words += (
             f", {format_bytes(without)} without it (simulated from the first "
-            f"{peak['without_from_steps']} steps)"
+            f"{peak.without_from_steps} steps)"
         )
-    if found["hit_rate"] is not None:
-        words += f", hit rate {found['hit_rate']:.1%}"
-    if len(found["devices"]) > 1:
-        words += f" (device {peak['device']} of {len(found['devices'])})"
+    if found.hit_rate is not None:
+        words += f", hit rate {found.hit_rate:.1%}"
+    if len(found.devices) > 1:
+        words += f" (device {peak.device} of {len(found.devices)})"
+    if found.planning is not None:
+        words += f"; {_worth(found.planning, price)}"
     return words
+
+
+def _worth(planning: PlanningOutcome, price: float | None) -> str:
+    seconds, steps = planning.seconds, planning.paid_after_steps
+    said = f"planning took {seconds:.1f} s"
+    if price is not None:
+        said += f" ({price * seconds / 3600:,.3f} at {price:g}/h)"
+    if steps is None:
+        return said + ", not paid for: steps are not shorter, and no memory is free"
+    shorter = (planning.step_seconds_before - planning.step_seconds) * 1e3
+    freed = f"{planning.freed_share:.1%} of the card"
+    return f"{said}, paid for by {steps:,} steps (each saves {shorter:.1f} ms and {freed})"

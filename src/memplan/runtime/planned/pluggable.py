@@ -35,16 +35,7 @@ def use(library: Library) -> None:
     """Make the library the CUDA allocator of this process, for good."""
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library.path), MALLOC, FREE)
     native = allocator.allocator()
-    setters = {
-        # Without it memory that another stream uses would be given away: no number would be safe.
-        "set_record_stream_fn": "memplan_record_stream",
-        "set_reset_fn": "memplan_torch_empty_cache",
-    }
-    for setter, function in setters.items():
-        if not hasattr(native, setter):
-            raise UsageError(
-                f"PyTorch {torch.__version__} has no {setter} for pluggable allocators",
-                "run the script without memplan run, or with PyTorch 2.11 or later",
-            )
-        getattr(native, setter)(library.address_of(function))
+    # Without it memory that another stream uses would be given away: no number would be safe.
+    native.set_record_stream_fn(library.address_of("memplan_record_stream"))
+    native.set_reset_fn(library.address_of("memplan_torch_empty_cache"))
     torch.cuda.memory.change_current_allocator(allocator)

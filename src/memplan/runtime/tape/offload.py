@@ -13,14 +13,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import Any
+from contextlib import suppress
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.runtime import streams
 from memplan.runtime.host_buffers import Buffer, HostBuffers
 from memplan.runtime.tape.groups import checksum_of, modified_error
 from memplan.runtime.tape.replay import plain_execution
@@ -95,7 +95,7 @@ class Lane:
         self, part: OffloadPart, buffers: HostBuffers, lock: threading.RLock, device: torch.device
     ) -> None:
         self.part, self.buffers, self.lock = part, buffers, lock
-        self.out, self.back = _new_stream(device), _new_stream(device)
+        self.out, self.back = streams.new(device), streams.new(device)
         self._held: deque[tuple[ref[Value], int]] = deque()
         self._bytes = 0
 
@@ -152,21 +152,21 @@ class Away:
         self._lane = lane
         self._pass = of_pass
         self._dtype, self._device = base.dtype, base.device
-        self._stream = _current(base.device)
+        self._stream = streams.current(base.device)
         """On which the value is computed on."""
         self._buffer: Buffer | None = buffer
         self._block: Tensor | None = None
         """What is being copied to, until `_event`."""
-        _wait(lane.out, _record(self._stream))
-        _wait(lane.out, buffer.free)
-        with _on(lane.out):
+        streams.wait(lane.out, streams.record(self._stream))
+        streams.wait(lane.out, buffer.free)
+        with streams.on(lane.out):
             self._on_host(buffer).copy_(self._flat(base), non_blocking=True)
-        self._event = _record(lane.out)
+        self._event = streams.record(lane.out)
 
     def release(self, value: Value) -> None:
         """Its block may be used again; it waits for the copy there."""
         if value.base is not None and not self.asked:
-            _wait(self._stream, self._event)
+            streams.wait(self._stream, self._event)
             value.base = None
 
     def fetch(self, value: Value) -> None:
@@ -174,14 +174,14 @@ class Away:
         assert self._buffer is not None
         back, buffer = self._lane.back, self._buffer
         with plain_execution("memplan.fetch"):
-            with _on(self._stream):
+            with streams.on(self._stream):
                 size = self.nbytes // self._dtype.itemsize
                 block = torch.empty(size, dtype=self._dtype, device=self._device)
-            _wait(back, _record(self._stream))
+            streams.wait(back, streams.record(self._stream))
             self._block = block
-            with _on(back):
+            with streams.on(back):
                 block.copy_(self._on_host(buffer), non_blocking=True)
-            self._event = _record(back)
+            self._event = streams.record(back)
         self._pass.ahead += 0 if self.asked else self.nbytes
         self._ahead = not self.asked
         value.keep(block)
@@ -194,8 +194,8 @@ class Away:
             if value.base is None:
                 self.fetch(value)
             if self._block is not None:
-                for stream in {self._stream, _current(self._device)}:
-                    _wait(stream, self._event)
+                for stream in {self._stream, streams.current(self._device)}:
+                    streams.wait(stream, self._event)
                 self._block = None
             if first:
                 self._asked_for()
@@ -238,7 +238,7 @@ class Away:
         with suppress(Exception), self._lane.lock:  # half made, or the process ends
             self._pass.ahead -= self.nbytes if self._ahead else 0
             if self._block is not None:  # a block that is still written is not for others
-                _wait(self._stream, self._event)
+                streams.wait(self._stream, self._event)
             self._give_back()
 
 
@@ -295,24 +295,3 @@ def _witness(base: Tensor) -> Tensor | None:
     seen = alias(base)
     seen.data = torch.empty(0, dtype=base.dtype, device=base.device)
     return seen
-
-
-def _on(stream: Any) -> Any:
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()
-
-
-def _new_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _current(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _record(stream: Any) -> Any:
-    return stream.record_event() if stream is not None else None
-
-
-def _wait(stream: Any, event: Any) -> None:
-    if stream is not None and event is not None:
-        stream.wait_event(event)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
@@ -19,10 +19,9 @@ from memplan.runtime.tape.bias import (
     goes_into_product,
     unshared_counts,
 )
-from memplan.runtime.tape.decisions import HOLD, Choice, Decisions
+from memplan.runtime.tape.decisions import HOLD, Choice, Decisions, Needed, is_dropped, needed_by
 from memplan.runtime.tape.functions import top_hooks, watched_by
 from memplan.runtime.tape.groups import Group
-from memplan.runtime.tape.needed import Needed, needed_by
 from memplan.runtime.tape.offload import Pass
 from memplan.runtime.tape.op_effects import (
     instead_of_statistics,
@@ -32,11 +31,15 @@ from memplan.runtime.tape.op_effects import (
     written_tensors,
 )
 from memplan.runtime.tape.replay import copy_of_storage
-from memplan.runtime.tape.replayable import Traits, traits_of
+from memplan.runtime.tape.replayable import FETCHED, Traits, traits_of
 from memplan.runtime.tape.saving import Saved, saved
-from memplan.runtime.tape.settings import current_stream, tensors_made_as_in_captures
+from memplan.runtime.tape.settings import (
+    tensors_are_fake,
+    tensors_made_as_in_captures,
+)
 from memplan.runtime.tape.storages import Inputs, Storages, alias, is_plain, share_storage
 from memplan.runtime.tape.values import OpRecord, Value, View, flat_tensors, version_of
+from memplan.types.op_names import FETCH
 
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _no_dispatch = torch.Tensor.__torch_dispatch__
@@ -119,7 +122,7 @@ class Recording(TorchDispatchMode):
                 if not self.symbolic:
                     stack.enter_context(tensors_made_as_in_captures())
                 if not self.symbolic or torch.cuda.is_initialized():  # else there are no streams
-                    self._stream = self._current_stream()
+                    self._stream = torch.cuda.current_stream().cuda_stream
             stack.enter_context(saved_tensors_hooks(*self.hooks))
             stack.enter_context(watched_by(self))
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -228,7 +231,7 @@ class Recording(TorchDispatchMode):
             expected = self.storages.kept <= self._needed.inputs
         else:
             decided = self._decisions.of(func, nth)
-            expected = not decided or not any(_is_dropped(choice) for choice in decided.values())
+            expected = not decided or not any(is_dropped(choice) for choice in decided.values())
         if not expected or not self._needed.is_next(number, traits):
             self._needed, self.surprised = None, True
         return self._needed is None or number in self._needed.replayed
@@ -278,10 +281,8 @@ class Recording(TorchDispatchMode):
     def on_another_stream(self) -> bool:
         """A replay runs on one stream, that of the node of autograd which asks for it first, and
         nothing makes others wait for it: what others make is kept, and what they save."""
-        return self._stream is not None and self._current_stream() != self._stream
-
-    def _current_stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream if self.symbolic else current_stream()
+        stream = self._stream
+        return stream is not None and torch.cuda.current_stream().cuda_stream != stream
 
     def _count(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Which one of its kind this op is; -1 for one that does not count."""
@@ -376,6 +377,21 @@ class Recording(TorchDispatchMode):
             elif isinstance(choice, str):
                 value.group = self._groups.setdefault(choice, Group(choice))
 
+    def fetched(self, block: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        """A weight has come from the host onto `block`. Unless the plan holds that, replays have it
+        from `again()`."""
+        if self._off or self._opaque:
+            return
+        number, self._number = self._number, self._number + 1
+        nth = self._counts[FETCH] = self._counts.get(FETCH, -1) + 1
+        if not self._is_needed(FETCH, FETCHED, number, nth):
+            return
+        value = Value(OpRecord(again, number, nth, (), {}), 0)
+        self.storages.set(block, value)
+        if HOLD in (self._decisions.of(FETCH, nth) or {}).values():
+            self.found += 1
+            self.storages.keep(value, block)
+
     # Functions with a backward of their own: what they do inside is not to be repeated.
 
     def call_function(self, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
@@ -410,18 +426,6 @@ class Recording(TorchDispatchMode):
 
 def _fake_mode() -> Any:
     return torch._C._get_dispatch_mode(_FAKE_MODE)
-
-
-def tensors_are_fake() -> bool:
-    """Whether the job is captured, or its shapes are worked out in advance."""
-    return any(
-        isinstance(mode, FakeTensorMode) or hasattr(mode, "fake_mode")
-        for mode in _get_current_dispatch_mode_stack()
-    )
-
-
-def _is_dropped(choice: Choice) -> bool:
-    return isinstance(choice, str) and choice is not HOLD
 
 
 def _storages_among(given: tuple[Any, ...]) -> set[int]:

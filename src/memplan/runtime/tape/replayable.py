@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memplan.types.op_names import op_name
+from memplan.types.op_names import FETCH, op_name
 
 _KNOWN = frozenset({"aten", "prims", "torchvision"})
 """Ops of other libraries may be written in Python, draw at random or keep a state, unsaid."""
@@ -56,6 +56,10 @@ class Traits:
             return self.random
         given = args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0)
         return bool(given)
+
+
+FETCHED = Traits(FETCH, True, False, None, False, False, (), None)
+"""Of what is no op: a weight comes from the host."""
 
 
 @cache

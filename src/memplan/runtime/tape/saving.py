@@ -39,7 +39,7 @@ def saved(tensor: torch.Tensor, recording: Recording) -> Saved:
         recording.storages.keep(value, tensor)
         assert value.base is not None
         return SavedTensor(value.base, value.version)
-    return _as_it_is(tensor)
+    return as_it_is(tensor)
 
 
 def _saved_wrapper(tensor: torch.Tensor, recording: Recording) -> SavedWrapper | SavedTensor:
@@ -50,12 +50,12 @@ def _saved_wrapper(tensor: torch.Tensor, recording: Recording) -> SavedWrapper |
         or tensor.is_nested
         or hasattr(tensor, "trigger_wait")
     ):
-        return _as_it_is(tensor)
+        return as_it_is(tensor)
     names, context = tensor.__tensor_flatten__()
     held = {name: getattr(tensor, name) for name in names}  # tensors, and a mesh of devices
     instead = {n: saved(one, recording) for n, one in held.items() if isinstance(one, torch.Tensor)}
     if tensor.is_leaf or all(isinstance(one, SavedTensor) for one in instead.values()):
-        return _as_it_is(tensor)
+        return as_it_is(tensor)
     return SavedWrapper(tensor, context, held, instead)
 
 
@@ -91,5 +91,6 @@ def _checksum(
         return checksum_of(tensor.detach())
 
 
-def _as_it_is(tensor: torch.Tensor) -> SavedTensor:
+def as_it_is(tensor: torch.Tensor) -> SavedTensor:
+    """The tensor itself, and the check that nobody writes to it."""
     return SavedTensor(tensor if tensor.is_leaf else alias(tensor), version_of(tensor))

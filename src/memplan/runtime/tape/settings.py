@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Settings = tuple[Any, ...]
 
@@ -16,17 +18,15 @@ _settings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
 ]
+_owners: list[tuple[Any, str]] = [(torch.backends.mkldnn, "enabled")]
 if torch.backends.cuda.is_built():
-    _settings.append((torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled))
-    for kind in ("matmul", "conv"):  # whether TF32 will do
-        _settings.append(
-            (
-                partial(torch._C._get_fp32_precision_getter, "cuda", kind),
-                partial(torch._C._set_fp32_precision_setter, "cuda", kind),
-            )
-        )
+    _owners += [
+        (torch.backends.cudnn, "enabled"),
+        (torch.backends.cuda.matmul, "fp32_precision"),  # whether TF32 will do
+        (torch.backends.cudnn.conv, "fp32_precision"),  # type: ignore[attr-defined]
+    ]
+_settings += [(partial(getattr, *owner), partial(setattr, *owner)) for owner in _owners]
 _getters = [get for get, _ in _settings]
 _setters = [set_ for _, set_ in _settings]
 
@@ -55,11 +55,6 @@ def changing_settings() -> Iterator[Callable[[Settings], None]]:
         use(before)
 
 
-def current_stream() -> int:
-    """The current device's current stream, as the driver knows it."""
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-
-
 @contextmanager
 def tensors_made_as_in_captures() -> Iterator[None]:
     """`torch.tensor(data, device="cuda")` shows its copy to the device as an op, as it does where
@@ -70,3 +65,11 @@ def tensors_made_as_in_captures() -> Iterator[None]:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+def tensors_are_fake() -> bool:
+    """Whether the job is captured, or its shapes are worked out in advance."""
+    return any(
+        isinstance(mode, FakeTensorMode) or hasattr(mode, "fake_mode")
+        for mode in _get_current_dispatch_mode_stack()
+    )

@@ -119,7 +119,7 @@ class View:
             base = torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage())
         tensor = base.as_strided(self.size, self.stride, self.offset)
         if self.conjugated:
-            tensor = torch._conj(tensor)
+            tensor = tensor.conj()
         if self.negated:
             tensor = torch._neg_view(tensor)
         return tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memplan.capturing.standins.kernels import flash_attention_3 as kernels
-from memplan.capturing.standins.operators import operator_of
+from memplan.capturing.standins.registry import operator_of
 
 _forward, _backward = (operator_of(rule, schema) for rule, schema in kernels.SCHEMAS.items())
 _Pair = tuple[int, int]

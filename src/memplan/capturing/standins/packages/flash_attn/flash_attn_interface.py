@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from memplan.capturing.standins.kernels import flash_attention as kernels
-from memplan.capturing.standins.operators import operator_of
+from memplan.capturing.standins.registry import operator_of
 
 _forward, _varlen_forward, _backward, _varlen_backward = (
     operator_of(rule, schema) for rule, schema in kernels.SCHEMAS.items()

@@ -1,0 +1,2 @@
+"""Training jobs whose speed others have published, as ordinary scripts; `published.csv` names each
+figure's source."""

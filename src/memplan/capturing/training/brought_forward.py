@@ -1,0 +1,153 @@
+"""What a script's loop does every so many steps, brought forward to the end of a capture.
+
+`if step % 1000 == 0: evaluate()` is reached after hours. So the counter in the frame of the loop
+that trains is set to a value for which such conditions hold, once enough steps were seen and the
+loader runs dry. Only conditions count that stand behind the optimizer step in the same turn of the
+loop, in a file of the job's own, and that do nothing but compute with counters.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import math
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+import memplan
+from memplan.capturing.recording.context import syntax_of
+
+_INSTALLED = tuple(
+    str(path)
+    for path in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *memplan.__path__,
+    )
+)
+_ARITHMETIC = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
+)
+_LONGEST_PERIOD = 10**9
+_parsed = lru_cache(syntax_of)
+
+
+def bring_forward(frame: FrameType | None) -> int:
+    """Of `frame` and those that called it: set counters of loops so that what they do every so many
+    turns comes in this one. Returns how many conditions hold because of that."""
+    count = 0
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_INSTALLED):
+            for name, tests in _by_counter(frame).items():
+                count += _set(frame, name, tests)
+        frame = frame.f_back
+    return count
+
+
+def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:
+    """Conditions that come in this turn of the innermost loop, by the counter that they divide."""
+    tree = _parsed(frame.f_code.co_filename)
+    line = frame.f_lineno
+    loops = [one for one in ast.walk(tree) if isinstance(one, ast.For | ast.While)]
+    around = [one for one in loops if one.lineno <= line <= (one.end_lineno or 0)]
+    inside = _function(tree, frame)
+    around = [one for one in around if inside is None or one.lineno >= inside.lineno]
+    if not around:
+        return {}
+    found: dict[str, list[ast.If]] = {}
+    for node in ast.walk(max(around, key=lambda one: one.lineno)):
+        if isinstance(node, ast.If) and node.lineno > line:
+            name = _divided(node.test)
+            if name is not None and isinstance(_value(frame, name), int):
+                found.setdefault(name, []).append(node)
+    return found
+
+
+def _function(tree: ast.Module, frame: FrameType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = {node.lineno, *(one.lineno for one in node.decorator_list)}
+            if node.name == frame.f_code.co_name and frame.f_code.co_firstlineno in lines:
+                return node
+    return None
+
+
+def _divided(test: ast.expr) -> str | None:
+    """The counter whose remainder a condition asks for; None for one that does more."""
+    nodes = list(ast.walk(test))
+    if not all(isinstance(node, _ARITHMETIC) for node in nodes):
+        return None
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            for part in ast.walk(node.left):
+                if isinstance(part, ast.Name):
+                    return part.id
+    return None
+
+
+def _value(frame: FrameType, name: str) -> Any:
+    return frame.f_locals.get(name, frame.f_globals.get(name))
+
+
+def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
+    """A value of the counter for which most of the conditions hold. Returns how many do."""
+    now = int(_value(frame, name))
+
+    def holds(value: int) -> int:
+        names = {**frame.f_globals, **frame.f_locals}
+        return sum(
+            bool(_computed(one.test, {**names, name: value + _added(frame, name, one)}))
+            for one in tests
+        )
+
+    periods = [period for one in tests for period in _periods(one.test, frame)]
+    if not periods or math.lcm(*periods) > _LONGEST_PERIOD:
+        return 0
+    near = [
+        now + (shift - now) % period
+        for period in {math.lcm(*periods), *periods}
+        for shift in (0, -1, 1)
+    ]
+    best = max(near, key=lambda value: (holds(value), -value))
+    if holds(best) <= holds(now):
+        return 0
+    frame.f_locals[name] = best
+    if name not in frame.f_code.co_varnames + frame.f_code.co_cellvars + frame.f_code.co_freevars:
+        frame.f_globals[name] = best
+    elif hasattr(ctypes.pythonapi, "PyFrame_LocalsToFast"):  # before 3.13 `f_locals` is a copy
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    return holds(best)
+
+
+def _added(frame: FrameType, name: str, before: ast.If) -> int:
+    """To the counter, between the line that runs and a condition."""
+    return sum(
+        node.value.value
+        for node in ast.walk(_parsed(frame.f_code.co_filename))
+        if isinstance(node, ast.AugAssign)
+        and frame.f_lineno < node.lineno < before.lineno
+        and isinstance(node.op, ast.Add)
+        and isinstance(node.target, ast.Name)
+        and node.target.id == name
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, int)
+    )
+
+
+def _periods(test: ast.expr, frame: FrameType) -> Iterator[int]:
+    for node in ast.walk(test):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            period = _computed(node.right, {**frame.f_globals, **frame.f_locals})
+            if isinstance(period, int) and period > 1:
+                yield period
+
+
+def _computed(expression: ast.expr, names: dict[str, Any]) -> Any:
+    code = compile(ast.Expression(expression), "<condition>", "eval")
+    try:
+        return eval(code, {"__builtins__": {}}, names)
+    except Exception:  # whatever the script's own operands raise
+        return None

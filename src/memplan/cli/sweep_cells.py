@@ -1,0 +1,161 @@
+"""The combinations of a sweep as jobs: each value put where the command has its option."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from memplan.capturing.options import ScriptTarget
+from memplan.cli.job import read_job
+from memplan.cli.launchers.launch import Launch
+from memplan.cli.launchers.read import read_launch
+from memplan.fit.options import plain_name
+from memplan.sweep.grid import (
+    Dimension,
+    ScriptOption,
+    changed_words,
+    combinations,
+    find_script_option,
+    unknown_option,
+)
+from memplan.sweep.run import Cell
+from memplan.sweep.samples import samples_per_step
+from memplan.types.device import DeviceProfile
+from memplan.types.errors import UsageError
+from memplan.worker.request import Question
+
+_PASSED_ON = ("--steps", "--routing", "--alloc-conf", "--world-size", "--gpus-per-node", "--scan")
+_FLAGS = ("--allow-network", "--whole-run")
+
+Change = Callable[[Launch, str], Launch]
+"""A command's launchers and program with a value of an option; only words are right in it."""
+
+
+def cells_of(
+    args: argparse.Namespace,
+    profiles: dict[str, DeviceProfile],
+    dimensions: Sequence[Dimension],
+    most: int,
+    usage: str,
+) -> list[Cell]:
+    """Every combination. Raises UsageError for a command that cannot be read as it is, and for an
+    option that it does not have."""
+    grid = combinations(list(profiles), dimensions, most)
+    base = read_job(args, usage).launch
+    changes = [_find(base, args.gpus_per_node, one) for one in dimensions]
+    cells = []
+    for gpu, values in grid:
+        launch = base
+        for change, value in zip(changes, values, strict=True):
+            launch = change(launch, value)
+        named = {one.name: value for one, value in zip(dimensions, values, strict=True)}
+        cells.append(_cell(args, profiles[gpu], gpu, named, launch.words(), usage))
+    return cells
+
+
+def _cell(
+    args: argparse.Namespace,
+    profile: DeviceProfile,
+    gpu: str,
+    values: dict[str, str],
+    words: list[str],
+    usage: str,
+) -> Cell:
+    asked = copy.copy(args)
+    asked.program = _program(words)
+    try:
+        job = read_job(asked, usage)
+    except UsageError as error:
+        return Cell(gpu, values, words, refused=error)
+    ranks = job.world.size if job.world is not None else 1
+
+    def question(rank: int | None) -> Question:
+        return job.question(asked, profile, rank=rank)
+
+    return Cell(
+        gpu,
+        values,
+        words,
+        question=question,
+        ranks=ranks if job.rank is None else None,
+        samples=samples_per_step(job.launch.target, ranks),
+        fit_words=(*_passed_on(args, gpu, profile), *words) if args.fit else (),
+    )
+
+
+def _passed_on(args: argparse.Namespace, gpu: str, profile: DeviceProfile) -> Iterator[str]:
+    yield from ("--gpu", gpu)
+    if args.calibration is not None and profile.kernels:
+        yield from ("--calibration", str(Path(args.calibration).absolute()))
+    for option in _PASSED_ON:
+        value = getattr(args, plain_name(option))
+        if value is not None:
+            yield from (option, str(value))
+    for option in _FLAGS:
+        if getattr(args, plain_name(option)):
+            yield option
+    for package in args.packages:
+        yield from ("--with", package)
+
+
+def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Change:
+    """How a value of the option is put into the command. Raises UsageError where it has none."""
+    wanted = plain_name(dimension.name)
+    given = [word.partition("=")[0] for word in launch.before if word.startswith("-")]
+    spelled = next((word for word in reversed(given) if plain_name(word) == wanted), None)
+    if spelled is not None:
+        return lambda now, value: _with_before(now, changed_words(now.before, spelled, value))
+    found = find_script_option(launch.target, dimension.name)
+    if found is not None:
+        return lambda now, value: _with_program(now, found, value)
+    for place in range(len(launch.before)):
+        for option in _spellings(dimension.name):
+            words = _inserted(launch.before, place, option, dimension.values[0])
+            if _reads_as(words, launch, gpus_per_node):
+                # Later changes move words: the launcher is found again, by what stands before it.
+                return _inserting(launch.before[place], option)
+    raise unknown_option(launch.target, dimension.name)
+
+
+def _spellings(name: str) -> list[str]:
+    plain = plain_name(name)
+    if len(plain) == 1:
+        return [f"-{name.lstrip('-')}"]
+    return [f"--{plain.replace('_', '-')}", f"--{plain}"]
+
+
+def _inserting(launcher: str, option: str) -> Change:
+    def change(now: Launch, value: str) -> Launch:
+        place = now.before.index(launcher)
+        return _with_before(now, _inserted(now.before, place, option, value))
+
+    return change
+
+
+def _inserted(before: tuple[str, ...], place: int, option: str, value: str) -> tuple[str, ...]:
+    return (*before[: place + 1], option, value, *before[place + 1 :])
+
+
+def _reads_as(before: tuple[str, ...], launch: Launch, gpus_per_node: int | None) -> bool:
+    words = [*before, launch.target.name, *launch.target.argv]
+    try:
+        return read_launch(_program(words), gpus_per_node).target == launch.target
+    except UsageError:
+        return False
+
+
+def _with_before(launch: Launch, before: tuple[str, ...]) -> Launch:
+    return Launch(launch.target, launch.layers, before, launch.world)
+
+
+def _with_program(launch: Launch, option: ScriptOption, value: str) -> Launch:
+    target = option.changed(launch.target, value)
+    return Launch(target, launch.layers, launch.before, launch.world)
+
+
+def _program(words: list[str]) -> ScriptTarget:
+    if words[0] == "-m":
+        return ScriptTarget("module", words[1], tuple(words[2:]))
+    return ScriptTarget("script", words[0], tuple(words[1:]))

@@ -1,0 +1,171 @@
+"""The lever of weights that are not trained: in the host's memory, copied to the card for each
+use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+
+from memplan.fit.answer import Lever
+from memplan.fit.state import State, step_range
+from memplan.phases.passes import AGAIN
+from memplan.report.text import format_bytes
+from memplan.timing.seconds import fetches, op_seconds
+from memplan.timing.workload import storage_bytes
+from memplan.types.device import DeviceProfile
+from memplan.types.errors import NoAnswerError
+from memplan.types.plan import FrozenPart
+from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Role, Trace
+
+SMALLEST = 1 << 20
+"""Bytes of a weight that goes to the host (`runtime.frozen`)."""
+_CAUTION = 1.1
+"""More goes to the host than is missing: gaps between blocks do not go with it."""
+_MOSTLY = 0.8
+"""A share from which on all of it goes."""
+_WORTH = 0.01
+"""Of what the job needs: fewer bytes are left where they are."""
+_HIDDEN = 0.5
+"""Of the step's operators: what copies may take to be tried first."""
+
+
+def with_frozen_on_host(state: State) -> State:
+    """The job with as much of its frozen weights on the host as it takes to fit, all of it where it
+    fits without; as it is, with a sentence, where there is none or the script fails with it."""
+    sizes = frozen_bytes(state.captured.trace)
+    share, largest = _shares(state, sizes)
+    if not share:
+        return state
+    found = _tried(state, share, max(sizes))
+    if not found.fits and found.plan.frozen is not None and found.plan.frozen.share < largest:
+        found = _tried(state, largest, max(sizes))
+    return found
+
+
+def hides(state: State) -> bool:
+    """Whether its copies should take so much less than the step's operators that these hardly ever
+    wait: then it is tried first."""
+    trace = state.captured.trace
+    sizes = frozen_bytes(trace)
+    share, _ = _shares(state, sizes)
+    uses = 3 if (trace.ops.call == AGAIN).any() else 2  # a checkpointed block runs twice
+    seconds = uses * share * sum(sizes) / state.job.profile.host_link_bytes_per_second
+    with suppress(NoAnswerError):
+        return 0 < seconds < _HIDDEN * state.step_seconds()
+    return False
+
+
+def _shares(state: State, sizes: list[int]) -> tuple[float, float]:
+    """The share of frozen weights to begin with, 0 for none, and the largest."""
+    trace, most, total = state.captured.trace, state.host_left, sum(sizes)
+    largest = 1.0 if most is None or not total else min(1.0, most / total)
+    if (
+        total < _WORTH * state.needed
+        or not largest
+        or trace.meta.regions
+        or state.plan.regions is not None
+    ):
+        return 0.0, largest
+    missing = state.needed - state.job.profile.total_memory_bytes + 2 * max(sizes)
+    share = _CAUTION * missing / total
+    return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
+
+
+def _tried(state: State, share: float, ahead: int) -> State:
+    before = _locked_bytes(state.captured.trace)
+
+    def part(after: State) -> FrozenPart:
+        trace = after.captured.trace
+        return FrozenPart(
+            share=share,
+            ahead_bytes=ahead,
+            host_bytes=_locked_bytes(trace) - before,
+            added_seconds=waiting_seconds(trace, after.job.profile),
+        )
+
+    def lever(after: State) -> Lever:
+        made = part(after)
+        return Lever(
+            kind="frozen",
+            name=f"{format_bytes(made.host_bytes)} on the host",
+            added_seconds=made.added_seconds,
+            bound="link",
+        )
+
+    after = state.with_tried(
+        lever,
+        {"frozen": FrozenPart(share=share, ahead_bytes=ahead)},
+        fails="Frozen weights stay on the card",
+        said="frozen weights",
+    )
+    return after if after.plan.frozen is None else after.with_parts(frozen=part(after))
+
+
+def frozen_bytes(trace: Trace) -> list[int]:
+    """Of each large parameter that gets no gradient, counted by shape: a trace does not say which
+    gradient is whose. Empty where there is no step."""
+    step = step_range(trace)
+    if step is None:
+        return []
+    size = storage_bytes(trace)
+    kinds = list(zip(trace.storages.shape.tolist(), size.tolist(), strict=True))
+    events = trace.events
+    made = (events.kind == EventKind.ALLOC) & (events.storage >= 0)
+    gone = (events.kind == EventKind.FREE) & (events.storage >= 0)
+    begin = np.full(len(size), len(events.kind))
+    end = begin.copy()
+    begin[events.storage[made]] = np.flatnonzero(made)
+    end[events.storage[gone]] = np.flatnonzero(gone)
+    start, stop = step
+    stays = (begin < start) & (end >= stop)
+    role = trace.storages.role
+    large = (role == Role.PARAMETER) & (size >= SMALLEST) & stays
+    given = (role == Role.GRADIENT) & (stays | ((begin >= start) & (begin < stop)))
+    parameters = Counter(kinds[one] for one in np.flatnonzero(large).tolist())
+    parameters.subtract(kinds[one] for one in np.flatnonzero(given).tolist())
+    return [nbytes for (_, nbytes), count in parameters.items() for _ in range(count)]
+
+
+def _locked_bytes(trace: Trace) -> int:
+    """Page-locked as it is, of all that ever was."""
+    host = trace.host
+    made = (host.kind == HostEventKind.ALLOC) & (host.pinned == PAGE_LOCKED)
+    return int(host.bytes[made].sum())
+
+
+def waiting_seconds(trace: Trace, profile: DeviceProfile) -> float:
+    """How long the operators of the steady step wait for weights: copies go one at a time beside
+    them, each from the row on where the capture shows its begin. What is read on the host itself is
+    waited for whole, but for rows of embeddings."""
+    step = step_range(trace)
+    if step is None:
+        return 0.0
+    ops = trace.ops
+    first, last = np.searchsorted(ops.event, step).tolist()
+    seconds, fetched = op_seconds(trace, profile, first, last), fetches(trace)[first:last]
+    link = profile.host_link_bytes_per_second
+    size, away = storage_bytes(trace), _gone_before(trace, step[0])
+    arrival: dict[int, float] = {}
+    now = free = 0.0
+    for row in range(first, last):
+        if fetched[row - first]:
+            free = max(free, now) + float(seconds[row - first])
+            arrival[int(ops.writes[ops.writes_start[row]])] = free
+            continue
+        reads = ops.reads[ops.reads_start[row] : ops.reads_start[row + 1]].tolist()
+        now = max([now, *(arrival.pop(one) for one in reads if one in arrival)])
+        if "embedding" not in trace.strings[ops.name[row]]:
+            now += sum(int(size[one]) for one in reads if away[one]) / link
+        now += float(seconds[row - first])
+    return max(0.0, now - float(seconds[~fetched].sum()))
+
+
+def _gone_before(trace: Trace, event: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Storages whose memory was let go of before an event."""
+    events = trace.events
+    kind, storage = events.kind[:event], events.storage[:event]
+    gone = np.zeros(len(trace.storages), bool)
+    gone[storage[(kind == EventKind.FREE) & (storage >= 0)]] = True
+    return gone

@@ -1,0 +1,188 @@
+"""The smallest card and MIG profile that hold a job's high bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from memplan import __version__
+from memplan.estimation import estimate
+from memplan.placement.answer import Placement, Slot
+from memplan.placement.mig import slices_of
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, known_profiles
+from memplan.types.errors import FormatError, UsageError
+from memplan.types.estimate import Estimate
+from memplan.types.trace import Trace
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A job to be placed.
+
+    Attributes:
+        estimate: the answer about it, or about the rank that needs most.
+        seen: the card that it was captured for.
+        on: the high bound of what it needs of a card, in bytes, and whether the card holds it.
+    """
+
+    estimate: Estimate
+    seen: DeviceProfile
+    on: Callable[[DeviceProfile], tuple[int, bool]]
+
+
+def demand_of_trace(trace: Trace) -> Demand:
+    """Each card is answered for by a replay through the allocator that it would have."""
+    seen = find_profile(trace.meta.gpu or DEFAULT_PROFILE)
+
+    def on(card: DeviceProfile) -> tuple[int, bool]:
+        answer = estimate(trace, card)
+        return answer.high_bytes * answer.card_processes, answer.fits is True
+
+    return Demand(estimate(trace, seen), seen, on)
+
+
+def demand_of_answer(encoded: bytes) -> Demand:
+    """From the JSON of `estimate` or `fit`: the high bound, with the context of each card.
+
+    Raises FormatError for what is neither.
+    """
+    answer = _estimate_in(encoded)
+    seen = find_profile(answer.gpu.name if answer.gpu else DEFAULT_PROFILE)
+
+    def on(card: DeviceProfile) -> tuple[int, bool]:
+        high = answer.high_bytes + card.context_high_bytes - seen.context_high_bytes
+        needed = max(high, answer.high_bytes) * answer.card_processes
+        if card == seen and answer.fits is not None:
+            return needed, answer.fits
+        return needed, needed <= card.total_memory_bytes
+
+    return Demand(answer, seen, on)
+
+
+class _Fit(msgspec.Struct):
+    fits: bool
+    before: Estimate
+    after: Estimate | None
+
+
+def _estimate_in(encoded: bytes) -> Estimate:
+    try:
+        fit = msgspec.json.decode(encoded, type=_Fit)
+        return fit.after if fit.fits and fit.after is not None else fit.before
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        return msgspec.json.decode(encoded, type=Estimate)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    raise FormatError(
+        "neither a trace nor an answer of memplan",
+        "memplan estimate --json … > answer.json, or memplan estimate -o job.trace …",
+    )
+
+
+def place(
+    demand: Demand,
+    named: DeviceProfile | None = None,
+    world: int | None = None,
+    per_node: int | None = None,
+) -> Placement:
+    """What to ask for.
+
+    `named`: this card and its slices, no other. `world`, `per_node`: processes of the job and of a
+    node, where the capture does not say. Cards of another compute capability than that of the
+    capture are not taken: other kernels would run there. Raises UsageError for a named one of
+    another, for processes that do not divide into nodes, and for other ones than the capture's.
+    """
+    answer = demand.estimate
+    for option, asked, known in (
+        ("--world-size", world, answer.world_size),
+        ("--gpus-per-node", per_node, answer.host_processes if answer.world_size else None),
+    ):
+        if asked is not None and known is not None and asked != known:
+            raise UsageError(
+                f"{option} {asked}, but the answer is of {known}", f"leave {option} out"
+            )
+    size = answer.world_size or world or answer.host_processes
+    local = per_node or min(answer.host_processes, size)
+    if size % local or local % answer.card_processes:
+        raise UsageError(
+            f"{size} processes do not divide into nodes of {local} "
+            f"with {answer.card_processes} on each GPU",
+            f"--gpus-per-node {max(local // answer.card_processes, 1)}, or another --world-size",
+        )
+    if named is not None and named.capability != demand.seen.capability:
+        raise UsageError(
+            f"captured for {demand.seen.name}, of compute capability "
+            f"{demand.seen.capability_text}; {named.name} has {named.capability_text}, "
+            "where other kernels run",
+            f"memplan estimate --gpu {named.name} …, and place its answer",
+        )
+    cards = [named] if named else _cards_like(demand.seen)
+    card = next(_holding(demand, [(card, None) for card in cards]), None)
+    slices = [(part, name) for card in cards for name, part in slices_of(card).items()]
+    slices.sort(key=lambda one: one[0].total_memory_bytes)
+    mig = next(_holding(demand, slices), None) if size == answer.card_processes == 1 else None
+    return Placement(
+        memplan_version=__version__,
+        fits=card is not None,
+        card=card,
+        mig=mig,
+        captured_for=demand.seen.name,
+        needed_bytes=answer.high_bytes * answer.card_processes,
+        nodes=size // local,
+        gpus_per_node=local // answer.card_processes,
+        processes_per_node=local,
+        host_bytes_per_node=_host_bytes(answer, local),
+        command=list(answer.command),
+        notes=[*_notes(answer, demand.seen, card, mig)],
+    )
+
+
+def _cards_like(seen: DeviceProfile) -> list[DeviceProfile]:
+    """Of its compute capability, the smallest first."""
+    like = [card for card in known_profiles() if card.capability == seen.capability]
+    return sorted(like, key=lambda card: (card.total_memory_bytes, card.name != seen.name))
+
+
+def _holding(
+    demand: Demand, candidates: Sequence[tuple[DeviceProfile, str | None]]
+) -> Iterator[Slot]:
+    for card, mig in candidates:
+        needed, holds = demand.on(card)
+        if holds:
+            yield Slot(
+                card=card.name,
+                device_name=card.device_name,
+                capability=card.capability_text,
+                mig=mig,
+                total_bytes=card.total_memory_bytes,
+                needed_bytes=needed,
+            )
+
+
+def _host_bytes(answer: Estimate, local: int) -> int | None:
+    if answer.host_node_high_bytes is not None and local == answer.host_processes:
+        return answer.host_node_high_bytes
+    return None if answer.host_high_bytes is None else answer.host_high_bytes * local
+
+
+def _notes(
+    answer: Estimate, seen: DeviceProfile, card: Slot | None, mig: Slot | None
+) -> Iterator[str]:
+    if card is not None and card.card != seen.name:
+        yield (
+            f"captured for {seen.name}: on {card.card} kernels may take other workspaces; "
+            f"memplan estimate --gpu {card.card} settles it"
+        )
+    if mig is not None:
+        yield (
+            f"a MIG slice has fewer multiprocessors than {seen.name}, and kernels may take other "
+            "workspaces there"
+        )
+    if answer.world_size and answer.world_size > 1 and not answer.ranks:
+        yield f"rank {answer.rank} alone was captured; --rank all captures those that can differ"
+    if answer.host_high_bytes is None:
+        yield "the capture did not follow the host's memory: host RAM is not asked for"

@@ -1,0 +1,75 @@
+"""Parameters that are updated before their optimizer's own step, which then finds no gradient of
+them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memplan.runtime import one_update
+
+
+class InsteadOfStep(ABC):
+    """In effect on every optimizer that steps while it is entered; a context manager. Where updates
+    come in the backward pass, they come this way too (`one_update.update`)."""
+
+    def __init__(self) -> None:
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        one_update.instead.append(self._update)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        one_update.instead.remove(self._update)
+        for handle in self._handles:
+            handle.remove()
+        self._show_gradients()
+
+    @abstractmethod
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """A step begins; other arguments for it, or None."""
+
+    @abstractmethod
+    def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Update the parameter, which has a gradient; False where its optimizer is to do it."""
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._hidden.clear()  # of a step that raised: what it updated is not updated again
+        others = self._begins(optimizer, args, kwargs)
+        try:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None and self._update(optimizer, group, parameter):
+                        self._hidden.append((parameter, gradient))
+                        parameter.grad = None
+        except BaseException:
+            self._show_gradients()
+            raise
+        return others
+
+    def _after(self, *_arguments: Any) -> None:
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+
+
+def closures_of(args: Any, kwargs: Any) -> list[Any]:
+    """What a step was given, as its hooks see it."""
+    return [value for value in (*args[1:], *kwargs.values()) if value is not None]

@@ -1,0 +1,1 @@
+"""Many configurations of one job: every combination captured, and ranked."""

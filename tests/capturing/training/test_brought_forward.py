@@ -1,0 +1,70 @@
+"""What a loop does every so many turns comes in the one that runs."""
+
+from __future__ import annotations
+
+import sys
+
+from memplan.capturing.training.brought_forward import bring_forward
+
+
+def step(now: int, at: int) -> int:
+    """Stands for an optimizer step: in turn `at`, what calls it is brought forward."""
+    return bring_forward(sys._getframe(1)) if now == at else 0
+
+
+def test_a_counter_of_enumerate() -> None:
+    seen, turns = [], []
+    for number, _ in enumerate("abcd"):
+        turns.append(number)
+        step(number, 2)
+        if (number + 1) % 1000 == 0:
+            seen.append(len(turns))
+    assert seen == [3] and turns == [0, 1, 2, 3]
+
+
+def test_a_counter_that_is_raised_before_the_condition() -> None:
+    seen, done = [], 0
+    for turn in range(5):
+        step(turn, 3)
+        done += 1
+        if done % 500 == 0:
+            seen.append(turn)
+    assert seen == [3] and done == 501
+
+
+def test_several_periods_at_once() -> None:
+    seen = []
+    for turn in range(4):
+        step(turn, 1)
+        if turn % 300 == 299:
+            seen.append("saved")
+        if turn > 0 and turn % 100 == 99:
+            seen.append("evaluated")
+    assert seen == ["saved", "evaluated"]
+
+
+def train(turns: int) -> list[int]:
+    seen: list[int] = []
+    for turn in range(turns):
+        step(0, 0)
+        if turn % 2 == 1:
+            seen.append(turn)
+    return seen
+
+
+def test_the_loop_around_the_function_that_trains() -> None:
+    seen = []
+    for epoch in range(1, 3):
+        train(1)
+        if epoch % 10 == 0:
+            seen.append("an epoch of ten")
+    assert seen == ["an epoch of ten", "an epoch of ten"]
+
+
+def test_conditions_that_call_something_are_left_alone() -> None:
+    seen = []
+    for turn in range(3):
+        step(turn, 1)
+        if turn % 1000 == 0 and abs(turn) >= 0:
+            seen.append(turn)
+    assert seen == [0]

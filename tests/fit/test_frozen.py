@@ -1,0 +1,73 @@
+"""The lever of frozen weights on scripts that are captured, as a user would type it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memplan.cli import main
+from memplan.types.plan_file import load_plan
+
+ADAPTED = """
+import sys
+import torch
+from torch import nn
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(2048, 2048, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(2048, 8, bias=False), nn.Linear(8, 2048, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.base(x) + self.up(self.down(x)))
+
+model = nn.Sequential(*(Adapted() for _ in range(16))).cuda()
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(ADAPTED)
+
+
+def answered(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code = main([*words, "train.py"])
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (0 if answer["fits"] else 3)
+    return answer
+
+
+def test_frozen_weights_go_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    card = ("--json", "--gpu", "880MiB")
+    answer = answered(capsys, "fit", *card, "-f", "-o", "job.plan")
+    [lever] = [one for one in answer["levers"] if one["kind"] == "frozen"]
+    assert answer["fits"] and lever["numbers"] == "exact" and lever["bound"] == "link"
+    part = load_plan(Path("job.plan")).frozen
+    assert part is not None and part.host_bytes == answer["host_bytes"] > 0
+    again = answered(capsys, "estimate", *card, "--plan", "job.plan")
+    assert again["allocated_peak_bytes"] == part.peak_bytes and again["fits"]
+
+
+def test_weights_whose_copies_hide_come_before_recomputation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("train.py").write_text(ADAPTED.replace("randn(64,", "randn(16384,"))
+    plain = answered(capsys, "estimate", "--json", "--gpu", "24GiB")
+    card = f"{plain['high_bytes'] // 2**20 - 150}MiB"
+    answer = answered(
+        capsys, "fit", "--json", "--gpu", card, "--alloc-conf", "max_split_size_mb:64"
+    )
+    kinds = {one["kind"] for one in answer["levers"]}
+    assert answer["fits"] and {"frozen"} <= kinds <= {"frozen", "allocator"}
+    assert answer["captures"] == 2 and "recompute" not in answer["levers_tried"]
+    assert answer["added_fraction"] < 0.01

@@ -1,0 +1,120 @@
+"""Which card, slice and host a job is placed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from memplan.placement.answer import Placement
+from memplan.placement.mig import slices_of
+from memplan.placement.place import Demand, demand_of_answer, demand_of_trace, place
+from memplan.types.device import find_profile, known_profiles
+from memplan.types.errors import FormatError, UsageError
+from memplan.types.estimate import Estimate
+from tests.placement.answers import GIB, answer_of, trace_of
+
+
+def _placed(answer: Estimate, **asked: Any) -> Placement:
+    return place(demand_of_answer(msgspec.json.encode(answer)), **asked)
+
+
+def test_the_smallest_card_of_the_same_kernels_holds_the_high_bound() -> None:
+    small = _placed(answer_of("a100-80gb", 30 * GIB))
+    assert small.card is not None and small.card.card == "a100-40gb"
+    assert small.mig is not None and small.mig.mig == "3g.40gb" and small.mig.card == "a100-80gb"
+    assert any("kernels may take other workspaces" in note for note in small.notes)
+    large = _placed(answer_of("a100-80gb", 40 * GIB))
+    assert large.card is not None and large.card.card == "a100-80gb" and large.mig is None
+
+
+def test_no_card_holds_it() -> None:
+    found = _placed(answer_of("a100-80gb", 90 * GIB))
+    assert not found.fits and found.card is None and found.mig is None
+
+
+def test_a_named_card_and_no_other() -> None:
+    answer = answer_of("a100-80gb", 12 * GIB)
+    named = _placed(answer, named=find_profile("a100-80gb"))
+    assert named.card is not None and named.card.card == "a100-80gb"
+    assert named.mig is not None and named.mig.card == "a100-80gb" and named.mig.mig == "1g.20gb"
+    with pytest.raises(UsageError, match=r"compute capability 8.0; h100 has 9.0"):
+        _placed(answer, named=find_profile("h100"))
+
+
+def test_the_context_of_a_card_with_a_larger_one_is_added() -> None:
+    seen, other = find_profile("24GiB:sm80"), find_profile("a100-40gb")
+    smaller = msgspec.structs.replace(seen, context_high_bytes=other.context_high_bytes - GIB)
+    answer = answer_of("24GiB:sm80", 20 * GIB)
+    demand = demand_of_answer(msgspec.json.encode(answer))
+    assert demand.on(smaller)[0] == 20 * GIB  # never less than what was said
+    larger = msgspec.structs.replace(seen, context_high_bytes=seen.context_high_bytes + GIB)
+    assert demand.on(larger)[0] == 21 * GIB
+
+
+def test_the_verdict_on_the_captured_card_is_that_of_the_capture() -> None:
+    """By a replay that gave cached memory back: more would be asked for than the card has."""
+    card = find_profile("h200")
+    answer = answer_of("h200", card.total_memory_bytes + GIB, fits=True)
+    assert _placed(answer).card is not None
+
+
+def test_a_job_of_many_ranks_is_asked_for_by_nodes_and_gets_no_slice() -> None:
+    found = _placed(answer_of("h100", 8 * GIB, world_size=16, host_processes=8, host=30 * GIB))
+    assert (found.nodes, found.gpus_per_node, found.gpus) == (2, 8, 16)
+    assert found.mig is None and found.host_bytes_per_node == 30 * GIB
+
+
+def test_processes_that_share_a_gpu_are_counted_together() -> None:
+    answer = answer_of("a100-80gb", 6 * GIB, world_size=8, host_processes=8, card_processes=8)
+    found = _placed(answer)
+    assert found.gpus == 1 and found.card is not None and found.card.card == "a100-80gb"
+    assert found.card.needed_bytes >= 48 * GIB
+
+
+def test_processes_that_the_answer_does_not_say() -> None:
+    answer = answer_of("h100", 8 * GIB)
+    found = _placed(answer, world=16, per_node=8)
+    assert (found.nodes, found.gpus_per_node) == (2, 8)
+    with pytest.raises(UsageError, match="do not divide"):
+        _placed(answer, world=9, per_node=8)
+    known = answer_of("h100", 8 * GIB, world_size=16, host_processes=8)
+    with pytest.raises(UsageError, match="--world-size 8, but the answer is of 16"):
+        _placed(known, world=8)
+
+
+def test_a_plan_that_fits_is_placed_with_the_plan() -> None:
+    before, after = answer_of("h100", 90 * GIB), answer_of("h100", 70 * GIB)
+    fit = {"fits": True, "before": before, "after": after}
+    assert demand_of_answer(msgspec.json.encode(fit)).estimate == after
+    none = {"fits": False, "before": before, "after": after}
+    assert demand_of_answer(msgspec.json.encode(none)).estimate == before
+
+
+def test_a_trace_is_replayed_for_each_card() -> None:
+    demand: Demand = demand_of_trace(trace_of("a100-80gb"))
+    found = place(demand)
+    assert found.card is not None and found.card.card == "a100-40gb"
+    assert found.mig is not None and found.mig.mig == "1g.5gb"
+    assert found.host_bytes_per_node is None
+    assert any("host RAM is not asked for" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"schema_version": 1}', b'{"fits": true}', b"\xff"])
+def test_what_is_no_answer(text: bytes) -> None:
+    with pytest.raises(FormatError, match="neither a trace nor an answer"):
+        demand_of_answer(text)
+
+
+def test_slices_are_smaller_than_their_card_and_named_by_their_memory() -> None:
+    found = {card.name: slices_of(card) for card in known_profiles()}
+    assert {name for name, slices in found.items() if slices} == {
+        *("a100-40gb", "a100-80gb", "h100", "h200")
+    }
+    for card in known_profiles():
+        for name, part in found[card.name].items():
+            gigabytes = int(name.partition("g.")[2].removesuffix("gb"))
+            assert part.total_memory_bytes < card.total_memory_bytes
+            assert 0.85 < part.total_memory_bytes / (gigabytes * GIB) <= 1
+            assert "nvidia-smi mig -lgip" in part.sources["total_memory"]
