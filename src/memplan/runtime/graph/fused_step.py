@@ -174,14 +174,14 @@ class StepParts(Parts):
         assert self._parts is not None
         # An optimizer's numbers are others in each step, which a CUDA graph would not see.
         options["cudagraphs"] = type(options["cudagraphs"])(False)
-        shown = _output(module).meta.get("user_visible_output_idxs", ())
+        shown = module.graph.output_node().meta.get("user_visible_output_idxs", ())
         memory, runs = self._no_memory(self._results), []
         for part, backward in zip(self._parts, (False, True), strict=True):
             if backward:
                 self._complete(part, memory)
                 self._extra = self._places_of(part)
             inputs = memory.as_they_lie(part)
-            _output(part).meta["user_visible_output_idxs"] = [] if backward else shown
+            part.graph.output_node().meta["user_visible_output_idxs"] = [] if backward else shown
             about = Part(part, inputs)
             given = memory.given(about, backward=backward)
             mine = {
@@ -222,7 +222,7 @@ class StepParts(Parts):
         """
         if self._keep:
             return
-        graph, output = backward.graph, _output(backward)
+        graph, output = backward.graph, backward.graph.output_node()
         places = [node for node in graph.nodes if node.op == "placeholder"]
         views: dict[str | None, list[fx.Node]] = {}
         for node in places:
@@ -344,7 +344,7 @@ def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int
     saved: list[fx.Node] = list(returned[results:])
     taken = [node for node in saved if node.op == "placeholder" and node not in written]
     kept = [node for node in saved if node not in taken]
-    _output(forward).args = ((*returned[:results], *kept),)
+    forward.graph.output_node().args = ((*returned[:results], *kept),)
     forward.recompile()
     places = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     last = next(reversed(places.values()))
@@ -380,13 +380,8 @@ def _writes(target: Any) -> bool:
     return target is not operator.getitem
 
 
-def _output(module: fx.GraphModule) -> fx.Node:
-    output: fx.Node = next(reversed(module.graph.nodes))
-    return output
-
-
 def _returned(module: fx.GraphModule) -> Any:
-    return _output(module).args[0]
+    return module.graph.output_node().args[0]
 
 
 def _trains(value: Any) -> bool:
