@@ -15,15 +15,14 @@ import json
 import os
 import shlex
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_turns
 from bench.gpu_jobs.jobs import JOBS
 from bench.gpu_suite import NO_TIME, TimedSuite, failure, last_line, run_suite, suite_parser
 from bench.results import ROOT, write_result
-from memplan.runtime import nvml
 
 FOLDER = ROOT / "bench" / "gpu_jobs"
 SCRIPT = FOLDER / "train.py"
@@ -31,7 +30,6 @@ BUDGET_SECONDS = 450.0
 JOB_SECONDS = 90.0
 SCRATCH_SECONDS = 75.0
 CONTEXT_SECONDS = 60.0
-ESTIMATES_AT_ONCE = 4
 MEASURES = {
     # error: (measured, estimated)
     "allocated": ("max_memory_allocated", "allocated_peak_bytes"),
@@ -50,6 +48,16 @@ class Suite(TimedSuite):
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     context: list[dict[str, Any]] = field(default_factory=list)
 
+    def job(self, name: str) -> None:
+        """Measure and estimate one job, and print its line."""
+        arguments = shlex.split(JOBS[name])
+        measured = self.measure(name, arguments)
+        self.jobs[name] = {"arguments": JOBS[name], "measured": measured}
+        if not self.gpu and "device_name" in measured:
+            self.gpu = gpu_argument(measured)
+        if self.gpu:
+            finish(self, name, self.estimate(name, arguments, self.gpu))
+
     def measure(self, name: str, arguments: list[str]) -> dict[str, Any]:
         """The real run of a job: its peaks, or `error`."""
         out, snapshot = self.work / f"{name}.json", self.work / f"{name}.pickle"
@@ -58,27 +66,24 @@ class Suite(TimedSuite):
             *arguments,
         ]  # fmt: skip
         began = self.clock()
-        with nvml.PeakWatch() as watch:
-            found = self.ask(command, out, JOB_SECONDS, {})
-        found = {"seconds": round(self.clock() - began, 1), **found}
-        if watch.peak_bytes is not None:
-            found["nvml_peak_bytes"] = watch.peak_bytes
-        return found
+        found = self.ask(command, out, JOB_SECONDS, {})
+        return {"seconds": round(self.clock() - began, 1), **found}
 
     def estimate(self, name: str, arguments: list[str], gpu: str) -> dict[str, Any]:
         """Our answer for the same command, in a process that sees no GPU; or `error`."""
-        seconds = self.time_for(JOB_SECONDS)
-        if not seconds:
-            return {"error": NO_TIME}
         trace = self.work / f"{name}.trace"
         command = [
             sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", gpu, "-o", str(trace),
             str(SCRIPT), *arguments,
         ]  # fmt: skip
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        began = self.clock()
-        code, stdout, stderr = self.run(command, env, seconds)
-        took = round(self.clock() - began, 1)
+        with self.host:
+            seconds = self.time_for(JOB_SECONDS)
+            if not seconds:
+                return {"error": NO_TIME}
+            began = self.clock()
+            code, stdout, stderr = self.run(command, env, seconds)
+            took = round(self.clock() - began, 1)
         if code not in (0, 3):
             return {"error": failure(code, stderr), "seconds": took}
         answer = json.loads(stdout)
@@ -138,8 +143,7 @@ def explain(work: Path, name: str) -> dict[str, Any]:
     except MemplanError as error:
         return {"error": str(error)[:500]}
     found["replay"] = {
-        key: getattr(replay, key)
-        for key in ("reserved_peak_bytes", "segments_logged", "segments_matched")
+        key: replay[key] for key in ("reserved_peak_bytes", "segments_logged", "segments_matched")
     }
     return found
 
@@ -177,34 +181,20 @@ def save(suite: Suite) -> None:
 
 
 def run_jobs(suite: Suite, names: list[str]) -> None:
-    """Real runs one after another, estimates beside them on the CPU; saved after every job."""
-    pending: dict[str, Future[dict[str, Any]]] = {}
-    with ThreadPoolExecutor(ESTIMATES_AT_ONCE) as pool:
-        for name in names:
-            arguments = shlex.split(JOBS[name])
-            measured = suite.measure(name, arguments)
-            suite.jobs[name] = {"arguments": JOBS[name], "measured": measured}
-            if not suite.gpu and "device_name" in measured:
-                suite.gpu = gpu_argument(measured)
-            if suite.gpu:
-                pending[name] = pool.submit(suite.estimate, name, arguments, suite.gpu)
-            for done in [key for key, future in pending.items() if future.done()]:
-                finish(suite, done, pending.pop(done).result())
-            save(suite)
-        for name, future in pending.items():
-            finish(suite, name, future.result())
-            save(suite)
+    """Real runs, estimates beside them on the CPU; saved after every job."""
+    suite.each(names, suite.job, lambda: save(suite))
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
-        suite = Suite(work, budget=options.budget)
-        suite.measure_context()
-        run_jobs(suite, names)
-        if not options.only:
-            write_result("gpu_scratch", suite.measure_scratch())
+        suite = Suite(work, budget=options.budget, at_once=options.at_once)
+        with gpu_turns.together():
+            suite.measure_context()
+            run_jobs(suite, names)
+            if not options.only:
+                write_result("gpu_scratch", suite.measure_scratch())
         save(suite)
         summary = summarize(suite.jobs)
         print(json.dumps(summary, indent=1))

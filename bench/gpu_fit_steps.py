@@ -2,13 +2,12 @@
 
 The script runs unchanged until an optimizer has made STEPS steps. Written: the median time of a
 step, the peaks of PyTorch's allocator after the first, what the host holds at most, and the bits
-of the weights. `--deterministic`: with kernels that give the same bits each time.
+of the weights. Kernels are those that give the same bits each time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import resource
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from bench import gpu_turns
 from bench.gpu_measure import bits, deterministic
 from memplan.capturing.job.run import run_program
 from memplan.runtime.in_effect import plan_in_effect
@@ -43,6 +43,8 @@ class Steps:
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         torch.cuda.synchronize()
+        if len(self.ends) == FIRST - 1:
+            gpu_turns.be_alone()
         self.ends.append(time.perf_counter())
         if len(self.ends) == 1:
             torch.cuda.reset_peak_memory_stats()
@@ -69,9 +71,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     steps, notes = Steps(), list[str]()
     name, *arguments = options.program
     handle = register_optimizer_step_post_hook(steps)
+    gpu_turns.share_from_first_use()
     try:
         with (
-            deterministic() if options.deterministic else contextlib.nullcontext(),
+            deterministic(),
             plan_in_effect(load_plan(options.plan), options.program, notes.append),
         ):
             run_program("script", name, tuple(arguments))
@@ -86,7 +89,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("out", type=Path)
     parser.add_argument("plan")
     parser.add_argument("program", nargs=argparse.REMAINDER)

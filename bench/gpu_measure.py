@@ -35,9 +35,10 @@ def host_seconds(step: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, kernels give the same bits each time; a warning where PyTorch has no such kernel."""
+    """Inside, kernels give the same bits each time; RuntimeError where PyTorch has no such kernel
+    (with `warn_only`, attention keeps its usual one, which has other bits each time)."""
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -68,17 +68,22 @@ class Suite(TimedSuite):
         task."""
         tasks = [Task(name, optimizer) for optimizer in OPTIMIZERS for name in names]
         tasks[len(names) : len(names)] = [Task(name, codegen="inductor") for name in names]
-        for task in tasks:
+        named = {task.name: task for task in tasks}
+
+        def job(name: str) -> None:
+            task = named[name]
             self._note(task)
-        for name in names:
-            plain = self.found[Task(name).name]
-            if "error" not in plain:
-                self._note(Task(name, budget_bytes=budget_for(plain)))
+            if task == Task(task.job) and "error" not in self.found[name]:
+                self._note(Task(task.job, budget_bytes=budget_for(self.found[name])))
+
+        self.each(named, job, self.save)
 
     def _note(self, task: Task) -> None:
         found = self.perform(task)
         self.found[task.name] = found
         print(f"{task.name:28s} {line(found)}", flush=True)
+
+    def save(self) -> None:
         write_result("gpu_order", {**summarize(self.found), "tasks": self.found})
 
 
@@ -141,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
-        suite = Suite(work, budget=options.budget)
+        suite = Suite(work, budget=options.budget, at_once=options.at_once)
         suite.run_all(names)
         summary = summarize(suite.found)
         print(json.dumps(summary, indent=1))

@@ -12,12 +12,14 @@ a time. Unattended, no network; what fails or finds no time is told in
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_turns
 from bench.gpu_suite import CUBLAS_WORKSPACE, TimedSuite, last_line, run_suite, suite_parser
 from bench.results import write_result
 
@@ -51,18 +53,21 @@ class Suite(TimedSuite):
 
     budget: float = BUDGET_SECONDS
     at_once: int = AT_ONCE
+    """Each is alone on the card while it is timed."""
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def command(self, task: Task, out: Path) -> list[str]:
         return [
             sys.executable, "-m", "bench.gpu_recompute_jobs.measure", str(out), *task.arguments,
-            "--job", task.job, "--lock", str(self.work / "lock"),
+            "--job", task.job,
         ]  # fmt: skip
 
     def perform(self, task: Task) -> dict[str, Any]:
         """What the task's process found, or `error`."""
         out = self.work / f"{task.name}.json"
-        return self.ask(self.command(task, out), out, TASK_SECONDS, CUBLAS_WORKSPACE)
+        turns = os.environ.get(gpu_turns.FOLDER, str(self.work))
+        environment = {**CUBLAS_WORKSPACE, gpu_turns.FOLDER: turns}
+        return self.ask(self.command(task, out), out, TASK_SECONDS, environment)
 
     def run_all(self, names: list[str]) -> None:
         """References first, what they make possible next; saved after every task."""

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_turns
+from bench.gpu_run_jobs.train import WARM_UP
 from bench.gpu_suite import (
     CUBLAS_WORKSPACE,
     NO_TIME,
@@ -44,12 +46,9 @@ GROWN = ("gpt2", "llama-1b", "moe")
 """Their largest batches are looked for."""
 BUDGET_SECONDS = 1500.0
 PROCESS_SECONDS = 150.0
-PAIRS = 3
+PAIRS = 2
 STEPS = 24
-WARM_UP = 8
-"""Steps whose times do not count."""
 BATCH_STEPS = 8
-CAPTURES_AT_ONCE = 4
 CONF = "PYTORCH_ALLOC_CONF"
 
 
@@ -69,9 +68,6 @@ class Suite(TimedSuite):
 
     def perform(self, words: list[str], *, gpu: bool = True, conf: str = "") -> str:
         """Run one command; what went wrong, or the empty string."""
-        seconds = self.time_for(PROCESS_SECONDS)
-        if not seconds:
-            return NO_TIME
         environment = {**os.environ, **CUBLAS_WORKSPACE}
         paths = (str(ROOT), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -80,8 +76,12 @@ class Suite(TimedSuite):
             environment[CONF] = conf
         if not gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, *words]
-        code, _, stderr = self.run(command, environment, seconds)
+            environment.pop(gpu_turns.FOLDER, None)
+        with self.card if gpu else self.host:
+            seconds = self.time_for(PROCESS_SECONDS)
+            if not seconds:
+                return NO_TIME
+            code, _, stderr = self.run([sys.executable, *words], environment, seconds)
         return "" if code == 0 else failure(code, stderr)
 
     def file(self, suffix: str) -> Path:
@@ -169,12 +169,17 @@ class Suite(TimedSuite):
         }
 
     def run_steps(self, names: list[str]) -> None:
-        with ThreadPoolExecutor(CAPTURES_AT_ONCE) as pool:
+        with ThreadPoolExecutor() as pool:
             captured = {name: pool.submit(self.capture, name) for name in names}
-            for name in names:
+
+            def job(name: str) -> None:
                 self.steps[name] = self.measure(name, captured[name])
                 print(f"{name:22s} {line(self.steps[name])}", flush=True)
+
+            def save() -> None:
                 write_result("gpu_run", {**summarize(self.steps), "jobs": self.steps})
+
+            self.each(names, job, save)
 
     # Part `batches`
 
@@ -340,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
-        suite = Suite(work, gpu=options.gpu, budget=options.budget)
+        suite = Suite(work, gpu=options.gpu, budget=options.budget, at_once=options.at_once)
         if options.part != "batches":
             suite.run_steps(names)
         if options.part != "steps":

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ LEAST_SECONDS = 15.0
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Without a fixed one cuBLAS does not promise the same bits each time."""
 NO_TIME = "no time left"
+HOST_AT_ONCE = 4
+MOST_THREADS = 32
 
 Execute = Callable[[list[str], dict[str, str], float], tuple[int, str, str]]
 """Runs a command: (command, environment, timeout) to (exit code, stdout, stderr)."""
@@ -47,9 +51,23 @@ class TimedSuite:
     """Seconds in all."""
     run: Execute = execute
     clock: Callable[[], float] = time.monotonic
+    at_once: int = 1
+    """Processes on the card at a time."""
 
     def __post_init__(self) -> None:
         self.started = self.clock()
+        self.card = threading.Semaphore(self.at_once)
+        self.host = threading.Semaphore(HOST_AT_ONCE)
+        """Held by processes that need no card, such as captures."""
+
+    def each(
+        self, names: Iterable[str], job: Callable[[str], None], save: Callable[[], None]
+    ) -> None:
+        """All jobs at the same time, as far as `card` and `host` let them; saved after each."""
+        with ThreadPoolExecutor(MOST_THREADS) as pool:
+            for done in as_completed([pool.submit(job, name) for name in names]):
+                done.result()
+                save()
 
     def time_for(self, wanted: float) -> float:
         """Seconds that a process may take; 0 when too little is left to begin it."""
@@ -59,11 +77,12 @@ class TimedSuite:
     def ask(
         self, command: list[str], out: Path, wanted: float, env: dict[str, str]
     ) -> dict[str, Any]:
-        """What a process writes to `out` within `wanted` seconds, or `error`."""
-        seconds = self.time_for(wanted)
-        if not seconds:
-            return {"error": NO_TIME}
-        code, _, stderr = self.run(command, {**os.environ, **env}, seconds)
+        """What a process on the card writes to `out` within `wanted` seconds, or `error`."""
+        with self.card:
+            seconds = self.time_for(wanted)
+            if not seconds:
+                return {"error": NO_TIME}
+            code, _, stderr = self.run(command, {**os.environ, **env}, seconds)
         if not out.exists():
             return {"error": failure(code, stderr)}
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -81,10 +100,11 @@ def last_line(error: object) -> str:
 
 
 def suite_parser(description: str | None, budget_seconds: float) -> argparse.ArgumentParser:
-    """The options of every suite: `--budget`, `--only`, `--dry-run`."""
+    """The options of every suite: `--budget`, `--only`, `--at-once`, `--dry-run`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--budget", type=float, default=budget_seconds, help="seconds in all")
-    parser.add_argument("--only", default="", help="jobs whose name holds this text")
+    parser.add_argument("--only", default="", help="jobs whose name holds one of these texts: a,b")
+    parser.add_argument("--at-once", type=int, default=1, help="processes on the card at a time")
     parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
     return parser
 
@@ -96,7 +116,8 @@ def run_suite(
 ) -> int:
     """Have `measure(folder for files, names of jobs)` run the jobs asked for, or print the first
     command of each. Exit code: that of `measure`; 2 without a GPU."""
-    names = [name for name in commands if options.only in name]
+    wanted = options.only.split(",")
+    names = [name for name in commands if any(text in name for text in wanted)]
     if options.dry_run:
         for name in names:
             print(commands[name])

@@ -26,7 +26,7 @@ from bench.results import ROOT, write_result
 BUDGET_SECONDS = 450.0
 JOB_SECONDS = 90.0
 KERNEL_SECONDS = 60.0
-STEPS = ["--steps", "20"]
+STEPS = ["--steps", "16"]
 
 
 @dataclass
@@ -85,9 +85,7 @@ def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def run_jobs(suite: TimeSuite, names: list[str]) -> dict[str, Any]:
     """All of them and the kernels; gives the summary."""
-    for name in names:
-        suite.job(name)
-        save(suite, {})
+    suite.each(names, suite.job, lambda: save(suite, {}))
     kernels = suite.time_kernels() if suite.gpu else {"error": "no card was found"}
     save(suite, kernels)
     return summarize(suite.jobs)
@@ -102,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
-        summary = run_jobs(TimeSuite(work, budget=options.budget), names)
+        summary = run_jobs(TimeSuite(work, budget=options.budget, at_once=options.at_once), names)
         print(json.dumps(summary, indent=1))
         return 1 if summary["failed"] else 0
 

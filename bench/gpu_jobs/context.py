@@ -2,8 +2,8 @@
 
     CUDA_MODULE_LOADING=LAZY|EAGER python context.py OUT.json
 
-A stage's figure is the growth of the card's used memory since the process began (NVML), less what
-the allocator has reserved: the CUDA context, loaded kernels, and the libraries' own handles.
+A stage's figure is what the process holds on the card (NVML), less what the allocator has reserved:
+the CUDA context, loaded kernels, and the libraries' own handles.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ STAGES: dict[str, Callable[[], Any]] = {
 
 
 def main(out: str) -> int:
-    before = nvml.used_bytes()
     stages: list[dict[str, Any]] = []
     for name, run in STAGES.items():
         error = ""
@@ -82,15 +81,14 @@ def main(out: str) -> int:
             torch.cuda.synchronize()
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"[:300]
-        used = nvml.used_bytes()
+        held = nvml.process_bytes()
         reserved = torch.cuda.memory_reserved()
-        grown = None if used is None or before is None else used - before
         stages.append(
             {
                 "stage": name,
                 "reserved_bytes": reserved,
-                "grown_bytes": grown,
-                "outside_bytes": None if grown is None else grown - reserved,
+                "held_bytes": held,
+                "outside_bytes": None if held is None else held - reserved,
                 "error": error,
             }
         )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_turns
 from memplan.runtime.kernel_cases import TimedCase, card_seconds, on_the_card, timed_cases
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, find_profile
@@ -34,6 +35,7 @@ def table(card: DeviceProfile, cases: Sequence[TimedCase]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     out, gpu = arguments
+    gpu_turns.be_alone()
     found = table(find_profile(gpu), timed_cases(on_the_card, card_seconds))
     Path(out).write_text(json.dumps(found), encoding="utf-8")
     return 0

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from bench import gpu_turns
 from memplan.capturing.job.run import run_program
 
 LEFT_OUT = 3
@@ -34,11 +36,15 @@ def main(arguments: list[str]) -> int:
     moments: list[Any] = []
 
     def note(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if len(moments) == LEFT_OUT - 1:
+            torch.cuda.synchronize()
+            gpu_turns.be_alone()
         moment = torch.cuda.Event(enable_timing=True)
         moment.record()
         moments.append(moment)
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(note)
+    gpu_turns.share_from_first_use()
     error = ""
     try:
         run_program("script", script, tuple(rest))

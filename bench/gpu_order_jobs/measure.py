@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import memplan
+from bench import gpu_turns
 from bench.gpu_measure import (
     bits,
     cuda_peak,
@@ -146,7 +147,8 @@ def measured(job: Job) -> dict[str, Any]:
         with_order = job.trajectory(compiled, state)
         plainly = job.trajectory(job.step, state)
         repeated = job.trajectory(job.step, state)
-        plain, ordered = _in_turns(job, compiled, options.steps)
+        with gpu_turns.alone():
+            plain, ordered = _in_turns(job, compiled, options.steps)
         peaks = {"plain": job.peak(job.step), "compiled": job.peak(compiled)}
     report = compiled.report()
     (program,) = report.programs

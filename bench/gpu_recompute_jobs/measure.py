@@ -4,7 +4,7 @@ Tasks: `reference` (the plain step, per-block checkpointing, and the least peak 
 `budget` (a plan for `--bytes`, beside the plain step and, with `--per-block`, beside per-block
 checkpointing) and `pytorch` (its own memory budget, a fraction of its plain activations).
 
-Many such processes may plan at the same time; what is timed holds the lock file. The result is
+Many such processes may plan at the same time; what is timed is alone on the card. The result is
 written even when the task fails (`error` says how).
 
 Peaks count what `auto_checkpoint` promises: all that PyTorch's allocator hands out in a step, less
@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
@@ -37,6 +35,7 @@ from bench.gpu_measure import (
     write_measured,
 )
 from bench.gpu_recompute_jobs.models import JOBS, SEED, Training, build, checkpointed
+from bench.gpu_turns import alone
 from memplan.runtime.op_timing import CalledOps
 
 WARM_UP = 3
@@ -127,7 +126,7 @@ class Task:
         import memplan
 
         began = time.perf_counter()
-        with operators_timed(alone(self.options.lock)):
+        with operators_timed(alone()):
             applied = memplan.auto_checkpoint(
                 self.training.module,
                 *self.training.inputs,
@@ -160,7 +159,7 @@ class Task:
 
 def reference(task: Task) -> dict[str, Any]:
     applied, promised = task.plan(None)
-    with alone(task.options.lock):
+    with alone():
         least = task.measured()
         applied.remove()
         return {
@@ -175,7 +174,7 @@ def under_budget(task: Task) -> dict[str, Any]:
     state = {name: t.to("cpu", copy=True) for name, t in task.training.module.state_dict().items()}
     applied, promised = task.plan(budget)
     found: dict[str, Any] = {"budget_bytes": budget, "promised": promised}
-    with alone(task.options.lock):
+    with alone():
         found["planned"] = task.measured()
         with_plan = task.trajectory(state)
         applied.remove()
@@ -208,7 +207,7 @@ def pytorch(task: Task) -> dict[str, Any]:
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began
-        with alone(task.options.lock):
+        with alone():
             measured = task.measured(step)
     return {"fraction": task.options.fraction, "compile_seconds": seconds, **measured}
 
@@ -218,14 +217,6 @@ TASKS: dict[str, Callable[[Task], dict[str, Any]]] = {
     "budget": under_budget,
     "pytorch": pytorch,
 }
-
-
-@contextlib.contextmanager
-def alone(lock: str) -> Iterator[None]:
-    """Inside, no other process that names the same file is inside."""
-    with Path(lock).open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager
@@ -250,7 +241,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--bytes", type=int)
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--per-block", action="store_true")
-    parser.add_argument("--lock", required=True)
     return parser
 
 

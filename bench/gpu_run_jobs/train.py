@@ -18,12 +18,17 @@ from typing import Any
 
 import torch
 
+from bench import gpu_turns
 from bench.gpu_run_jobs.models import Decoder, Shape
 
 GPT2 = Shape(12, 768, 3072, 12, 50257, 1024)
 LLAMA = Shape(22, 2048, 5632, 32, 32000, 1024, gated=True)
 MOE = Shape(8, 1024, 2816, 16, 32000, 1024, gated=True, experts=8)
 SMALL = Shape(2, 64, 160, 4, 256, 32, gated=True)
+
+
+WARM_UP = 8
+"""Steps whose times do not count."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ def train(job: Job, steps: int, device: torch.device) -> tuple[list[float], list
     losses = torch.zeros(steps, device=device)
     seconds = []
     for step in range(steps):
+        if step == WARM_UP:
+            gpu_turns.be_alone()
         start = time.perf_counter()
         for _ in range(job.micro_batches):
             tokens = batch_of(job, draw, generator).to(device)
@@ -109,7 +116,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    gpu_turns.share_from_first_use()
+    # With `warn_only` attention would keep its usual kernel, which has other bits each time.
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     job = JOBS[options.job]
     if options.small:

@@ -57,7 +57,7 @@ def test_every_lever_is_promised_and_measured(
     monkeypatch.setattr(gpu_fit, "SEARCH_SECONDS", 0.5)
     machine = Machine()
     suite = Suite(tmp_path, run=machine.run)
-    suite.run_job("gpt2-fp32-adamw")
+    suite.each(["gpt2-fp32-adamw"], suite.run_job, suite.save)
     assert machine.plans >= {(), ("offload",), ("state",)}
     rows = summarize(suite.jobs)["levers"]
     assert {row["lever"] for row in rows} >= {"plain", "offload-all", "offload-half", "state"}
@@ -103,7 +103,7 @@ def test_a_script_is_ended_after_its_steps(
     script, plan, out = tmp_path / "train.py", tmp_path / "job.plan", tmp_path / "out.json"
     script.write_text(SCRIPT.format(steps))
     save_plan(Plan(memplan_version="0", state=StatePart(share=1.0)), plan)
-    code = gpu_fit_steps.main(["--deterministic", str(out), str(plan), str(script)])
+    code = gpu_fit_steps.main([str(out), str(plan), str(script)])
     found = json.loads(out.read_text())
     assert code == (1 if steps == 3 else 0)
     assert found.get("error") == ("the script made 3 steps" if steps == 3 else None)

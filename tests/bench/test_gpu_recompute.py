@@ -165,7 +165,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def perform(tmp_path: Path, task: str, *arguments: str) -> dict[str, Any]:
     out = tmp_path / "out.json"
-    common = ("--lock", str(tmp_path / "lock"), "--device", "cpu", "--small")
+    common = ("--device", "cpu", "--small")
     measure.main([str(out), task, *arguments, *common])
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -193,7 +193,7 @@ def test_a_reference_and_a_budget(tmp_path: Path) -> None:
 def test_other_gradients_are_other_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = measure.Task(
         measure.parser().parse_args(
-            ["-", "budget", "--job", "llama-1b", "--lock", "-", "--device", "cpu", "--small"]
+            ["-", "budget", "--job", "llama-1b", "--device", "cpu", "--small"]
         )
     )
     state = {name: t.clone() for name, t in task.training.module.state_dict().items()}

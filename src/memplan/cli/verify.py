@@ -124,22 +124,18 @@ def _measure(
 ) -> tuple[dict[str, Any], Trace]:
     """The real run, in a process of its own. Raises MemplanError with what the script said."""
     from memplan.capturing.importers.snapshot import read_snapshot
-    from memplan.runtime.nvml import PeakWatch
 
     out, snapshot = work / "measured.json", work / "snapshot.pickle"
     words = ["--steps", str(steps), *(["--plan", str(plan)] if plan else []), str(out)]
     words += [str(snapshot), *(["-m"] if program.kind == "module" else [])]
     command = [sys.executable, "-m", "memplan.runtime.measure", *words, program.name]
-    with PeakWatch() as watch:
-        done = subprocess.run([*command, *program.argv], stdout=sys.stderr, env=dict(os.environ))
+    done = subprocess.run([*command, *program.argv], stdout=sys.stderr, env=dict(os.environ))
     if not out.exists() or not snapshot.exists():
         raise NoAnswerError(
             f"the run left no measurement (exit code {done.returncode}; above)",
             "the script alone, to see whether it runs on this machine",
         )
     measured: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    if watch.peak_bytes is not None:
-        measured["nvml_peak_bytes"] = watch.peak_bytes
     return measured, read_snapshot(snapshot)
 
 

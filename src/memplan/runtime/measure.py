@@ -20,6 +20,7 @@ import torch
 
 from memplan.capturing.job.run import run_program
 from memplan.runtime.in_effect import plan_in_effect
+from memplan.runtime.nvml import PeakWatch
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
 
@@ -30,7 +31,7 @@ class _Enough(BaseException):
     """The steps asked for have been run; no `except Exception` of the script may stop it."""
 
 
-def measured(error: str) -> dict[str, Any]:
+def measured(error: str, process_peak: int | None) -> dict[str, Any]:
     """The allocator's peaks of this process, and the device's view of it."""
     free, total = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()
@@ -44,6 +45,7 @@ def measured(error: str) -> dict[str, Any]:
         "requested_bytes_peak": stats.get("requested_bytes.all.peak", 0),
         "num_alloc_retries": stats.get("num_alloc_retries", 0),
         "device_used_bytes": total - free,
+        **({"nvml_peak_bytes": process_peak} if process_peak is not None else {}),
         "device_total_bytes": total,
     }
 
@@ -87,15 +89,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-m", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    torch.cuda.init()
-    torch.cuda.memory._record_memory_history(
-        "all", context="alloc", stacks="python", max_entries=HISTORY_EVENTS
-    )
     if options.steps:
         _end_after(options.steps)
-    error = _run(options)
-    torch.cuda.synchronize()
-    Path(options.out).write_text(json.dumps(measured(error)), encoding="utf-8")
+    with PeakWatch() as watch:
+        torch.cuda.init()
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=HISTORY_EVENTS
+        )
+        error = _run(options)
+        torch.cuda.synchronize()
+    found = measured(error, watch.peak_bytes)
+    Path(options.out).write_text(json.dumps(found), encoding="utf-8")
     torch.cuda.memory._dump_snapshot(options.snapshot)
     return 1 if error else 0
 

@@ -1,7 +1,8 @@
-"""The card's used memory as NVML reports it, through ctypes: no package needed, a few microseconds.
+"""Memory of the card and of this process on it, as NVML reports it, through ctypes: no package
+needed, a few microseconds.
 
-NVML counts whatever any process holds on the card: where a job runs alone, its share is what was
-used while it ran less what was used before.
+In a container NVML may know processes by other numbers. Then a process's share can only be told by
+the growth of what all of them hold, which is right where it runs alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,21 @@ class _Memory(ctypes.Structure):
         ("free", ctypes.c_ulonglong),
         ("used", ctypes.c_ulonglong),
     )
+
+
+class _Process(ctypes.Structure):
+    """`nvmlProcessInfo_t`."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+_MOST_PROCESSES = 128
+_UNKNOWN_BYTES = (1 << 64) - 1
 
 
 @cache
@@ -54,6 +70,19 @@ def total_bytes() -> int | None:
     return int(memory.total) if memory is not None else None
 
 
+def process_bytes() -> int | None:
+    """Bytes that this process holds on the first visible card, its CUDA context among them; None
+    where NVML does not know it."""
+    device = _device()
+    if device is None:
+        return None
+    count, found = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
+    if device[0].nvmlDeviceGetComputeRunningProcesses_v3(device[1], ctypes.byref(count), found):
+        return None
+    own = [one.used for one in found[: count.value] if one.pid == os.getpid()]
+    return int(own[0]) if own and own[0] != _UNKNOWN_BYTES else None
+
+
 def _memory() -> _Memory | None:
     device = _device()
     if device is None:
@@ -65,16 +94,17 @@ def _memory() -> _Memory | None:
 
 
 class PeakWatch:
-    """Polls the card in a thread while a block runs; `peak_bytes` is the growth over the start."""
+    """Polls NVML in a thread while a block runs: the most that this process held."""
 
     def __init__(self) -> None:
-        self.before = used_bytes()
-        self.peak = self.before
+        self._before = used_bytes()
+        self._grown = 0
+        self._own: int | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> PeakWatch:
-        if self.before is not None:
+        if self._before is not None:
             self._thread.start()
         return self
 
@@ -85,13 +115,16 @@ class PeakWatch:
 
     def _poll(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
-            used = used_bytes()
-            if used is not None:
-                self.peak = max(self.peak or 0, used)
+            own, used = process_bytes(), used_bytes()
+            if own is not None:
+                self._own = max(self._own or 0, own)
+            if used is not None and self._before is not None:
+                self._grown = max(self._grown, used - self._before)
 
     @property
     def peak_bytes(self) -> int | None:
-        """Growth of the card's used memory at its highest; None where NVML cannot say."""
-        if self.before is None or self.peak is None:
+        """What NVML says of this process, or the growth of the card's used memory where it does not
+        know it; None where NVML does not answer."""
+        if self._before is None:
             return None
-        return self.peak - self.before
+        return self._grown if self._own is None else self._own
