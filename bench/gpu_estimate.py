@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,11 +191,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def measure(work: Path, names: list[str]) -> int:
         suite = Suite(work, budget=options.budget, at_once=options.at_once)
-        with gpu_turns.together():
-            suite.measure_context()
+        with gpu_turns.together(), ThreadPoolExecutor() as pool:
+            pool.submit(suite.measure_context)
+            scratch = None if options.only else pool.submit(suite.measure_scratch)
             run_jobs(suite, names)
-            if not options.only:
-                write_result("gpu_scratch", suite.measure_scratch())
+        if scratch is not None:
+            write_result("gpu_scratch", scratch.result())
         save(suite)
         summary = summarize(suite.jobs)
         print(json.dumps(summary, indent=1))
