@@ -46,7 +46,7 @@ GROWN = ("gpt2", "llama-1b", "moe")
 """Their largest batches are looked for."""
 BUDGET_SECONDS = 1500.0
 PROCESS_SECONDS = 150.0
-PAIRS = 2
+PAIRS = 3
 STEPS = 24
 BATCH_STEPS = 8
 CONF = "PYTORCH_ALLOC_CONF"
@@ -61,6 +61,8 @@ class Suite(TimedSuite):
     """The card as `memplan plan --gpu` takes it."""
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
     batches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pairs: int = PAIRS
+    """Native runs beside planned ones, for the step times."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +157,7 @@ class Suite(TimedSuite):
             "captured": self.in_mode("captured", job, captured.result()),
         }
         pairs = [(native, planned)]
-        for _ in range(PAIRS - 1):
+        for _ in range(self.pairs - 1):
             pairs.append(
                 (self.in_mode("native", job, ""), self.in_mode("planned", job, recorded_plan))
             )
@@ -342,10 +344,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = suite_parser(__doc__, BUDGET_SECONDS)
     parser.add_argument("--part", choices=("steps", "batches"), help="both when not said")
     parser.add_argument("--gpu", default="", help="the card, for captures; h100 and so on")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="native and planned, for times")
     options = parser.parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
         suite = Suite(work, gpu=options.gpu, budget=options.budget, at_once=options.at_once)
+        suite.pairs = options.pairs
         if options.part != "batches":
             suite.run_steps(names)
         if options.part != "steps":
