@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +57,7 @@ def _be(rank: int, jobs: Jobs, size: int, folder: Path) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
+        _wait_for_gloo_s_threads()
         store = f"file://{folder}/store-{size}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
         sizes = {name: second_step(make) for name, make in jobs.items()}
@@ -66,6 +69,20 @@ def _be(rank: int, jobs: Jobs, size: int, folder: Path) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _wait_for_gloo_s_threads() -> None:
+    """Gloo's thread lets go of a tensor at some time after the wait for it; the autograd engine
+    adds to a gradient in place only where nobody else holds it. NCCL's threads hold no tensors."""
+    real = functional.wait_tensor
+
+    def wait(tensor: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = real(tensor)
+        while out._use_count() > 1:  # type: ignore[attr-defined]
+            time.sleep(0)
+        return out
+
+    functional.wait_tensor = wait
 
 
 def run_module(module: str, folder: Path) -> dict[tuple[int, int], Sizes]:
