@@ -16,6 +16,8 @@ from memplan.capturing.module import capture_module
 from memplan.capturing.options import CaptureOptions
 from memplan.fit.module import _profile_of
 from memplan.phases.step_graph import plain_peak, step_graph
+from memplan.runtime.apply import AppliedToModule
+from memplan.simulate.steady_step import steady_peak, warmed
 from memplan.types.device import DEFAULT_PROFILE, find_profile
 from memplan.types.op_names import op_name
 from memplan.types.trace import Trace
@@ -76,6 +78,27 @@ def test_planning_for_a_module_on_cuda() -> None:
     assert applied.peak_bytes < applied.plain_peak_bytes
     after = module.state_dict()
     assert all(torch.equal(after[name].on_host, value) for name, value in before.items())
+
+
+def test_a_promise_counts_whole_blocks() -> None:
+    module, inputs = moved(Network()), sample(16384)
+    plans = [
+        auto_checkpoint(module, inputs, gpu=DEFAULT_PROFILE, search_seconds=1.0, budget=budget)
+        for budget in ("1GiB", None)
+    ]
+    plans[1].remove()
+    plain, least = (plan.peak_bytes for plan in plans)
+    trace = warmed(capture(module, inputs))
+    assert plain == plans[0].plain_peak_bytes == steady_peak(trace) > plain_peak(step_graph(trace))
+    assert least < plain
+    budget = (plain + least) // 2
+    applied = auto_checkpoint(
+        module, inputs, gpu=DEFAULT_PROFILE, search_seconds=1.0, budget=budget
+    )
+    applied.remove()
+    with_plan = warmed(capture(module, inputs, within=lambda m: AppliedToModule(m, applied.part)))
+    assert steady_peak(with_plan) == applied.peak_bytes <= budget
+    assert applied.peak_bytes <= applied.peak_high_bytes == steady_peak(with_plan, "high")
 
 
 def test_the_card_is_the_module_s_own() -> None:

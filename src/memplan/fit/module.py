@@ -21,11 +21,13 @@ from memplan.recompute.solve import least_peak, least_peak_within, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.runtime.op_timing import CalledOps, replay_overhead
+from memplan.simulate.steady_step import steady_peak, warmed
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
 from memplan.types.solution import Solution, Solved, TimedOut
+from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 
 MOST_ADDED = 1 / 3
@@ -44,12 +46,16 @@ _AMONG_EQUAL_FLOPS = 1e-4
 @dataclass(frozen=True)
 class AutoCheckpoint:
     """A selection in effect on a module. Bytes are PyTorch's allocated bytes over forward and
-    backward, with the module's parameters, gradients and inputs in them and no optimizer state."""
+    backward, with the module's parameters, gradients and inputs in them and no optimizer state: on
+    CUDA whole blocks, as `torch.cuda.max_memory_allocated` counts them (`steady_peak`)."""
 
     part: RecomputePart
     plain_peak_bytes: int
     peak_bytes: int
-    """Promised: captured again with the selection in effect."""
+    """Promised: captured again with the selection in effect. Workspaces of cuDNN's convolutions
+    are expected ones (docs/kernels.md): cuDNN chooses when it runs."""
+    peak_high_bytes: int
+    """With the largest workspaces that cuDNN may choose."""
     added_fraction: float
     """Expected time added, as a fraction of forward and backward."""
     _applied: AppliedToModule | None
@@ -58,7 +64,10 @@ class AutoCheckpoint:
         plain, peak = format_bytes(self.plain_peak_bytes), format_bytes(self.peak_bytes)
         if not self.part.groups:
             return f"peak {plain} as it is: nothing is dropped"
-        return f"peak {plain} -> {peak}, about +{self.added_fraction:.0%} time"
+        text = f"peak {plain} -> {peak}, about +{self.added_fraction:.0%} time"
+        if self.peak_high_bytes > (1 + _WORTH) * self.peak_bytes:
+            text += f"; {format_bytes(self.peak_high_bytes)} if cuDNN takes its largest workspaces"
+        return text
 
     def remove(self) -> None:
         """Take it off the module again."""
@@ -84,10 +93,11 @@ def auto_checkpoint(
     sum of its floats. `output_held`: the program still has the output while backward runs, as after
     `output = module(x); loss(output).backward()`, and not after `loss(module(x)).backward()`; a
     language model's logits are large. `budget`: bytes, or a size such as "8GiB", that the peak of
-    forward and backward must not exceed, at the least added time; None: the least peak that adds no
-    more than `most_added` of the time of forward and backward. `gpu` names a card whose data sheet
-    prices the operators; None: they are timed, one by one, on the module's own device.
-    `cost="flops"` counts their arithmetic alone, as PyTorch's activation memory budget does.
+    forward and backward (`AutoCheckpoint.peak_bytes`) must not exceed, at the least added time;
+    None: the least peak that adds no more than `most_added` of the time of forward and backward.
+    `gpu` names a card whose data sheet prices the operators; None: they are timed, one by one, on
+    the module's own device. `cost="flops"` counts their arithmetic alone, as PyTorch's activation
+    memory budget does.
     `search_seconds` is the longest that a search takes.
 
     Losses, gradients and buffers stay the same bits as without it, on deterministic kernels. Any
@@ -114,9 +124,12 @@ def auto_checkpoint(
     with torch.inference_mode(False), torch.enable_grad():
         planner = _Planner(module, args, kwargs, loss, output_held, profile, search_seconds)
         planner.prepare("device" if cost == "time" and gpu is None else cost)
-        part, added = planner.plan(limit, most_added)
+        plan = planner.plan(limit, most_added)
+    part = plan.part
     applied = AppliedToModule(module, part) if part.groups else None
-    return AutoCheckpoint(part, planner.plain_bytes, part.peak_bytes, added, applied)
+    return AutoCheckpoint(
+        part, planner.plain_bytes, part.peak_bytes, plan.high_bytes, plan.added, applied
+    )
 
 
 def _check_module(module: object) -> None:
@@ -134,6 +147,15 @@ def _profile_of(module: torch.nn.Module) -> DeviceProfile:
         return find_profile(torch.cuda.get_device_name(device) if device else DEFAULT_PROFILE)
     except UsageError:
         return find_profile(DEFAULT_PROFILE)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    part: RecomputePart
+    """With its peak as captured again."""
+    high_bytes: int
+    added: float
+    """The fraction of time that it adds."""
 
 
 class _Planner:
@@ -155,15 +177,17 @@ class _Planner:
         ) -> Trace:
             options = CaptureOptions(profile=profile)
             try:
-                return capture_module(
-                    module,
-                    args,
-                    kwargs,
-                    options,
-                    loss=loss,
-                    output_held=output_held,
-                    within=within,
-                    on_op=on_op,
+                return warmed(
+                    capture_module(
+                        module,
+                        args,
+                        kwargs,
+                        options,
+                        loss=loss,
+                        output_held=output_held,
+                        within=within,
+                        on_op=on_op,
+                    )
                 )
             finally:
                 gc.collect()  # with the last fake tensor PyTorch's classes are as they were
@@ -187,43 +211,51 @@ class _Planner:
         self._graph = step_graph(trace, self._profile, seconds=seconds)
         if cost == "device":
             self._graph = self._graph.with_replay_overhead(replay_overhead(self._device))
-        self.plain_bytes = plain_peak(self._graph)
+        self.plain_bytes, self._plain_high = _peaks(trace, self._graph)
+        self._rests = self.plain_bytes - plain_peak(self._graph)
 
-    def plan(self, limit: int | None, most_added: float) -> tuple[RecomputePart, float]:
-        """The part, with its peak as captured again, and the fraction of time that it adds."""
+    def plan(self, limit: int | None, most_added: float) -> _Plan:
+        """The one with the least peak, or the quickest within a limit."""
         if limit is not None and limit >= self.plain_bytes:
-            return RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes), 0.0
+            return self._nothing(limit)
         if limit is None:
             return self._lowest_within(most_added)
-        target = limit
+        # A guess that saves a search: fewer bytes leave less beside them, though more for each.
+        target = limit - int(self._rests * math.sqrt(limit / self.plain_bytes))
         for _ in range(_ATTEMPTS):
             selection = _selection(solve(self._graph, target, deadline_seconds=self._seconds))
             if selection is None:
                 break
-            part, added = self._verified(selection, limit)
-            if part.peak_bytes <= limit:
-                return part, added
-            target = limit - self._unexplained(selection, part.peak_bytes)
+            plan = self._verified(selection, limit)
+            if plan.part.peak_bytes <= limit:
+                return plan
+            target = limit - self._unexplained(selection, plan.part.peak_bytes)
             if target <= 0:
                 break
-        part, added = self._verified(self._least_peak(), limit)
-        if part.peak_bytes <= limit:
-            return part, added
-        again = math.ceil(part.peak_bytes * _SEARCHES_DIFFER)
+        plan = self._verified(self._least_peak(), limit)
+        least = plan.part.peak_bytes
+        if least <= limit:
+            return plan
+        again = math.ceil(least * _SEARCHES_DIFFER)
         raise InfeasibleError(
             f"no selection found keeps the peak within {format_bytes(limit)}; the least found is "
-            f"{format_bytes(part.peak_bytes)} (it is {format_bytes(self.plain_bytes)} without any)",
+            f"{format_bytes(least)} (it is {format_bytes(self.plain_bytes)} without any)",
             f"budget={again}, a smaller batch or shorter sequences",
         )
 
     def _unexplained(self, selection: Selection, captured_peak: int) -> int:
         """By how many bytes a captured peak is above what is expected now that it was learned from.
-        Nothing where a value turned out not to be droppable: the next selection leaves it alone."""
+        Where a value turned out not to be droppable, the rests of blocks alone: the next selection
+        leaves it alone."""
         if not self._graph.values.droppable[list(selection.dropped)].all():
-            return 0
+            return self._rests
         return max(0, captured_peak - evaluate(self._graph, selection).peak_bytes)
 
-    def _lowest_within(self, most_added: float) -> tuple[RecomputePart, float]:
+    def _nothing(self, limit: int) -> _Plan:
+        part = RecomputePart(groups=[], budget_bytes=limit, peak_bytes=self.plain_bytes)
+        return _Plan(part, self._plain_high, 0.0)
+
+    def _lowest_within(self, most_added: float) -> _Plan:
         """Planned on the graph as it was captured, then on what a capture with that plan showed."""
         plans = []
         for _ in range(2):
@@ -232,16 +264,16 @@ class _Planner:
             plans.append(self._verified(found.solution, 0))
             if self._graph is graph:
                 break
-        best = min(plans, key=lambda plan: plan[0].peak_bytes)
-        if best[0].peak_bytes > (1 - _WORTH) * self.plain_bytes:
-            return RecomputePart(groups=[], budget_bytes=0, peak_bytes=self.plain_bytes), 0.0
+        best = min(plans, key=lambda plan: plan.part.peak_bytes)
+        if best.part.peak_bytes > (1 - _WORTH) * self.plain_bytes:
+            return self._nothing(0)
         return best
 
     def _least_peak(self) -> Selection:
         return _selection(least_peak(self._graph, deadline_seconds=self._seconds)) or Selection()
 
-    def _verified(self, selection: Selection, budget: int) -> tuple[RecomputePart, float]:
-        """The plan as captured again, and the time that it adds. The graph learns from it."""
+    def _verified(self, selection: Selection, budget: int) -> _Plan:
+        """The plan as captured again. The graph learns from it."""
         figures = evaluate(self._graph, selection)
 
         def part(peak_bytes: int) -> RecomputePart:
@@ -257,7 +289,16 @@ class _Planner:
         trace = self._capture(lambda copy: AppliedToModule(copy, first))
         observed = step_graph(trace, self._profile)
         self._graph = with_observed_lifetimes(self._graph, observed, selection.dropped)
-        return part(plain_peak(observed)), figures.added_fraction
+        peak, high = _peaks(trace, observed)
+        self._rests = peak - plain_peak(observed)
+        return _Plan(part(peak), high, figures.added_fraction)
+
+
+def _peaks(trace: Trace, graph: StepGraph) -> tuple[int, int]:
+    """Expected, and with the largest workspaces that kernels may choose."""
+    if trace.meta.method != "cuda":  # no caching allocator
+        return (plain_peak(graph),) * 2
+    return steady_peak(trace), steady_peak(trace, "high")
 
 
 def _selection(found: Solution[Selection]) -> Selection | None:

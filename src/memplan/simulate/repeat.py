@@ -57,7 +57,7 @@ def find_round(trace: Trace) -> Round | None:
     if not 0 < first < last or not 0 < start < stop:
         return None
     events = trace.events
-    begun, gone = _lifetimes(trace)
+    begun, gone = lifetimes(trace)
     inside = (begun >= start) & (begun < stop)
     born = np.flatnonzero(inside)
     born = born[np.argsort(begun[born], kind="stable")]
@@ -134,7 +134,7 @@ def repeated(trace: Trace, of: Round, times: int) -> tuple[Trace, I64]:
     return longer, captured
 
 
-def _lifetimes(trace: Trace) -> tuple[I64, I64]:
+def lifetimes(trace: Trace) -> tuple[I64, I64]:
     """By storage the events of its allocation and of its first release; -1 for none."""
     events = trace.events
     begun = np.full(len(trace.storages), -1, np.int64)
