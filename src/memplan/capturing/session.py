@@ -53,6 +53,7 @@ from memplan.capturing.tensors import (
     storages,
 )
 from memplan.capturing.training.ending import Ending
+from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.repeats import Repeats
 from memplan.capturing.training.watcher import HandUpdates, StepWatcher
 from memplan.types.alloc_conf import conf_in
@@ -108,7 +109,8 @@ class CaptureSession:
             observers={**data_dependent.OBSERVERS, **self._additions.observers()},
         )
         self._mode = CaptureMode(self.state, self._additions)
-        self.ending = Ending(self.state, self._scan_seconds(options))
+        self._draws = HostDraws()
+        self.ending = Ending(self.state, self._draws, self._scan_seconds(options))
         self.steps = StepWatcher(self.state, options.steps, self.ending if stop else None)
         self.repeats = Repeats(self.state)
         self.by_hand = HandUpdates(self.state, self.steps)
@@ -165,6 +167,8 @@ class CaptureSession:
                 self._watch_kernels()
             self.stand_ins.install(stack, patches, self.state, watcher)
             parameters.install(patches, self.state)
+            if self.options.steps is not None or self.options.scan_seconds:
+                self._draws.install(patches, self.state)  # where the batches' order counts
             lazy_modules.install(patches, self.state)
             if self.method != "cuda":  # there the job's own processes run
                 self._distributed = Distributed(self.state, self.options, self._cuda)

@@ -143,6 +143,39 @@ def test_the_answer_says_what_was_read() -> None:
     assert not any(one.kind == "steady-step" for one in found.assumptions)
 
 
+def initialised() -> torch.Tensor:
+    """The generator's state behind a model's initialisers."""
+    torch.manual_seed(1)
+    linear = nn.Linear(300, 301)
+    nn.Sequential(nn.Conv2d(3, 5, 3), nn.Embedding(7, 2), nn.LSTM(3, 3))
+    nn.init.trunc_normal_(linear.weight)
+    nn.init.normal_(nn.Linear(31, 7).weight.t())
+    nn.init.orthogonal_(nn.Linear(9, 9).weight)
+    nn.Parameter(torch.empty(33)).data.bernoulli_(0.5)
+    nn.Parameter(torch.empty(400, 400)).data.normal_()
+    return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("options", [{"scan_seconds": LONG_ENOUGH}, {"steps": 3}])
+def test_initialisers_leave_the_generator_as_they_do_for_real(options: dict[str, Any]) -> None:
+    states = []
+
+    def run() -> None:
+        states.append(initialised())
+        job(ragged(1, 8 * 8))()
+
+    record(run, **options)
+    assert torch.equal(states[0], initialised())
+
+
+def test_an_order_that_hangs_on_numbers_not_drawn_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("memplan.capturing.training.host_draws._MOST", 1 << 10)
+    found = estimate(record(job(ragged(1)), scan_seconds=LONG_ENOUGH))
+    assert any("no seed fixes the order" in note for note in found.notes)
+
+
 def test_orders_that_no_seed_fixes_are_spanned() -> None:
     """As PyTorch seeds itself: with more bits than a script's seeds have."""
     lengths = ragged(1)
@@ -151,7 +184,7 @@ def test_orders_that_no_seed_fixes_are_spanned() -> None:
     assert len(set(true)) == 3
     for one in true:
         assert one <= found.reserved_peak_bytes
-        assert found.reserved_low_bytes * 0.85 <= one  # batches of other texts, too
+        assert found.reserved_low_bytes * 0.8 <= one  # batches of other texts, too
     assert any("no seed fixes the order" in note for note in found.notes)
     fixed = estimate(record(job(lengths), scan_seconds=LONG_ENOUGH))
     assert not any("no seed" in note for note in fixed.notes)

@@ -24,6 +24,7 @@ from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.job_observer import JobObserver
 from memplan.capturing.state import CaptureState
 from memplan.capturing.training.brought_forward import bring_forward
+from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
@@ -44,10 +45,10 @@ _MOST_TRAININGS = 8
 class Ending:
     """Decides when the script has shown enough, and stops it."""
 
-    def __init__(self, state: CaptureState, scan_seconds: float = 0.0) -> None:
+    def __init__(self, state: CaptureState, draws: HostDraws, scan_seconds: float = 0.0) -> None:
         """`scan_seconds`: for reading loaders ahead; 0: none is."""
         self.state = state
-        self.whole_run = WholeRun(scan_seconds, state.recorder) if scan_seconds else None
+        self.whole_run = WholeRun(scan_seconds, state.recorder, draws) if scan_seconds else None
         self.inputs = InputTimes()
         self.draining = False
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()

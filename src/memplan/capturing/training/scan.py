@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from memplan.capturing.training.host_draws import HostDraws
+
 _MOST_KEPT = 48
 """Batches of different sizes that are kept while the loader is read."""
 _MOST_DIMS = 4
@@ -168,13 +170,13 @@ def _read(loader: Any, read: Callable[[Any], Iterator[Any]], until: float) -> Sc
     return found
 
 
-def draws_anew(loader: Any) -> bool:
-    """Whether each run of the job reads a loader in another order. PyTorch's own generator has 53
-    random bits for a seed until a script gives it one."""
+def draws_anew(loader: Any, draws: HostDraws) -> bool:
+    """Whether the order in which the job reads a loader is not known. PyTorch's own generator has
+    53 random bits for a seed until a script gives it one."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
     drawn = any(getattr(one, "generator", loader) is None for one in samplers)
-    return drawn and torch.initial_seed() >= _NO_SEED
+    return drawn and (draws.missed or torch.initial_seed() >= _NO_SEED)
 
 
 def run_dry(iterator: Any, scan: Scan | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.scan import LoaderScan, Scan, draws_anew, run_dry
 from memplan.types.batches import Batches
 
@@ -32,10 +33,11 @@ _TURNS = 2
 class WholeRun:
     """Reads loaders ahead, and says which batches the job gets."""
 
-    def __init__(self, seconds: float, recorder: Recorder) -> None:
+    def __init__(self, seconds: float, recorder: Recorder, draws: HostDraws) -> None:
         """`seconds`: for all loaders together."""
         self._seconds = seconds
         self._recorder = recorder
+        self._draws = draws
         self._ahead: WeakKeyDictionary[Any, LoaderScan] = WeakKeyDictionary()
         """By loader, before the first batch of an epoch."""
         self._read: WeakKeyDictionary[Any, Scan] = WeakKeyDictionary()
@@ -89,7 +91,7 @@ class WholeRun:
                     bytes=found.sizes,
                     dims=found.dims,
                     complete=found.complete,
-                    drawn=draws_anew(self._loaders[iterator]),
+                    drawn=draws_anew(self._loaders[iterator], self._draws),
                     each=each,
                     begun=steps - STEPS,
                     before=[found.largest] if iterator in self._compared else [],
@@ -106,7 +108,7 @@ class WholeRun:
                 bytes=found.sizes,
                 dims=found.dims,
                 complete=found.complete,
-                drawn=draws_anew(self._loaders[iterator]),
+                drawn=draws_anew(self._loaders[iterator], self._draws),
                 before=[found.largest],
                 given_from=1,
                 first_unit=1,
