@@ -20,6 +20,7 @@ from memplan.capturing.kernels.convolution import (
 )
 
 V100, A10 = ConvSettings((7, 0)), ConvSettings((8, 6))
+H200 = ConvSettings((9, 0), sm_count=132)
 VGG = Convolution(
     (8, 64, 86, 86), (64, 64, 3, 3), (8, 64, 86, 86), "float32", (1, 1), (1, 1), (1, 1)
 )
@@ -164,3 +165,50 @@ def test_bounds_hold_and_grow_with_the_batch(
     small, large = workspace(batch), workspace(2 * batch)
     assert small[0] <= small[1] <= small[2]
     assert all(a <= b for a, b in zip(small, large, strict=True))
+
+
+FORWARD, DATA, FILTER = Direction
+MEASURED = [
+    # on an H200, cuDNN 9.19, fp32 with TF32: direction, x, w, stride, groups, channels-last, bytes
+    (FORWARD, (32, 64, 144, 144), (64, 64, 3, 3), 1, 1, False, 339_886_592),
+    (FORWARD, (32, 64, 144, 144), (128, 64, 3, 3), 2, 1, False, 170_164_736),
+    (DATA, (480, 128, 43, 43), (128, 128, 3, 3), 1, 1, False, 910_163_968),
+    (FILTER, (480, 256, 10, 10), (512, 256, 3, 3), 1, 1, False, 156_500_992),
+    (FILTER, (450, 208, 6, 6), (208, 208, 1, 1), 1, 1, False, 77_875_712),
+    (FILTER, (200, 512, 11, 11), (256, 512, 1, 1), 1, 1, False, 104_857_600),
+    (FORWARD, (200, 256, 22, 22), (64, 256, 1, 1), 1, 1, False, 0),
+    (FORWARD, (480, 3, 86, 86), (64, 3, 3, 3), 1, 1, False, 0),
+    (FORWARD, (450, 48, 43, 43), (48, 8, 3, 3), 2, 6, False, 201_585_664),
+]
+OUTLIERS = [
+    (FILTER, (450, 208, 11, 11), (208, 8, 3, 3), 2, 26, False, 98_958_848),
+    (FILTER, (233, 96, 21, 21), (96, 1, 7, 7), 1, 96, True, 331_350_016),
+    (DATA, (233, 384, 5, 5), (768, 384, 2, 2), 2, 1, True, 7_796_224),
+]
+
+
+@pytest.mark.parametrize("row", MEASURED + OUTLIERS)
+def test_measured_workspaces(row: tuple[Any, ...]) -> None:
+    direction, x, w, stride, groups, channels_last, nbytes = row
+    size = (x[2] + 2 * (w[2] // 2) - w[2]) // stride + 1
+    conv = Convolution(
+        x,
+        w,
+        (x[0], w[0], size, size),
+        "float32",
+        (stride, stride),
+        (w[2] // 2, w[2] // 2),
+        (1, 1),
+        groups,
+        channels_last=channels_last,
+    )
+    found = conv_workspace(conv, direction, H200)
+    # The allocator's blocks are multiples of 512 bytes.
+    assert found.low - 512 <= nbytes <= found.high + 512
+    if row in MEASURED:
+        assert found.bytes == pytest.approx(nbytes, rel=0.03)
+    # What is known of other cards is less, but the measured engines exist there too.
+    ampere = conv_workspace(conv, direction, A10)
+    assert ampere.low == 0 and ampere.bytes <= ampere.high
+    if conv.pointwise and direction is FILTER:
+        assert nbytes <= ampere.high + 512

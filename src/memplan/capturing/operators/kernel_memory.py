@@ -235,6 +235,7 @@ class KernelMemory:
         cudnn: Any = torch.backends.cudnn
         settings = ConvSettings(
             capability=self.profile.capability,
+            sm_count=self.profile.sm_count,
             allow_tf32=cudnn.conv.fp32_precision == "tf32",
             deterministic=bool(cudnn.deterministic),
             benchmark=bool(cudnn.benchmark),
