@@ -1,6 +1,7 @@
 """Real runs on a GPU beside our estimates of the same scripts: `make gpu SUITE=estimate`.
 
     python -m bench.gpu_estimate [--budget 450] [--only TEXT] [--dry-run]
+    python -m bench.gpu_estimate --again       # no GPU: estimates anew what was measured once
 
 For each job: the script runs for real in a process of its own (peaks of PyTorch's allocator, of the
 card by NVML, and every request), then `memplan estimate` runs in another that sees no GPU. Also
@@ -12,23 +13,27 @@ fails or finds no time is told in the results, which are written after every job
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from bench import gpu_turns
 from bench.gpu_jobs.jobs import JOBS
 from bench.gpu_suite import NO_TIME, TimedSuite, failure, last_line, run_suite, suite_parser
-from bench.results import ROOT, write_result
+from bench.results import ROOT, result_path, write_result
 
 FOLDER = ROOT / "bench" / "gpu_jobs"
 SCRIPT = FOLDER / "train.py"
 BUDGET_SECONDS = 450.0
 JOB_SECONDS = 90.0
+ESTIMATE_SECONDS = 240.0
 SCRATCH_SECONDS = 75.0
 CONTEXT_SECONDS = 60.0
 MEASURES = {
@@ -48,6 +53,8 @@ class Suite(TimedSuite):
     """The card as `memplan estimate --gpu` takes it; empty: found out from the first job."""
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     context: list[dict[str, Any]] = field(default_factory=list)
+    measured_on: dict[str, Any] | None = None
+    """Where and when, if not here and now."""
 
     def job(self, name: str) -> None:
         """Measure and estimate one job, and print its line."""
@@ -79,7 +86,7 @@ class Suite(TimedSuite):
         ]  # fmt: skip
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         with self.host:
-            seconds = self.time_for(JOB_SECONDS)
+            seconds = self.time_for(ESTIMATE_SECONDS)
             if not seconds:
                 return {"error": NO_TIME}
             began = self.clock()
@@ -171,13 +178,16 @@ def finish(suite: Suite, name: str, estimated: dict[str, Any]) -> None:
         print(f"{name:30s} {last_line(reason)}", flush=True)
         return
     job["errors"] = errors(job["measured"], estimated)
-    job["difference"] = explain(suite.work, name)
+    if suite.measured_on is None:
+        job["difference"] = explain(suite.work, name)
     shown = "  ".join(f"{key} {100 * value:+.2f} %" for key, value in job["errors"].items())
     print(f"{name:30s} {shown}", flush=True)
 
 
 def save(suite: Suite) -> None:
     data = {"gpu": suite.gpu, **summarize(suite.jobs), "context": suite.context, "jobs": suite.jobs}
+    if suite.measured_on is not None:
+        data["measured_on"] = suite.measured_on
     write_result("gpu_estimate", data)
 
 
@@ -186,8 +196,38 @@ def run_jobs(suite: Suite, names: list[str]) -> None:
     suite.each(names, suite.job, lambda: save(suite))
 
 
+def again(work: Path) -> int:
+    """Estimate anew, by the same release of PyTorch, each job that was measured."""
+    before = json.loads(result_path("gpu_estimate").read_text(encoding="utf-8"))
+    there = before["versions"]["torch"]
+    here = version("torch").partition("+")[0]
+    if here != there.partition("+")[0]:
+        print(f"measured with PyTorch {there}: estimate with it, not with {here}", file=sys.stderr)
+        return 2
+    data = before["data"]
+    on = {key: before[key] for key in ("date", "commit", "machine", "versions")}
+    suite = Suite(work, budget=math.inf, gpu=data["gpu"], context=data["context"])
+    suite.measured_on = data.get("measured_on", on)
+    suite.jobs = data["jobs"]
+
+    def job(name: str) -> None:
+        words = shlex.split(suite.jobs[name]["arguments"])
+        finish(suite, name, suite.estimate(name, words, suite.gpu))
+
+    suite.each(
+        [n for n, one in suite.jobs.items() if not one["measured"].get("error")], job, lambda: None
+    )
+    save(suite)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
-    options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
+    parser = suite_parser(__doc__, BUDGET_SECONDS)
+    parser.add_argument("--again", action="store_true", help="estimate anew what was measured once")
+    options = parser.parse_args(arguments)
+    if options.again:
+        with tempfile.TemporaryDirectory() as work:
+            return again(Path(work))
 
     def measure(work: Path, names: list[str]) -> int:
         suite = Suite(work, budget=options.budget, at_once=options.at_once)

@@ -306,7 +306,7 @@ class CaptureSession:
         memory = KernelMemory(self.state, self.options.profile)
         for func, observer in memory.observers().items():
             self.state.observe(func, observer)
-        self.state.recordings[aten.convolution_backward.default] = memory.convolution_backward
+        self.state.recordings.update(memory.recordings())
         return memory
 
     def _model_runs(self, begun: int) -> None:

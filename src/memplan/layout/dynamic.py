@@ -66,8 +66,10 @@ def _own_roots(trace: Trace) -> I64:
 
 def _leading(trace: Trace) -> list[int]:
     """By storage: its first dimension, -1 for scalars and unknown shapes."""
-    numbers = [int(text.split("x", 1)[0]) if text[:1].isdigit() else -1 for text in trace.strings]
-    leading: list[int] = np.array(numbers, np.int64)[trace.storages.shape].tolist()
+    shapes, which = np.unique(trace.storages.shape, return_inverse=True)
+    texts = [trace.strings[number] for number in shapes.tolist()]
+    numbers = [int(text.split("x", 1)[0]) if text[:1].isdigit() else -1 for text in texts]
+    leading: list[int] = np.array(numbers, np.int64)[which].tolist()
     return leading
 
 

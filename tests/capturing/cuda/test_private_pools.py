@@ -13,7 +13,7 @@ from memplan.types.trace import PRIVATE_POOLS, EventKind, Trace
 from tests.capturing.jobs import record
 
 MIB = 1 << 20
-ROWS, WIDTH = 256, 512
+ROWS, WIDTH = 256, 768
 TENSOR, WEIGHT = ROWS * WIDTH * 4, WIDTH * WIDTH * 4
 
 

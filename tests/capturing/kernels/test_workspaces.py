@@ -8,7 +8,7 @@ from memplan.capturing.kernels import workspaces as ws
 
 A100, H100, B200, RTX5090 = (8, 0), (9, 0), (10, 0), (12, 0)
 LARGE = 32 << 20
-APART = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
+SHARED = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,15 @@ def test_environment_overrides(text: str, size: int) -> None:
     assert ws.cublas_workspace_bytes(A100, {"CUBLAS_WORKSPACE_CONFIG": text}) == size
 
 
-def test_cublaslt_shares_the_workspace_and_is_capped_by_it() -> None:
-    assert ws.cublaslt_workspace_bytes(H100, {}) == LARGE
-    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "2048"}) == 2 << 20
-    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "999999"}) == 8_519_680
-    assert ws.cublaslt_workspace_bytes(A100, {"CUBLASLT_WORKSPACE_SIZE": "x"}) == 8_519_680
-    assert ws.cublaslt_workspace_bytes(A100, APART) == 1 << 20
+def test_cublaslt_may_share_the_workspace_and_is_capped_by_it() -> None:
+    def size(capability: tuple[int, int], **env: str) -> int:
+        return ws.cublaslt_workspace_bytes(capability, {**SHARED, **env})
+
+    assert size(H100) == LARGE
+    assert size(A100, CUBLASLT_WORKSPACE_SIZE="2048") == 2 << 20
+    assert size(A100, CUBLASLT_WORKSPACE_SIZE="999999") == 8_519_680
+    assert size(A100, CUBLASLT_WORKSPACE_SIZE="x") == 8_519_680
+    assert ws.cublaslt_workspace_bytes(A100, {}) == 1 << 20
 
 
 def linear(**changes: object) -> bool:
@@ -69,14 +72,14 @@ def requests(op: str, env: dict[str, str], lt: bool = True) -> list[tuple[str, i
 
 
 def test_requests() -> None:
-    assert requests("aten.addmm", {}) == [("cublas", 8_519_680)]
-    assert requests("aten.addmm", APART) == [("cublas", 8_519_680), ("cublaslt", 1 << 20)]
-    assert requests("aten.mm", APART, lt=False) == [("cublas", 8_519_680)]
+    assert requests("aten.addmm", SHARED) == [("cublas", 8_519_680)]
+    assert requests("aten.addmm", {}) == [("cublas", 8_519_680), ("cublaslt", 1 << 20)]
+    assert requests("aten.mm", {}, lt=False) == [("cublas", 8_519_680)]
     assert requests("aten.add", {}, lt=False) == []
 
 
 def test_no_workspace_is_requested_where_the_environment_forbids_one() -> None:
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
     assert ws.workspace_requests("aten.addmm", lt=True, capability=A100, env=env) == []
 
 

@@ -22,6 +22,7 @@ from memplan.capturing.kernels.model import (
 )
 
 _FLOAT = 4
+_CUDNN_ALIGNMENT = 256
 
 
 def flash_forward_scratch(
@@ -40,6 +41,8 @@ def flash_forward_scratch(
         size = splits * per_split if splits > 1 else 0
         out.append(exactly("softmax_lse_accum", size))
         out.append(exactly("out_accum", size * _flash_head(head)))
+    else:
+        out.append(exactly("random numbers' state", 16))
     return [row for row in out if row.high]
 
 
@@ -192,20 +195,22 @@ def _key_splits(tile: _Tile, blocks: int, keys: int, deterministic: bool) -> int
 
 
 def cudnn_forward_scratch(q: Shape) -> list[Scratch]:
-    """Two random-state scalars. The forward graph itself asks for next to nothing."""
+    """Two random-state scalars. The forward graph itself asks for next to nothing: 256 bytes on an
+    H200 with cuDNN 9.19."""
     return [
         exactly("cudnn_seed", 8, end=None),
         exactly("cudnn_offset", 8, end=None),
-        Scratch("workspace", 0, 0, q[0] * q[1] * q[2] * _FLOAT),
+        Scratch("workspace", 0, _CUDNN_ALIGNMENT, _CUDNN_ALIGNMENT + q[0] * q[1] * q[2] * _FLOAT),
     ]
 
 
 def cudnn_backward_scratch(q: Shape, k: Shape, v: Shape, dtype: str) -> list[Scratch]:
     """The backward graph's workspace, as cudnn-frontend builds it: row sums, an fp32 dQ
-    accumulator, and full-headed dK and dV for grouped queries. cuDNN may round or add to it."""
+    accumulator, and full-headed dK and dV for grouped queries, to the byte on an H200 with cuDNN
+    9.19. Other releases may round or add to it."""
     batch, heads, queries, head = q
     sums = batch * heads * queries * _FLOAT
-    expected = sums + sums * head
+    expected = sums + sums * head + _CUDNN_ALIGNMENT
     if k[1] != heads or v[1] != heads:
         expected += batch * heads * k[-2] * (head + v[-1]) * itemsize(dtype)
     return [Scratch("workspace", sums, expected, expected + expected // 4 + (1 << 20))]

@@ -148,6 +148,23 @@ def _logsumexp(call: OpCall) -> list[Scratch]:
 # Normalisation
 
 
+def _safe_softmax(call: OpCall) -> list[Scratch]:
+    """SoftMax.cpp: rows of -inf alone become zeros. Which elements are -inf, which rows are, and
+    the zero that is put there."""
+    dim = call.integer("dim", -1)
+    rows = call.count // call.shape[dim]
+    return [
+        exactly("masked", call.count, 0, 2),
+        exactly("masked rows", rows, 0, 3),
+        exactly("zero", call.itemsize, 2, 3),
+    ]
+
+
+def _softmax_backward(call: OpCall) -> list[Scratch]:
+    """SoftMax.cu (`softmax_backward_cuda_out`): the gradient times the output."""
+    return [exactly("grad * output", call.count * call.itemsize)]
+
+
 def _layer_norm_backward(call: OpCall) -> list[Scratch]:
     """layer_norm_kernel.cu: very long inputs add up weight and bias in partial sums of 32 rows.
     Tensor arguments: grad_output, input, mean, rstd, weight, bias."""
@@ -254,6 +271,8 @@ def _rules() -> dict[str, Rule]:
         (_bce_with_logits, "binary_cross_entropy_with_logits"),
         (_ctc_backward, "_ctc_loss_backward"),
         (_logsumexp, "logsumexp"),
+        (_safe_softmax, "_safe_softmax"),
+        (_softmax_backward, "_softmax_backward_data"),
         (_layer_norm_backward, "native_layer_norm_backward"),
         (_rms_norm_backward, "_fused_rms_norm_backward"),
         (_group_norm, "native_group_norm"),

@@ -10,6 +10,7 @@ from memplan.capturing.kernels.calls import (
     OpCall,
     cub_temporary,
     radix_sort_temporary,
+    scan_temporary,
 )
 from memplan.capturing.kernels.model import MIB, Scratch, ceil_div, exactly, itemsize, numel
 
@@ -37,6 +38,8 @@ def _sort_rows(call: OpCall, length: int, *, last: bool, begin: int = 0) -> list
     else:
         copies = 2 if rows < 128 else 1
         out += [exactly(f"index pairs {i}", count * INDEX_BYTES, begin, end) for i in range(copies)]
+        if rows < 128:
+            out.append(exactly("sorted values", count * call.itemsize, begin, end))
         temporary = radix_sort_temporary(count, call.itemsize, INDEX_BYTES)
     return [*out, cub_temporary("sort temporary", temporary, begin, end)]
 
@@ -92,18 +95,24 @@ def embedding_backward(call: OpCall) -> list[Scratch]:
     partial = indices // 10 + segments
     staged = partial * columns * accumulator
     out = [
-        exactly("sorted_indices", indices * size, 0, 2),
-        exactly("orig_indices", indices * size, 0, 2),
+        exactly("sorted_indices", indices * size, 0, 5),
+        exactly("orig_indices", indices * size, 0, 5),
         exactly("range", indices * size),
         cub_temporary("sort temporary", radix_sort_temporary(indices, size, size)),
-        exactly("segment_offsets", indices * size, 1, 2),
-        exactly("partials_per_segment", 2 * segments * size, 1, 2),
-        exactly("partial_segment_offset", partial * size, 1, 2),
+        exactly("segment_offsets", indices * size, 1, 5),
+        exactly("num_of_segments", 8, 1, 5),
+        exactly("ones", indices * size, 1, 2),
+        scan_temporary(indices, "segments temporary", 1),
+        exactly("partials_per_segment", segments * size, 2, 5),
+        exactly("partials_per_segment_offset", segments * size, 2, 5),
+        scan_temporary(segments, "partials temporary", 2),
+        exactly("num_of_partial_segments", 8, 3, 5),
+        exactly("partial_segment_offset", partial * size, 3, 5),
     ]
     # Few rows of a table and many indices: newer releases add up in place with atomics.
     few = partial > 4 * ceil_div(segments * columns, 1024) and not call.deterministic
     low = 0 if few else staged
-    return [*out, Scratch("grad_weight_per_segment", low, staged, staged, 1, 2)]
+    return [*out, Scratch("grad_weight_per_segment", low, staged, staged, 4, 5)]
 
 
 def index_put(call: OpCall) -> list[Scratch]:

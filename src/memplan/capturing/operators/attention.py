@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 CUDA_VERSION = (13, 0)
 _HEAD_MULTIPLE = 8
-_MASK_MULTIPLE = 16
+_MASK_MULTIPLE = 8
 _PRIORITY = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
@@ -79,7 +79,7 @@ class Attention:
                 query,
                 key,
                 value,
-                attn_mask,
+                _additive(attn_mask, query),
                 dropout_p,
                 is_causal,
                 None,
@@ -202,11 +202,12 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
-    return torch.where(mask.logical_not(), float("-inf"), zero)
+    return torch.where(mask, zero, float("-inf"))
 
 
 def _aligned(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The kernel wants rows of a multiple of 16 columns: others are padded, and sliced back."""
+    """The kernel wants rows of a multiple of 8 columns: others are padded, and sliced back. (Not
+    those of 1,000 columns, PyTorch 2.11 on an H200.)"""
     missing = -shape[-1] % _MASK_MULTIPLE
     if not missing:
         return bias

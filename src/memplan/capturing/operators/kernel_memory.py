@@ -29,7 +29,7 @@ from memplan.capturing.kernels.model import Scratch
 from memplan.capturing.kernels.reduction import reduction_scratch
 from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
 from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
-from memplan.capturing.state import CaptureState, Observer
+from memplan.capturing.state import CaptureState, Observer, Recording
 from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind
 
@@ -70,6 +70,14 @@ class KernelMemory:
         found[aten.cudnn_batch_norm.default] = self.batch_norm
         found[aten.cudnn_batch_norm_backward.default] = self.batch_norm
         return {func: self._on_device(observer) for func, observer in found.items()}
+
+    def recordings(self) -> dict[Any, Recording]:
+        """By operator: how its outputs are recorded, where that is not one after the other."""
+        return {
+            aten.convolution_backward.default: self.convolution_backward,
+            aten._scaled_dot_product_efficient_attention.default: self.efficient_outputs,
+            aten._scaled_dot_product_cudnn_attention.default: self.cudnn_outputs,
+        }
 
     def _on_device(self, observer: Observer) -> Observer:
         """Fake tensors on the host go through kernels of the host."""
@@ -280,6 +288,18 @@ class KernelMemory:
                 grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
             )
         )
+
+    def efficient_outputs(
+        self, state: CaptureState, func: Any, args: Any, outputs: Any
+    ) -> list[int]:
+        """The two random-state scalars of the result lie on the host."""
+        return [state.record(output) for output in outputs[:2]]
+
+    def cudnn_outputs(self, state: CaptureState, func: Any, args: Any, outputs: Any) -> list[int]:
+        """The random-state scalars are made before the rest."""
+        made = [one for one in outputs if isinstance(one, torch.Tensor)]
+        made.sort(key=lambda one: one.numel() > 1)
+        return [state.record(output) for output in made]
 
     def efficient(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
