@@ -17,17 +17,23 @@ import math
 import os
 import shlex
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from bench import gpu_turns
 from bench.gpu_jobs.jobs import JOBS
-from bench.gpu_suite import NO_TIME, TimedSuite, failure, last_line, run_suite, suite_parser
-from bench.results import ROOT, result_path, write_result
+from bench.gpu_suite import (
+    NO_TIME,
+    TimedSuite,
+    failure,
+    last_line,
+    measured_once,
+    run_suite,
+    suite_parser,
+)
+from bench.results import ROOT, write_result
 
 FOLDER = ROOT / "bench" / "gpu_jobs"
 SCRIPT = FOLDER / "train.py"
@@ -196,38 +202,27 @@ def run_jobs(suite: Suite, names: list[str]) -> None:
     suite.each(names, suite.job, lambda: save(suite))
 
 
-def again(work: Path) -> int:
-    """Estimate anew, by the same release of PyTorch, each job that was measured."""
-    before = json.loads(result_path("gpu_estimate").read_text(encoding="utf-8"))
-    there = before["versions"]["torch"]
-    here = version("torch").partition("+")[0]
-    if here != there.partition("+")[0]:
-        print(f"measured with PyTorch {there}: estimate with it, not with {here}", file=sys.stderr)
+def again(work: Path, names: list[str]) -> int:
+    """Estimate anew each job that was measured. Needs no GPU."""
+    before = measured_once("gpu_estimate")
+    if before is None:
         return 2
-    data = before["data"]
-    on = {key: before[key] for key in ("date", "commit", "machine", "versions")}
-    suite = Suite(work, budget=math.inf, gpu=data["gpu"], context=data["context"])
-    suite.measured_on = data.get("measured_on", on)
-    suite.jobs = data["jobs"]
+    data, on = before
+    suite = Suite(
+        work, budget=math.inf, gpu=data["gpu"], jobs=data["jobs"], context=data["context"]
+    )
+    suite.measured_on = on
+    known = [name for name in names if not suite.jobs[name]["measured"].get("error")]
 
     def job(name: str) -> None:
-        words = shlex.split(suite.jobs[name]["arguments"])
-        finish(suite, name, suite.estimate(name, words, suite.gpu))
+        finish(suite, name, suite.estimate(name, shlex.split(JOBS[name]), suite.gpu))
 
-    suite.each(
-        [n for n, one in suite.jobs.items() if not one["measured"].get("error")], job, lambda: None
-    )
-    save(suite)
+    suite.each(known, job, lambda: save(suite))
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = suite_parser(__doc__, BUDGET_SECONDS)
-    parser.add_argument("--again", action="store_true", help="estimate anew what was measured once")
-    options = parser.parse_args(arguments)
-    if options.again:
-        with tempfile.TemporaryDirectory() as work:
-            return again(Path(work))
+    options = suite_parser(__doc__, BUDGET_SECONDS).parse_args(arguments)
 
     def measure(work: Path, names: list[str]) -> int:
         suite = Suite(work, budget=options.budget, at_once=options.at_once)
@@ -243,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if summary["failed"] else 0
 
     commands = {name: f"{name}: python {SCRIPT.relative_to(ROOT)} {JOBS[name]}" for name in JOBS}
-    return run_suite(options, commands, measure)
+    return run_suite(options, commands, measure, again)
 
 
 if __name__ == "__main__":

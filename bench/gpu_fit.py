@@ -1,6 +1,7 @@
 """Each lever of `fit` on a GPU, what is promised beside what happens: `make gpu SUITE=fit`.
 
     python -m bench.gpu_fit [--budget 600] [--only TEXT] [--dry-run]
+    python -m bench.gpu_fit --again       # no GPU: plans and promises anew what was measured once
 
 For each job and lever: a plan of the lever alone, the job captured with it (the promise), its steps
 for real with and without it, and the bits of its weights both times (deterministic kernels).
@@ -12,6 +13,7 @@ A lever is a function in LEVERS: what a captured trace leads to, or None where i
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -31,6 +33,7 @@ from bench.gpu_suite import (
     TimedSuite,
     failure,
     last_line,
+    measured_once,
     run_suite,
     suite_parser,
 )
@@ -41,11 +44,12 @@ from memplan.fit.loss import heads_of
 from memplan.phases.step_graph import plain_peak, step_graph
 from memplan.recompute.offload import Link, OffloadSearch, to_offload_part
 from memplan.recompute.selection import Selection, to_part
-from memplan.recompute.transfers import Saves, Schedule
+from memplan.recompute.transfers import Judged, Saves, Schedule
 from memplan.types.deadline import Deadline
 from memplan.types.device import DeviceProfile, find_profile
 from memplan.types.plan import FrozenPart, LossPart, Plan, StatePart
 from memplan.types.plan_file import save_plan
+from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 from memplan.types.trace_file import load_trace
 
@@ -68,18 +72,26 @@ CHUNK_ROWS = 512
 def offload_all(trace: Trace, profile: DeviceProfile) -> Plan | None:
     """All that autograd saves: the link is the bound."""
     graph, link = step_graph(trace, profile), Link(profile.host_link_bytes_per_second)
+    judged = _all_sent(graph, link)
+    return Plan(offload=to_offload_part(graph, judged, link)) if judged else None
+
+
+def _all_sent(graph: StepGraph, link: Link) -> Judged | None:
     saves = Saves(graph, link.bytes_per_second)
     sent = frozenset(value for value in saves.values if saves.bytes[value] >= LEAST_BYTES)
-    judged = Schedule(saves, Selection()).judge(sent, WINDOW_BYTES, WINDOW_BYTES)
-    return Plan(offload=to_offload_part(graph, judged, link)) if sent else None
+    if not sent:
+        return None
+    return Schedule(saves, Selection()).judge(sent, WINDOW_BYTES, WINDOW_BYTES)
 
 
 def offload_half(trace: Trace, profile: DeviceProfile) -> Plan | None:
-    """The cheapest of keeping, recomputing and offloading, half way to the least peak."""
+    """The cheapest of keeping, recomputing and offloading, half way to the peak of the latter."""
     graph, link = step_graph(trace, profile), Link(profile.host_link_bytes_per_second)
-    search = OffloadSearch(graph, link, Deadline(SEARCH_SECONDS))
-    budget = (plain_peak(graph) + search.lowest().peak_bytes) // 2
-    best = search.within(budget)
+    least = _all_sent(graph, link)
+    if least is None:
+        return None
+    budget = (plain_peak(graph) + least.peak_bytes) // 2
+    best = OffloadSearch(graph, link, Deadline(SEARCH_SECONDS)).within(budget)
     if best is None:
         return None
     recompute = to_part(
@@ -124,10 +136,14 @@ class Suite(TimedSuite):
     gpu: str = ""
     """As `memplan estimate --gpu` takes it; empty: the card of this machine."""
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured_on: dict[str, Any] | None = None
+    """Where and when, if not here and now."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What is known, by job and lever: it is not measured again."""
 
     def run_job(self, name: str) -> None:
         """The job plainly, then under each lever."""
-        words = [str(SCRIPT), *shlex.split(JOBS[name]), "--steps", str(STEPS)]
+        words = words_of(name)
         trace = self.work / f"{name}.trace"
         found = self.jobs[name] = {"plain": self.try_plan(f"{name}-plain", Plan(), words, trace)}
         self.tell(f"{name} plain", found["plain"])
@@ -136,6 +152,8 @@ class Suite(TimedSuite):
         captured = load_trace(trace)
         profile = find_profile(captured.meta.gpu)
         for lever, make in LEVERS.items():
+            if self.measured and f"{name}-{lever}" not in self.measured:
+                continue
             plan = make(captured, profile)
             if plan is not None:
                 found[lever] = self.try_plan(f"{name}-{lever}", plan, words, None)
@@ -151,7 +169,8 @@ class Suite(TimedSuite):
         added = sum(getattr(part, "added_seconds", 0.0) for part in parts)
         with ThreadPoolExecutor() as pool:
             promised = pool.submit(self.estimate, path, words, trace)
-            measured = self.steps(path, words)
+            known = self.measured.get(name)
+            measured = self.steps(path, words) if known is None else known
             return {"added_seconds": added, "promised": promised.result(), "measured": measured}
 
     def estimate(self, plan: Path, words: list[str], trace: Path | None) -> dict[str, Any]:
@@ -162,11 +181,12 @@ class Suite(TimedSuite):
             seconds = self.time_for(CAPTURE_SECONDS)
             if not seconds:
                 return {"error": NO_TIME}
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            environment = {**os.environ, **CUBLAS_WORKSPACE, "CUDA_VISIBLE_DEVICES": ""}
             code, stdout, stderr = self.run([*command, *words], environment, seconds)
         if code not in (0, 3):
             return {"error": failure(code, stderr)}
         answer = json.loads(stdout)
+        self.gpu = self.gpu or answer.get("gpu", {}).get("name", "")
         return {name: answer[name] for name in ("allocated_peak_bytes", "host_peak_bytes", "notes")}
 
     def steps(self, plan: Path, words: list[str]) -> dict[str, Any]:
@@ -178,7 +198,8 @@ class Suite(TimedSuite):
         print(f"{name:36s} {line(found)}", flush=True)
 
     def save(self) -> None:
-        write_result("gpu_fit", {**summarize(self.jobs), "jobs": self.jobs})
+        on = {} if self.measured_on is None else {"measured_on": self.measured_on}
+        write_result("gpu_fit", {"gpu": self.gpu, **summarize(self.jobs), **on, "jobs": self.jobs})
 
 
 def line(found: dict[str, Any]) -> str:
@@ -220,6 +241,26 @@ def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"levers": rows, "worst_peak_error": worst}
 
 
+def words_of(name: str) -> list[str]:
+    """The job's script and its arguments."""
+    return [str(SCRIPT), *shlex.split(JOBS[name]), "--steps", str(STEPS), "--deterministic"]
+
+
+def again(work: Path, names: list[str]) -> int:
+    """Plan and promise anew what was measured. Needs no GPU."""
+    before = measured_once("gpu_fit")
+    if before is None:
+        return 2
+    data, on = before
+    suite = Suite(work, budget=math.inf, gpu=data["gpu"], measured_on=on)
+    for name, levers in data["jobs"].items():
+        for lever, found in levers.items():
+            if "error" not in found["measured"]:
+                suite.measured[f"{name}-{lever}"] = found["measured"]
+    suite.each([name for name in names if name in data["jobs"]], suite.run_job, suite.save)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = suite_parser(__doc__, BUDGET_SECONDS)
     parser.add_argument("--gpu", default="", help="the card, as memplan estimate takes it")
@@ -234,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = {
         name: f"{name}: {SCRIPT} {JOBS[name]}; levers {', '.join(LEVERS)}" for name in NAMES
     }
-    return run_suite(options, commands, measure)
+    return run_suite(options, commands, measure, again)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The script runs unchanged until an optimizer has made STEPS steps. Written: the median time of a
 step, the peaks of PyTorch's allocator after the first, what the host holds at most, and the bits
-of the weights. Kernels are those that give the same bits each time.
+of the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bench import gpu_turns
-from bench.gpu_measure import bits, deterministic
+from bench.gpu_measure import bits
 from memplan.capturing.job.run import run_program
 from memplan.runtime.in_effect import plan_in_effect
 from memplan.types.plan_file import load_plan
@@ -73,10 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     handle = register_optimizer_step_post_hook(steps)
     gpu_turns.share_from_first_use()
     try:
-        with (
-            deterministic(),
-            plan_in_effect(load_plan(options.plan), options.program, notes.append),
-        ):
+        with plan_in_effect(load_plan(options.plan), options.program, notes.append):
             run_program("script", name, tuple(arguments))
     except _Enough:
         return {**steps.found(), "notes": notes}

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.results import ROOT
+from bench.results import ROOT, result_path
 from memplan.runtime import nvml
 
 LEAST_SECONDS = 15.0
@@ -105,24 +106,42 @@ def suite_parser(description: str | None, budget_seconds: float) -> argparse.Arg
     parser.add_argument("--budget", type=float, default=budget_seconds, help="seconds in all")
     parser.add_argument("--only", default="", help="jobs whose name holds one of these texts: a,b")
     parser.add_argument("--at-once", type=int, default=1, help="processes on the card at a time")
+    parser.add_argument("--again", action="store_true", help="estimate anew what was measured")
     parser.add_argument("--dry-run", action="store_true", help="print the first commands, run none")
     return parser
+
+
+def measured_once(name: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The committed result `name`, to be estimated anew: its data, and where and when it was
+    measured. None, and says so, where this machine has another release of PyTorch."""
+    before = json.loads(result_path(name).read_text(encoding="utf-8"))
+    there, here = before["versions"]["torch"], version("torch").partition("+")[0]
+    if here != there.partition("+")[0]:
+        print(f"measured with PyTorch {there}: estimate with it, not with {here}", file=sys.stderr)
+        return None
+    data: dict[str, Any] = before["data"]
+    on = {key: before[key] for key in ("date", "commit", "machine", "versions")}
+    return data, data.get("measured_on", on)
 
 
 def run_suite(
     options: argparse.Namespace,
     commands: dict[str, str],
     measure: Callable[[Path, list[str]], int],
+    again: Callable[[Path, list[str]], int] | None = None,
 ) -> int:
-    """Have `measure(folder for files, names of jobs)` run the jobs asked for, or print the first
-    command of each. Exit code: that of `measure`; 2 without a GPU."""
+    """Have `measure(folder for files, names of jobs)` run the jobs asked for, or `again` with
+    `--again`, or print the first command of each. Exit code: that of the function; 2 without a
+    GPU."""
     wanted = options.only.split(",")
     names = [name for name in commands if any(text in name for text in wanted)]
     if options.dry_run:
         for name in names:
             print(commands[name])
         return 0
-    if gpu_is_missing():
+    if options.again:
+        measure = again or measure
+    elif gpu_is_missing():
         return 2
     with tempfile.TemporaryDirectory() as work:
         return measure(Path(work), names)

@@ -45,6 +45,9 @@ def compile_in_place(model: torch.nn.Module, how: str) -> None:
 
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     device = torch.device(options.device)
     knobs = Knobs(
         options.batch, options.length, options.dropout, options.sdpa, options.mask,
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--freeze", action="store_true", help="train biases and norms only")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--compile", choices=COMPILERS, default="")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cuda")
