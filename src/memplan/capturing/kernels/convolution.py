@@ -273,13 +273,17 @@ def _as_measured_pointwise(
     if channels <= 16:
         expected = 0
     else:
-        expected = by_sample if pixels >= 36 else copies + _filter_splits(conv, settings)
+        few = pixels >= 36 and by_sample <= 4 * copies
+        expected = by_sample if few else copies + _filter_splits(conv, settings)
     return 0, expected, max(by_sample + 2 * MIB, high)
 
 
 def _sums_by_sample(conv: Convolution, direction: Direction) -> bool:
     """A batched matrix product on NCHW can give each sample's weight gradient, summed after."""
-    return direction is Direction.BACKWARD_FILTER and conv.pointwise and numel(conv.y[2:]) > 1
+    pixels = numel(conv.y[2:])
+    whole_tiles = pixels < 64 and not conv.x[1] % (2 * _TILE) and not conv.w[0] % (2 * _TILE)
+    filters = direction is Direction.BACKWARD_FILTER and conv.pointwise
+    return filters and pixels > 1 and not whole_tiles
 
 
 def _partial_sums(settings: ConvSettings) -> int:
