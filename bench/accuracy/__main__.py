@@ -1,8 +1,8 @@
 """Estimate every measured job and compare: writes `bench/results/accuracy.json`.
 
-    python -m bench.accuracy [--only TEXT] [--processes 2] [--installed-transformers]
+    python -m bench.accuracy [--only TEXT] [--jobs FILE] [--processes 2] [--installed-transformers]
 
-A partial run (`--only`) prints its rows and writes nothing.
+A partial run (`--only`), or one over other jobs (`h200.csv`), prints its rows and writes nothing.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def run(rows: list[Row], site: Path | None, processes: int) -> tuple[list[Compar
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose key holds this text")
+    parser.add_argument("--jobs", type=Path, metavar="FILE", help="in place of those measured")
     parser.add_argument("--processes", type=int, default=2, help="estimates at a time")
     parser.add_argument("--installed-transformers", action="store_true", help="not the old one")
     options = parser.parse_args()
     try:
-        rows = {"jobs": job_rows(), "llm": llm_rows()}
+        rows = {"jobs": job_rows(options.jobs), "llm": [] if options.jobs else llm_rows()}
     except OSError as error:
         print(f"no measured jobs: {error}; set MEMPLAN_SHARED_DATA", file=sys.stderr)
         return 2
@@ -102,7 +103,7 @@ def main() -> int:
             shown = {k: round(v, 4) for k, v in data[name].items() if isinstance(v, int | float)}
             print(f"{name}: {shown}")
     data["failures"] = failed
-    if not options.only:
+    if not options.only and not options.jobs:
         path = write_result("accuracy", data)
         print(path)
         write_docs(path)

@@ -60,7 +60,7 @@ def _job(row: dict[str, str]) -> Row:
     ]  # fmt: skip
     recorded = row["zero_grad_mode"]
     modes = [int(recorded)] if recorded else UNRECORDED_MODES
-    published = {name: row[f"{name}_bytes"] for name in ESTIMATORS}
+    published = {name: row.get(f"{name}_bytes", "") for name in ESTIMATORS}
     assumed = []
     if transformer and row["batch_size"] == "1":
         assumed.append(
