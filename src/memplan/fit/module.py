@@ -20,10 +20,11 @@ from memplan.recompute.selection import Selection, to_part
 from memplan.recompute.solve import least_peak, least_peak_within, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
+from memplan.runtime.card import profile_of
 from memplan.runtime.op_timing import CalledOps, replay_overhead
 from memplan.simulate.steady_step import steady_peak, warmed
 from memplan.timing.seconds import op_seconds
-from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, find_profile, parse_size
+from memplan.types.device import DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
 from memplan.types.solution import Solution, Solved, TimedOut
@@ -141,12 +142,8 @@ def _check_module(module: object) -> None:
 
 
 def _profile_of(module: torch.nn.Module) -> DeviceProfile:
-    """Of the card that the module is on; the default one where there is none, or no profile."""
-    device = next((p.device for p in module.parameters() if p.is_cuda), None)
-    try:
-        return find_profile(torch.cuda.get_device_name(device) if device else DEFAULT_PROFILE)
-    except UsageError:
-        return find_profile(DEFAULT_PROFILE)
+    """Of the card that the module is on."""
+    return profile_of(next((p.device for p in module.parameters() if p.is_cuda), None))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def compiled(
             return choose(graph, **options)
         rows = order(graph)
         least = peak(graph.graph, rows)
-        return Ordering(graph.schedule(rows), len(rows), least, least, 0, 0.0)
+        return Ordering(graph.schedule(rows), len(rows), least, least, least, 0, 0.0)
 
     monkeypatch.setattr(stepping, "choose_order", chosen)
     step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
@@ -149,7 +149,7 @@ def test_the_bits_are_the_same_in_any_order(
     def any_order(graph: Operators, **_options: Any) -> Ordering:
         rows = random_order(graph.graph, next(seeds))
         least = peak(graph.graph, rows)
-        return Ordering(graph.schedule(rows), len(rows), least, least, 0, 0.0)
+        return Ordering(graph.schedule(rows), len(rows), least, least, least, 0, 0.0)
 
     monkeypatch.setattr(stepping, "choose_order", any_order)
     step, _ = assert_as_plain(JOBS[name], keep_gradients=bool(seed))

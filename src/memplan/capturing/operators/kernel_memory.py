@@ -90,6 +90,11 @@ class KernelMemory:
 
         return observe
 
+    def forget(self) -> None:
+        """As if nothing had run yet."""
+        self._workspaces.clear()
+        self._tried.clear()
+
     # Recording
 
     def add(self, scratches: Iterable[Scratch]) -> None:

@@ -158,7 +158,7 @@ class Recurrent:
     def forward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         """Outputs and scratch in the order of `RNN.cpp`."""
         x, weights, _stride, _buffer, hx, cx = args[:6]
-        call = _call(args, x, args[14])
+        call = forward_call(args)
         batch_first = args[10] and not args[14]
         self.state.kernels["recurrent", "cudnn", f"{call.mode}, {call.dtype}"] += 1
         self._begin(state, func, [x, hx, *weights])
@@ -183,8 +183,8 @@ class Recurrent:
 
     def backward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
         """Gradients of input, state and weights; the weights' share one buffer."""
-        x, weights, _stride, buffer, hx, cx, output, grad_output = args[:8]
-        call = _call((x, weights, 0, buffer, hx, cx, *args[10:]), x, args[18])
+        x, weights, _stride, _buffer, hx, cx, output, grad_output = args[:8]
+        call = backward_call(args)
         batch_first = args[14] and not args[18]
         mask = args[21]
         self._begin(state, func, [x, hx, output, *weights])
@@ -250,6 +250,16 @@ class Recurrent:
         self._dropout_state = True
         row = rnn.dropout_state(self.profile.sm_count)
         self.state.recorder.scratch(row.low, row.bytes, row.high, 0, name=row.name)
+
+
+def forward_call(args: Sequence[Any]) -> rnn.Rnn:
+    """Of the arguments of `_cudnn_rnn`."""
+    return _call(args, args[0], args[14])
+
+
+def backward_call(args: Sequence[Any]) -> rnn.Rnn:
+    """Of the arguments of `_cudnn_rnn_backward`."""
+    return _call((*args[:6], *args[10:]), args[0], args[18])
 
 
 def _call(args: Sequence[Any], x: torch.Tensor, batch_sizes: Sequence[int]) -> rnn.Rnn:

@@ -29,6 +29,16 @@ class Operators:
     storages: list[int]
     """Of each value: its index in `Program.storages`."""
     program: Program
+    scratch_high: I64
+    """Of each operator: `Graph.scratch` with the largest workspaces that libraries may choose."""
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that the graph's `base_bytes` is the sum of."""
+        program = self.program
+        lasting = sorted(_lasting(program) & set(program.inputs))
+        inputs = [program.storages[index].bytes for index in lasting]
+        return [*inputs, *program.held, *program.workspaces]
 
     def schedule(self, order: Sequence[int] | I64) -> list[fx.Node]:
         """All nodes of the program's graph but placeholders and output, for the operators in
@@ -58,7 +68,7 @@ def operators(program: Program) -> Operators:
     users_start, users = csr([used.get(index, []) for index in values])
     made = Graph(
         name=[_name(node) for node in nodes],
-        scratch=np.array([facts_of(node).scratch_bytes for node in nodes], np.int64),
+        scratch=np.array([facts_of(node).memory.expected for node in nodes], np.int64),
         before_start=before_start,
         before=before_rows,
         bytes=np.array([program.storages[index].bytes for index in values], np.int64),
@@ -70,7 +80,8 @@ def operators(program: Program) -> Operators:
         value_name=[program.storages[index].name for index in values],
     )
     made.check()
-    return Operators(made, nodes, values, program)
+    high = np.array([facts_of(node).memory.high for node in nodes], np.int64)
+    return Operators(made, nodes, values, program, high)
 
 
 def _is_operator(node: fx.Node) -> bool:

@@ -71,6 +71,8 @@ class Parts(CustomPartitionerFn):
         """Names of nodes that were chosen to run again, beside those that PyTorch chooses."""
         self.promised_bytes = 0
         """The peak over the parts that were compiled so far."""
+        self.high_bytes = 0
+        """The same with the largest workspaces that libraries may choose."""
 
     def uuid(self) -> None:
         """Not to be cached."""
@@ -99,15 +101,23 @@ class Parts(CustomPartitionerFn):
             self._memory = self._no_memory(results)
         part = Part(module, inputs)
         given = self._memory.given(part, backward=backward)
-        run, kernels = compiled(module, inputs, given, deadline_seconds=self._seconds, **options)
+        run, kernels = compiled(
+            module,
+            inputs,
+            given,
+            beside=self._memory.beside(given),
+            deadline_seconds=self._seconds,
+            **options,
+        )
         if kernels is None:
             self._refuse("it has sizes that are not known")
             return run
-        self._promise(self._memory.peak(part, given, kernels, backward=backward))
+        self._promise(self._memory.peak(part, given, kernels, backward=backward), kernels)
         return run
 
-    def _promise(self, peak: int) -> None:
+    def _promise(self, peak: int, kernels: Kernels) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)
+        self.high_bytes = max(self.high_bytes, peak + kernels.high_bytes)
         limit = self._budget
         if isinstance(limit, int) and peak > limit:
             raise InfeasibleError(
@@ -160,7 +170,12 @@ class Parts(CustomPartitionerFn):
             part = Part(mine, inputs)
             given = memory.given(part, backward=backward)
             kernels = looked_at(
-                mine, inputs, given, deadline_seconds=self._seconds, is_backward=backward
+                mine,
+                inputs,
+                given,
+                beside=memory.beside(given),
+                deadline_seconds=self._seconds,
+                is_backward=backward,
             )
             if kernels is None:
                 self._refuse("it has sizes that are not known")
@@ -197,10 +212,15 @@ class Part:
 class Memory:
     """What is held beside the code of a forward pass, and of its backward pass."""
 
-    def __init__(self, results: int | None, base_bytes: int = 0, behind_bytes: int = 0) -> None:
+    def __init__(
+        self, results: int | None, base: Sequence[int] = (), behind_bytes: int = 0
+    ) -> None:
         self._results = results
         """How many of forward's outputs its caller gets; None for all."""
-        self._base_bytes = base_bytes
+        self._base = base
+        """Blocks that are there all the time."""
+        self._workspace_bytes = 0
+        """Kept by libraries."""
         self._behind_bytes = behind_bytes
         """What is asked for when backward has ended."""
         self._saved: dict[str, Given] = {}
@@ -220,6 +240,12 @@ class Memory:
         found = self._saved.get(name)
         return None if found is None else found.storage
 
+    def beside(self, given: Sequence[Given | None]) -> list[int]:
+        """Blocks that are held while a part runs to which this is given."""
+        lasting = {one.storage for one in given if one is not None and one.lasts}
+        held = [size for name, size in self._held.items() if name not in lasting]
+        return [*self._base, *held]
+
     def as_they_lie(self, module: fx.GraphModule) -> list[Any]:
         """Of a part's inputs: those that forward's code saves are laid out as it has them."""
         found = []
@@ -235,11 +261,13 @@ class Memory:
         self, part: Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
     ) -> int:
         """With all that the caller holds. That of forward is to be asked for first."""
+        self._workspace_bytes = max(self._workspace_bytes, kernels.workspace_bytes)
+        always = sum(self._base) + self._workspace_bytes
         if not backward:
             self._forward(part, given, kernels)
-            return self._base_bytes + kernels.peak_bytes
+            return always + kernels.peak_bytes
         lasting = {one.storage for one in given if one is not None and one.lasts}
-        beside = sum(size for name, size in self._held.items() if name not in lasting)
+        beside = sum(self.beside(given))
         gradients = {
             one.storage: one.bytes
             for one in kernels.returned
@@ -253,7 +281,7 @@ class Memory:
         ]
         held = {**self._held, **{one.storage: one.bytes for one in given if one and one.lasts}}
         end: int = sum(held.values()) + sum(gradients.values()) + max([*copies, self._behind_bytes])
-        return self._base_bytes + max(kernels.peak_bytes + beside, end)
+        return max(self._workspace_bytes + kernels.peak_bytes + beside, always + end)
 
     def _forward(self, part: Part, given: Sequence[Given | None], kernels: Kernels) -> None:
         self._layouts = part.layouts

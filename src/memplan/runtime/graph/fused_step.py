@@ -110,7 +110,7 @@ class StepParts(Parts):
         scaler: torch.amp.GradScaler | None,
         *,
         keep: bool,
-        base_bytes: int,
+        base: Sequence[int],
         behind_bytes: int,
         budget: Budget,
         deadline_seconds: float,
@@ -118,7 +118,7 @@ class StepParts(Parts):
         wrap: Callable[[StepParts], Callable[[list[Any]], list[Any]]],
         without_gradient: Callable[[], Any],
     ) -> None:
-        """`keep`: gradients stay. `base_bytes`: optimizer state, and gradients of earlier calls.
+        """`keep`: gradients stay. `base`: optimizer state, and gradients of earlier calls.
         `behind_bytes`: what the optimizers' steps ask for where they come when backward has ended.
         `refuse` is told the joint graph, and how many results forward has, and raises where it is
         not the step; `wrap` gives what PyTorch is to call; `without_gradient` raises for a graph
@@ -127,7 +127,7 @@ class StepParts(Parts):
         self._updates = updates
         self._scaler = scaler
         self._keep = keep
-        self._base_bytes = base_bytes
+        self._base = base
         self._behind_bytes = behind_bytes
         self._refuse_graph = refuse
         self._wrap = wrap
@@ -192,12 +192,19 @@ class StepParts(Parts):
                 else [place for place, one in enumerate(given) if one is not None and one.lasts],
             }
             with _told(given if backward else ()):
-                run, kernels = compiled(part, inputs, given, deadline_seconds=self._seconds, **mine)
+                run, kernels = compiled(
+                    part,
+                    inputs,
+                    given,
+                    beside=memory.beside(given),
+                    deadline_seconds=self._seconds,
+                    **mine,
+                )
             runs.append(run)
             if kernels is None:
                 self._refuse("it has sizes that are not known")
                 continue
-            self._promise(memory.peak(about, given, kernels, backward=backward))
+            self._promise(memory.peak(about, given, kernels, backward=backward), kernels)
             self.kernels += kernels.calls
         self._runs = runs[0], runs[1]
         self._parts = None
@@ -212,7 +219,7 @@ class StepParts(Parts):
         return forward, backward
 
     def _no_memory(self, results: int | None) -> Memory:
-        return Memory(results, self._base_bytes, self._behind_bytes)
+        return Memory(results, self._base, self._behind_bytes)
 
     def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
         """Gradients are taken by backward itself, which returns nothing.
@@ -313,7 +320,10 @@ class StepParts(Parts):
     def report(self) -> ProgramReport:
         peak = self.promised_bytes
         again = len(self.recomputed)
-        return ProgramReport(self.kernels, peak, peak, 0, 0.0, recomputed=again, calls=self.calls)
+        high = self.high_bytes
+        return ProgramReport(
+            self.kernels, peak, peak, high, 0, 0.0, recomputed=again, calls=self.calls
+        )
 
 
 @contextmanager

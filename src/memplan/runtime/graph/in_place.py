@@ -55,7 +55,7 @@ def in_place(program: Program) -> Program:
         node.replace_all_uses_with(into, delete_user_cb=lambda user, node=node: user is not node)
         same[made] = target
         last[target] = last.get(made, place)
-    return program_of(program.graph_module, program.base_bytes) if same else program
+    return program_of(program.graph_module, program.held) if same else program
 
 
 def _twin(node: fx.Node) -> Any:

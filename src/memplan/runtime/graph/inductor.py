@@ -9,11 +9,12 @@ the peak is that of the code and not of the graph.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch._inductor.lowering import fallback_handler
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
+from memplan.order.allocated import allocated_peak
 from memplan.order.baselines import Candidate
 from memplan.order.bound import cut_bound
 from memplan.order.evaluate import lifetimes, peak, program_order
@@ -43,6 +45,7 @@ from memplan.runtime.graph.inductor_buffers import (
     held_bytes,
     name_of,
 )
+from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
 from memplan.types.solution import Solved
@@ -60,13 +63,18 @@ class Kernels:
     """What Inductor made of a graph."""
 
     peak_bytes: int
-    """With all inputs, and nothing else of the caller's. Scratch memory of kernels is not in it."""
+    """With all inputs, and nothing else of the caller's. On CUDA of whole blocks, with what kernels
+    ask for while they run."""
     returned: list[Given | None]
     """Of each output, what it lies in; None where it is no tensor."""
     strides: list[tuple[int, ...] | None]
     """Of each output: Inductor chooses those that no user sees."""
     calls: int = 0
     """Of kernels."""
+    high_bytes: int = 0
+    """Above the peak: with the largest workspaces that libraries may choose."""
+    workspace_bytes: int = 0
+    """Kept by libraries; not in the peak."""
 
 
 def unavailable(devices: Iterable[torch.device]) -> str:
@@ -107,15 +115,18 @@ def compiled(
     inputs: Sequence[Any],
     given: Sequence[Given | None],
     *,
+    beside: Sequence[int],
     deadline_seconds: float,
     **options: Any,
 ) -> tuple[Any, Kernels | None]:
     """Inductor's code for a graph, which it takes over, and what that needs: None where sizes are
     not known before it runs.
 
-    `given`: of each input, None for what is no tensor. `options`: as `compile_fx_inner` takes them.
+    `given`: of each input, None for what is no tensor. `beside`: blocks that the caller holds
+    besides; how the allocator hands out others may depend on them. `options`: as
+    `compile_fx_inner` takes them.
     """
-    with _watched(given, deadline_seconds, look=False) as seen:
+    with _watched(given, beside, deadline_seconds, look=False) as seen:
         run = compile_fx_inner(module, inputs, **options)
     return run, seen[0] if seen else _without_kernels(module, given)
 
@@ -125,11 +136,12 @@ def looked_at(
     inputs: Sequence[Any],
     given: Sequence[Given | None],
     *,
+    beside: Sequence[int],
     deadline_seconds: float,
     **options: Any,
 ) -> Kernels | None:
     """What `compiled` would say, without the time that a C++ or GPU compiler takes."""
-    with _watched(given, deadline_seconds, look=True) as seen, suppress(_LookedError):
+    with _watched(given, beside, deadline_seconds, look=True) as seen, suppress(_LookedError):
         compile_fx_inner(module, inputs, **options)
     return seen[0] if seen else _without_kernels(module, given)
 
@@ -149,7 +161,7 @@ def _without_kernels(module: fx.GraphModule, given: Sequence[Given | None]) -> K
 
 @contextmanager
 def _watched(
-    given: Sequence[Given | None], deadline_seconds: float, *, look: bool
+    given: Sequence[Given | None], beside: Sequence[int], deadline_seconds: float, *, look: bool
 ) -> Iterator[list[Kernels | None]]:
     """While Inductor compiles one graph: its kernels run in our order, and what was made of the
     graph is put into the list."""
@@ -173,7 +185,7 @@ def _watched(
         result = write(graph)
         if _is_whole(graph):
             with V.set_graph_handler(graph):
-                seen[:] = [_kernels(graph, given, max(nested, default=0))]
+                seen[:] = [_kernels(graph, given, beside, max(nested, default=0))]
             if look:
                 raise _LookedError
         return result
@@ -207,16 +219,34 @@ def _copied_whole(tensor: Any, order: Any) -> Any:
     return _CLONE(tensor, memory_format=formats[len(order)])
 
 
-def _kernels(graph: Any, given: Sequence[Given | None], nested: int) -> Kernels | None:
+def _kernels(
+    graph: Any, given: Sequence[Given | None], beside: Sequence[int], nested: int
+) -> Kernels | None:
     """`nested`: the peak of a branch or loop, which runs while an operator of the graph does."""
     read = BufferReader(graph, graph.scheduler.nodes, given)
     try:
         made = read.graph(guess=False)
-        most = _peak(made, program_order(made), graph.scheduler.nodes)
-        strides = [_strides(one) for one in graph.graph_outputs]
-        return Kernels(most + nested, read.returned(), strides, len(graph.scheduler.nodes))
+        order, nodes = program_order(made), graph.scheduler.nodes
+        most = _peak(made, order, nodes)
+        high = _peak(replace(made, scratch=read.scratch_high()), order, nodes) - most
+        if any(device is not None and device.type == "cuda" for device in map(_device, nodes)):
+            blocks = [*read.held, *beside]
+            most = allocated_peak(made, order, blocks, conf_in(os.environ)) - sum(beside)
+        return Kernels(
+            peak_bytes=most + nested,
+            returned=read.returned(),
+            strides=[_strides(one) for one in graph.graph_outputs],
+            calls=len(nodes),
+            high_bytes=high,
+            workspace_bytes=sum(read.workspaces()),
+        )
     except UnknownSizeError:
         return None
+
+
+def _device(node: Any) -> torch.device | None:
+    device: torch.device | None = node.get_device()
+    return device
 
 
 def _is_whole(graph: Any) -> bool:

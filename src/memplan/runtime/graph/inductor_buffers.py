@@ -12,8 +12,11 @@ import torch
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 
+from memplan.capturing.operators.call_memory import NOTHING, CallMemory
 from memplan.runtime.graph.program import chains_of
+from memplan.runtime.graph.scratch import call_memory, kept_workspaces
 from memplan.types.graph import Graph, csr
+from memplan.types.trace import I64
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,11 @@ class BufferReader:
         self._nodes = nodes
         self._scheduler = graph.scheduler
         self._given = dict(zip(graph.graph_inputs, given, strict=False))
-        self._held = held_bytes(one for one in given if one is not None and one.lasts)
+        lasting = (one for one in given if one is not None and one.lasts)
+        self.held = [*_blocks(lasting), *self._constants()]
+        """The blocks that the graph's `base_bytes` is the sum of."""
+        self._memory = [[_memory(one) for one in node.get_nodes()] for node in nodes]
+        """Of each node's operators."""
         self._row = {
             buffer.get_name(): row
             for row, node in enumerate(nodes)
@@ -73,6 +80,14 @@ class BufferReader:
                 makers.setdefault(root, set()).add(self._row[tuple_of])
                 users.setdefault(root, set()).update(taken)
         return self._columns(bytes_of, makers, users)
+
+    def scratch_high(self) -> I64:
+        """`Graph.scratch` with the largest workspaces that libraries may choose."""
+        return np.array([sum(one.high for one in of) for of in self._memory], np.int64)
+
+    def workspaces(self) -> list[int]:
+        """Blocks that libraries keep."""
+        return kept_workspaces(one for of in self._memory for one in of)
 
     def returned(self) -> list[Given | None]:
         """After `graph`: what each output lies in."""
@@ -118,7 +133,7 @@ class BufferReader:
         users_start, user_rows = csr([rows for *_, rows in values])
         found = Graph(
             name=[node.get_name() for node in nodes],
-            scratch=np.array([sum(map(_scratch, node.get_nodes())) for node in nodes], np.int64),
+            scratch=np.array([sum(one.expected for one in of) for of in self._memory], np.int64),
             before_start=before_start,
             before=before_rows,
             bytes=np.array([size for _, size, *_ in values], np.int64),
@@ -126,7 +141,7 @@ class BufferReader:
             lasts=np.array([lasts for *_, lasts, _ in values], np.bool_),
             users_start=users_start,
             users=user_rows,
-            base_bytes=self._held + self._constants(),
+            base_bytes=sum(self.held),
             value_name=[name for name, *_ in values],
         )
         found.check()
@@ -248,8 +263,8 @@ class BufferReader:
         names = (name_of(output) for output in self._graph.graph_outputs)
         return {root for name in names if name is not None for root in self._root(name)}
 
-    def _constants(self) -> int:
-        return sum(one.untyped_storage().nbytes() for one in self._graph.constants.values())
+    def _constants(self) -> list[int]:
+        return [one.untyped_storage().nbytes() for one in self._graph.constants.values()]
 
 
 def name_of(output: Any) -> str | None:
@@ -265,11 +280,31 @@ def _chains(node: Any) -> Iterator[str]:
             yield from chains_of(operator)
 
 
-def _scratch(node: Any) -> int:
-    """Of operators that say what they ask for and free while they run."""
+def _memory(node: Any) -> CallMemory:
+    """What a call of an operator asks for beside its results: as it says itself, or on CUDA by the
+    rules for PyTorch's own. Inductor's kernels ask for nothing."""
     operator = getattr(node.node, "op_overload", None)
     tell = SCRATCH.get(operator) if operator is not None else None
-    return 0 if tell is None else tell(node.node)
+    if tell is not None:
+        return CallMemory(told := tell(node.node), told)
+    origin = node.node.get_origin_node() if node.is_extern() else None
+    device = node.get_device()
+    if origin is None or device is None or device.type != "cuda":
+        return NOTHING
+    return call_memory(origin, lambda tensors: _laid_out(tensors, node.node.inputs))
+
+
+def _laid_out(tensors: list[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """An operator's tensors with the strides that Inductor gives them, which decide what a
+    convolution has to copy."""
+    if len(tensors) != len(inputs):
+        return tensors
+    found = []
+    for tensor, buffer in zip(tensors, inputs, strict=True):
+        size, stride = (tuple(map(int, of)) for of in (buffer.get_size(), buffer.get_stride()))
+        alike = size == tuple(tensor.shape)
+        found.append(tensor.new_empty_strided(size, stride) if alike else tensor)
+    return found
 
 
 SCRATCH: dict[Any, Callable[[Any], int]] = {}
@@ -295,4 +330,8 @@ def given_of(inputs: Sequence[Any], names: Sequence[str], *, lasts: bool) -> lis
 
 
 def held_bytes(given: Iterable[Given | None]) -> int:
-    return sum({one.storage: one.bytes for one in given if one is not None}.values())
+    return sum(_blocks(given))
+
+
+def _blocks(given: Iterable[Given | None]) -> list[int]:
+    return list({one.storage: one.bytes for one in given if one is not None}.values())

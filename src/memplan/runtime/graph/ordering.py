@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
+from memplan.order.allocated import allocated_peak
 from memplan.order.evaluate import peak, program_order
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.runtime.graph.dependencies import Operators
+from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError
 from memplan.types.solution import Solved, TimedOut
+from memplan.types.trace import I64
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """An order of a program's operators, and what it needs. Bytes are those of storages."""
+    """An order of a program's operators, and what it needs. Bytes are those of storages, and of
+    kernels' own memory as far as it is known (`call_memory`); on CUDA peaks are of whole blocks."""
 
     nodes: Sequence[fx.Node]
     operators: int
     program_peak_bytes: int
     """Of the order in which the step was written, each storage freed at its last use."""
     ordered_peak_bytes: int
+    high_peak_bytes: int
+    """The same with the largest workspaces that libraries may choose."""
     lower_bound_bytes: int
-    """No order needs less; 0 where none was looked for."""
+    """No order needs less, be its blocks no larger than what is asked for; 0 where none was looked
+    for."""
     seconds: float
     """Of the search."""
 
@@ -46,15 +54,36 @@ def choose_order(
     began = time.perf_counter()
     graph = operators.graph
     plain = program_order(graph)
-    plain_peak = peak(graph, plain)
     if not search or not len(graph):
-        return Ordering(operators.schedule(plain), len(graph), plain_peak, plain_peak, 0, 0.0)
+        return _ordering(operators, plain, 0, 0.0)
     importlib.import_module("torch._inductor.memory")  # seconds, once: not the search's
     found = solve(graph, deadline=Deadline(deadline_seconds), seed=seed)
     best = found.solution if isinstance(found, Solved) else found.best
     bound = int(found.bound) if isinstance(found, (Solved, TimedOut)) else 0
-    order, least = (plain, plain_peak) if best is None else (best.order, best.peak_bytes)
+    order, least = (plain, peak(graph, plain)) if best is None else (best.order, best.peak_bytes)
     if fault := order_fault(graph, np.asarray(order).tolist(), least):
         raise InternalError(f"the order that was found is wrong: {fault}")
     seconds = time.perf_counter() - began
-    return Ordering(operators.schedule(order), len(graph), plain_peak, least, bound, seconds)
+    return _ordering(operators, order, bound, seconds)
+
+
+def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> Ordering:
+    graph = operators.graph
+    plain = program_order(graph)
+    ordered = _peak(operators, order)
+    high = peak(replace(graph, scratch=operators.scratch_high), order) - peak(graph, order)
+    return Ordering(
+        nodes=operators.schedule(order),
+        operators=len(graph),
+        program_peak_bytes=_peak(operators, plain),
+        ordered_peak_bytes=ordered,
+        high_peak_bytes=ordered + high,
+        lower_bound_bytes=bound,
+        seconds=seconds,
+    )
+
+
+def _peak(operators: Operators, order: I64) -> int:
+    if not operators.program.on_cuda:  # no caching allocator
+        return peak(operators.graph, order)
+    return allocated_peak(operators.graph, order, operators.held, conf_in(os.environ))

@@ -30,7 +30,8 @@ class Pass:
     """Its rows are those of `operators`. An operator's `seconds` are what running it again costs:
     FLOPs, and bytes that it moves, which decide where there are none."""
     storages: list[int]
-    """Of each value of the graph: its index in `Program.storages`."""
+    """Of each value of the graph: its index in `Program.storages`; -1 for memory that a kernel of a
+    card takes for itself, one value for each operator."""
 
     def replays(self, selection: Selection) -> tuple[Again, ...]:
         """What a selection has run again, in names of nodes of forward and backward."""
@@ -69,6 +70,9 @@ def pass_of(operators: Operators) -> Pass:
     facts = [facts_of(node) for node in operators.nodes]
     forward = next((row for row, one in enumerate(facts) if one.backward), len(facts))
     touched = sorted({index for one in facts for index in _touched(one)})
+    scratch = operators.graph.scratch * operators.program.on_cuda
+    own = np.flatnonzero(scratch)
+    taken = {int(row): {len(touched) + number} for number, row in enumerate(own)}
     values = {storage: number for number, storage in enumerate(touched)}
     start, stop = lifetimes(operators.graph, program_order(operators.graph))
     made = {
@@ -85,7 +89,12 @@ def pass_of(operators: Operators) -> Pass:
     alloc = column(start, -1)
     replayable = _replayable(operators.nodes, forward)
     reads_start, reads = csr([{values[s] for s in f.reads} for f in facts])
-    writes_start, writes = csr([{values[s] for s in (*f.writes, *f.makes)} for f in facts])
+    writes_start, writes = csr(
+        {values[s] for s in (*one.writes, *one.makes)} | taken.get(row, set())
+        for row, one in enumerate(facts)
+    )
+    droppable = _droppable(operators, facts, touched, alloc, forward, replayable)
+    names = [operators.program.storages[storage].name for storage in touched]
     graph = StepGraph(
         ops=GraphOps(
             name=operators.graph.name,
@@ -101,17 +110,17 @@ def pass_of(operators: Operators) -> Pass:
             writes=writes,
         ),
         values=GraphValues(
-            bytes=column(operators.graph.bytes, 0),
-            alloc=alloc,
-            free=column(stop, count),
-            droppable=_droppable(operators, facts, touched, alloc, forward, replayable),
-            name=[operators.program.storages[storage].name for storage in touched],
+            bytes=np.append(column(operators.graph.bytes, 0), scratch[own]),
+            alloc=np.append(alloc, own),
+            free=np.append(column(stop, count), own + 1),
+            droppable=np.append(droppable, np.zeros(len(own), np.bool_)),
+            name=[*names, *[""] * len(own)],
         ),
         forward_ops=forward,
         base_bytes=operators.graph.base_bytes,
         rest_peak_bytes=0,
     )
-    return Pass(operators, graph, touched)
+    return Pass(operators, graph, [*touched, *[-1] * len(own)])
 
 
 def _touched(facts: Facts) -> set[int]:

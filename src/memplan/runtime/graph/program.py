@@ -18,6 +18,8 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from memplan.capturing.operators.call_memory import NOTHING, CallMemory
+from memplan.runtime.graph.scratch import call_memory, kept_workspaces, on_cuda
 from memplan.runtime.graph.workspaces import workspace_bytes
 
 FACTS = "memplan"
@@ -86,7 +88,8 @@ class Facts:
     """Part of the optimizer's step."""
     flops: int = 0
     """Of multiplications of matrices, convolutions and attention, where PyTorch has a formula."""
-    scratch_bytes: int = 0
+    memory: CallMemory = NOTHING
+    """What it asks for beside its results."""
 
 
 @dataclass(eq=False)
@@ -97,8 +100,16 @@ class Program:
     inputs: list[int]
     """Of each placeholder: its storage, -1 for what is no tensor. They are alive all the time."""
     storages: list[StorageFacts]
-    base_bytes: int = 0
-    """Held beside the graph's storages all the time."""
+    held: Sequence[int] = ()
+    """Blocks that the caller holds beside the graph's storages all the time."""
+    workspaces: Sequence[int] = ()
+    """Blocks that libraries keep."""
+    on_cuda: bool = False
+
+    @property
+    def base_bytes(self) -> int:
+        """Beside the graph's storages all the time."""
+        return sum(self.held) + sum(self.workspaces)
 
     @property
     def output(self) -> fx.Node:
@@ -114,7 +125,7 @@ def facts_of(node: fx.Node) -> Facts:
     return facts
 
 
-def program_of(module: fx.GraphModule, base_bytes: int = 0) -> Program:
+def program_of(module: fx.GraphModule, held: Sequence[int] = ()) -> Program:
     """Reads what each node does off its operator's schema and its fake result.
 
     Raises ValueError for a node of which neither tells.
@@ -126,7 +137,10 @@ def program_of(module: fx.GraphModule, base_bytes: int = 0) -> Program:
             inputs.append(reader.input(node))
         elif node.op != "output":
             node.meta[FACTS] = reader.facts(node)
-    return Program(module, inputs, reader.storages, base_bytes)
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    workspaces = kept_workspaces(facts_of(node).memory for node in nodes)
+    card = any(map(on_cuda, nodes))
+    return Program(module, inputs, reader.storages, held, workspaces, card)
 
 
 def is_element(node: fx.Node) -> bool:
@@ -193,7 +207,7 @@ class _Reader:
             backward=bool(node.meta.get(BACKWARD)),
             update=bool(node.meta.get(UPDATE)),
             flops=_flops(node),
-            scratch_bytes=_scratch_bytes(node),
+            memory=_memory(node),
         )
 
     def _result(self, node: fx.Node) -> Any:
@@ -351,29 +365,10 @@ def is_of_others(namespace: str | None) -> bool:
     return namespace not in (None, *known)
 
 
-def _scratch_bytes(node: fx.Node) -> int:
-    """Python's numbers become tensors where an operator wants one."""
+def _memory(node: fx.Node) -> CallMemory:
     if isinstance(node.target, Added):
-        return node.target.scratch_bytes
-    val = node.meta.get("val")
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
-        return 0
-    if val.device.type not in ("cpu", "meta"):
-        return 0
-    wanted = zip(node.target._schema.arguments, node.args, strict=False)
-    return _NUMBER_BYTES * sum(
-        isinstance(argument.type, torch.TensorType) and _is_number(given)
-        for argument, given in wanted
-    )
-
-
-_NUMBER_BYTES = 8
-
-
-def _is_number(given: Any) -> bool:
-    if isinstance(given, fx.Node):
-        return not isinstance(given.meta.get("val"), torch.Tensor)
-    return isinstance(given, (int, float))
+        return CallMemory(node.target.scratch_bytes, node.target.scratch_bytes)
+    return call_memory(node)
 
 
 def _source(node: fx.Node) -> str:

@@ -6,20 +6,30 @@ from dataclasses import dataclass, field
 
 from memplan.report.text import format_bytes
 
+_WORTH_SAYING = 1.01
+"""Times the peak."""
+
 
 @dataclass(frozen=True)
 class ProgramReport:
     """One captured step: one set of shapes and settings. Bytes are those of the storages that the
-    step's operators and its inputs hold, inputs and weights among them; scratch memory of kernels
-    is not."""
+    step's operators and its inputs hold, inputs and weights among them.
+
+    On CUDA they are PyTorch's allocated bytes, as `torch.cuda.max_memory_allocated` counts them:
+    whole blocks (`steady_peak`), with memory that kernels take while they run and workspaces that
+    cuBLAS keeps, by the rules of docs/kernels.md. On the CPU what kernels take is not counted."""
 
     operators: int
     plain_peak_bytes: int
     """In the order in which the step was written, each storage freed at its last use."""
     ordered_peak_bytes: int
-    """In the order in which it runs."""
+    """In the order in which it runs. Workspaces of cuDNN's convolutions are expected ones: cuDNN
+    chooses when it runs."""
+    high_peak_bytes: int
+    """The same with the largest workspaces that cuDNN may choose. A budget does not count them."""
     lower_bound_bytes: int
-    """No order needs less, with the same recomputation; 0 where none was proved."""
+    """No order needs less, with the same recomputation; 0 where none was proved. Of bytes as they
+    are asked for: blocks may be larger."""
     order_seconds: float
     recomputed: int = 0
     """Operators that run a second time."""
@@ -27,6 +37,9 @@ class ProgramReport:
 
     def __str__(self) -> str:
         parts = [f"{self.peaks}, {self.operators} operators"]
+        if self.high_peak_bytes > _WORTH_SAYING * self.ordered_peak_bytes:
+            high = format_bytes(self.high_peak_bytes)
+            parts.append(f"{high} if cuDNN takes its largest workspaces")
         if self.lower_bound_bytes:
             parts.append(f"no order below {format_bytes(self.lower_bound_bytes)}")
         if self.recomputed:

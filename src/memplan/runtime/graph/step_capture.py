@@ -196,7 +196,7 @@ class StepCapture:
             self._updates,
             self._scaler,
             keep=self._keeps(),
-            base_bytes=self._held_bytes(),
+            base=self._held(),
             behind_bytes=0 if self.can_update_in_graph() else self._updates.behind_bytes(),
             budget=self._options.budget,
             deadline_seconds=self._options.deadline_seconds,
@@ -237,7 +237,7 @@ class StepCapture:
                 keep=self._keeps(),
                 behind=not self.can_update_in_graph(),
             )
-            return program_of(module, self._held_bytes())
+            return program_of(module, self._held())
 
         def plain() -> Pass:
             graph = operators(program(()))
@@ -289,12 +289,12 @@ class StepCapture:
             return False  # they are added to those that are there
         return self._options.keep_gradients or not self.can_update_in_graph()
 
-    def _held_bytes(self) -> int:
+    def _held(self) -> list[int]:
         """Optimizer state, and gradients of earlier calls."""
         parameters = {id(one): one for one in self._updates.parameters()}.values()
-        state = sum(self._updates.state_bytes(one)[0] for one in parameters)
-        gradients = sum(one.numel() * one.element_size() for one in parameters)
-        return state + (gradients if self._options.accumulate > 1 else 0)
+        state = [self._updates.state_bytes(one)[0] for one in parameters]
+        gradients = [one.numel() * one.element_size() for one in parameters]
+        return [*state, *(gradients if self._options.accumulate > 1 else [])]
 
 
 def _there(owner: weakref.ref[Any]) -> Any:

@@ -84,6 +84,7 @@ class Compiled:
             operators=ordering.operators,
             plain_peak_bytes=ordering.program_peak_bytes,
             ordered_peak_bytes=ordering.ordered_peak_bytes,
+            high_peak_bytes=ordering.high_peak_bytes,
             lower_bound_bytes=ordering.lower_bound_bytes,
             order_seconds=ordering.seconds,
             recomputed=self.made.recomputed,

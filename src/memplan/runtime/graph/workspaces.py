@@ -1,8 +1,8 @@
 """Sizes of results that PyTorch's shape functions do not know.
 
 Some kernels hand a workspace from forward to backward whose size their library chooses (oneDNN's
-recurrent cells); a shape function says that it is empty. On the CPU such an operator is run, once
-for each set of shapes, on zeros.
+recurrent cells, cuDNN's); a shape function says that it is empty. On the CPU such an operator is
+run, once for each set of shapes, on zeros; cuDNN's reserve has a rule, whose upper end counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from torch._dynamo.utils import preserve_rng_state
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.capturing.kernels import rnn
+from memplan.capturing.operators.recurrent import forward_call
+
+_RESERVE = 3
+"""Place among the results of `_cudnn_rnn`."""
 _known: dict[Any, list[int]] = {}
 
 
@@ -23,6 +28,8 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     arguments = fx.map_arg((node.args, node.kwargs), lambda needed: needed.meta.get("val"))
+    if node.target is torch.ops.aten._cudnn_rnn.default and place == _RESERVE:
+        return rnn.reserve(forward_call(arguments[0])).high
     leaves, spec = pytree.tree_flatten(arguments)
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(one.numel() for one in given) or any(one.device.type != "cpu" for one in given):
