@@ -16,7 +16,7 @@ from tests.order.graphs import graphs, make_graph, random_order
 MIB = 1 << 20
 
 
-@settings(max_examples=40)
+@settings(max_examples=25, deadline=None)
 @given(graphs(), st.integers(0, 2**20))
 def test_blocks_hold_what_is_asked_for(graph: Graph, seed: int) -> None:
     large = replace(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import memplan
 from memplan.capturing.cuda.device import fake_cuda_device
@@ -29,7 +30,7 @@ from memplan.runtime.graph import inductor_buffers
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.fused import Memory, Part
 from memplan.runtime.graph.inductor import Kernels
-from memplan.runtime.graph.inductor_buffers import Given
+from memplan.runtime.graph.inductor_buffers import Given, UnknownSizeError
 from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.passes import pass_of
 from memplan.runtime.graph.program import facts_of, program_of
@@ -193,6 +194,12 @@ def test_an_operator_in_inductors_code_asks_for_it_too() -> None:
     last = workspace(replace(CONVOLUTION, channels_last=True), Direction.FORWARD, SETTINGS)
     assert inductor_buffers._memory(extern(channels_last)) == CallMemory(last.bytes, last.high)
     assert last.bytes < one.bytes
+
+
+def test_sizes_that_may_change_are_not_known() -> None:
+    tensor: Any = SimpleNamespace(shape=(ShapeEnv().create_unbacked_symint(), 3))
+    with pytest.raises(UnknownSizeError):
+        inductor_buffers._laid_out([tensor], [])
 
 
 def test_workspaces_count_in_forward_and_backward() -> None:

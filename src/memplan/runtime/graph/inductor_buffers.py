@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,6 @@ class BufferReader:
         lasting = (one for one in given if one is not None and one.lasts)
         self.held = [*_blocks(lasting), *self._constants()]
         """The blocks that the graph's `base_bytes` is the sum of."""
-        self._memory = [[_memory(one) for one in node.get_nodes()] for node in nodes]
-        """Of each node's operators."""
         self._row = {
             buffer.get_name(): row
             for row, node in enumerate(nodes)
@@ -80,6 +79,11 @@ class BufferReader:
                 makers.setdefault(root, set()).add(self._row[tuple_of])
                 users.setdefault(root, set()).update(taken)
         return self._columns(bytes_of, makers, users)
+
+    @cached_property
+    def _memory(self) -> list[list[CallMemory]]:
+        """Of each node's operators."""
+        return [[_memory(one) for one in node.get_nodes()] for node in self._nodes]
 
     def scratch_high(self) -> I64:
         """`Graph.scratch` with the largest workspaces that libraries may choose."""
@@ -297,6 +301,8 @@ def _memory(node: Any) -> CallMemory:
 def _laid_out(tensors: list[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
     """An operator's tensors with the strides that Inductor gives them, which decide what a
     convolution has to copy."""
+    if any(isinstance(size, torch.SymInt) for one in tensors for size in one.shape):
+        raise UnknownSizeError
     if len(tensors) != len(inputs):
         return tensors
     found = []
