@@ -214,6 +214,27 @@ def test_a_scaler_skips_a_step_as_ever() -> None:
     assert same(*jobs)
 
 
+def test_plain_steps_afterwards_have_it_on_the_card() -> None:
+    devices: list[set[str]] = []
+
+    def job() -> None:
+        model = nn.Linear(1024, 2048).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(2, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            state = optimizer.state[model.weight]
+            devices.append({state[name].device.type for name in ("exp_avg", "exp_avg_sq")})
+
+        with plan_in_effect(Plan(state=StatePart(share=1.0)), [], lambda _text: None):
+            step()
+        step()
+
+    record(job)
+    assert devices == [{"cpu"}, {"cuda"}]
+
+
 def test_a_capture_has_the_state_in_page_locked_memory_of_the_host() -> None:
     notes: list[str] = []
 

@@ -213,6 +213,36 @@ def test_what_an_optimizer_gets_later_is_seen(since: str) -> None:
     assert seen == [True] * (since == "hook")
 
 
+@pytest.mark.parametrize("name", MAKES)
+def test_plain_steps_afterwards(name: str) -> None:
+    """They begin with the values that the moments in 8 bits have."""
+    plain, job = Job(MAKES[name]), Job(MAKES[name])
+    with LowBit(job.said.append):
+        job.steps(3)
+    weights, state = saved(job)
+    for moments in state["state"].values():
+        for key, value in moments.items():
+            moments[key] = getattr(value, "dequantize", lambda value=value: value)()
+    plain.model.load_state_dict(weights)
+    plain.optimizer.load_state_dict(state)
+    assert job.steps(3) == plain.steps(3)
+    assert set(job.kinds()) == {"Tensor"} and not job.said
+    with LowBit():
+        job.steps(1)
+    assert job.kinds().count("OptimState8bit") == 4
+
+
+def test_what_is_said_of_updates_at_the_step_is_true() -> None:
+    for low_bit in (None, LowBitPart()):
+        said: list[str] = []
+        order = OrderPart(parameters=4, gradient_bytes=0, from_first=False)
+        with plan_in_effect(Plan(low_bit=low_bit, order=order), [], said.append):
+            job = Job()
+            job.loss()
+            job.steps(1)
+        assert len(said) == 1 and ("This changes no number" in said[0]) == (low_bit is None)
+
+
 def test_a_state_is_copied() -> None:
     job = Job()
     with LowBit():

@@ -135,8 +135,8 @@ class _Calls:
             sends = " or offloads" if self._offload is not None else ""
             self._on_note(
                 f"{recording.found} of the {decisions.named} values that the plan drops{sends} "
-                "were met in this forward pass: was the plan made for other arguments? The "
-                "numbers are the same in any case; the peak may be higher than the plan "
+                "were met in this forward pass: was the plan made for other arguments? This "
+                "changes no number; the peak may be higher than the plan "
                 "promises. `memplan fit` makes a plan for this job"
             )
 

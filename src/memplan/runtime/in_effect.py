@@ -67,7 +67,9 @@ def plan_in_effect(
         if plan.order is not None:  # told of a step before those who update parameters there
             from memplan.runtime.optimizer_in_backward import OptimizerInBackward
 
-            in_backward = OptimizerInBackward(plan.order, note, same_job=same)
+            in_backward = OptimizerInBackward(
+                plan.order, note, same_job=same, exact=plan.low_bit is None
+            )
             found.in_backward = in_backward.account
             stack.enter_context(in_backward)
         if plan.low_bit is not None:

@@ -18,13 +18,16 @@ from memplan.runtime import one_update
 
 class InsteadOfStep(ABC):
     """In effect on every optimizer that steps while it is entered; a context manager. Where updates
-    come in the backward pass, they come this way too (`one_update.update`)."""
+    come in the backward pass, they come this way too (`one_update.update`). Afterwards an
+    optimizer's state becomes a plain one's when that steps again: not at once, for at the end of a
+    program nobody needs it, and the card may have no room."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
+        self._remove_handles()
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -34,9 +37,20 @@ class InsteadOfStep(ABC):
 
     def __exit__(self, *_exc: object) -> None:
         one_update.instead.remove(self._update)
+        self._remove_handles()
+        self._handles = [register_optimizer_step_pre_hook(self._steps_plainly)]
+        self._show_gradients()
+
+    def _remove_handles(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._show_gradients()
+
+    def _steps_plainly(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._make_plain(optimizer)
+
+    @abstractmethod
+    def _make_plain(self, optimizer: Optimizer) -> None:
+        """Its state becomes what its own step has, if it was one of those served."""
 
     @abstractmethod
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

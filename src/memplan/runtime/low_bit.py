@@ -80,6 +80,10 @@ class LowBit(InsteadOfStep):
         self._serves[optimizer] = not reason
         return not reason
 
+    def _make_plain(self, optimizer: Optimizer) -> None:
+        if self._serves.pop(optimizer, False):
+            _make_whole(optimizer)
+
     def _update(self, optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
         if torch.compiler.is_compiling() or not self._can(optimizer):
             return False

@@ -50,6 +50,11 @@ class HostState(InsteadOfStep):
         self._chosen: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._lock = PageLock(on_note)
 
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._synchronize()
+        self._rings.clear()
+
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self._chosen and not self._chosen[optimizer]:
             return
@@ -59,6 +64,9 @@ class HostState(InsteadOfStep):
 
     def _after(self, *_arguments: Any) -> None:
         super()._after()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         for ring in self._rings.values():
             ring.synchronize()
 
@@ -100,13 +108,16 @@ class HostState(InsteadOfStep):
         """Its state is on the card from now on, also what was on the host until now: something
         that the optimizer has only since would see a difference."""
         self._on_note(f"an optimizer's state stays on the card: {reason}")
-        for parameter in self._chosen.get(optimizer, ()):
+        self._make_plain(optimizer)
+        found = self._chosen[optimizer] = WeakTensorKeyDictionary()
+        return found
+
+    def _make_plain(self, optimizer: Optimizer) -> None:
+        for parameter in self._chosen.pop(optimizer, ()):
             state = optimizer.state[parameter]
             for name, value in state.items():
                 if _lies_like(value, parameter):
                     state[name] = of_parts(part_of(value).to(parameter.device), parameter)
-        found = self._chosen[optimizer] = WeakTensorKeyDictionary()
-        return found
 
     def _new(self, like: Tensor) -> Tensor:
         host = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")

@@ -59,12 +59,19 @@ class OptimizerInBackward:
         on_note: Callable[[str], None] | None = None,
         *,
         same_job: bool = True,
+        exact: bool = True,
     ) -> None:
         """`on_note` is told, in a sentence, why the updates come as they would without a plan.
         `same_job`: the plan's capture has shown that nothing uses gradients after the optimizer's
-        step. Else the gradients of the first step are kept, to see it here."""
+        step. Else the gradients of the first step are kept, to see it here. `exact`: False where
+        another part of the plan updates weights in another way than the optimizer does."""
         self.account = EarlyUpdates(planned=part.parameters)
         self._passes = 0
+        self._numbers = (
+            "This changes no number"
+            if exact
+            else "With state in 8 bits, numbers differ from a run without the plan in any case"
+        )
         self._same_job = same_job
         self._from_first = part.from_first and same_job
         self._made_state = False
@@ -129,8 +136,8 @@ class OptimizerInBackward:
         self.account.ended = reason
         if self._on_note is not None:
             self._on_note(
-                f"weights are updated by the optimizer's step, as without a plan: {reason}. The "
-                "numbers are the same in any case; the peak may be higher than the plan promises"
+                f"weights are updated by the optimizer's step, as without a plan: {reason}. "
+                f"{self._numbers}; the peak may be higher than the plan promises"
             )
 
     # Optimizers that are made or changed
@@ -327,7 +334,7 @@ class OptimizerInBackward:
         if account.steps == 1 and now < account.planned and self._on_note is not None:
             self._on_note(
                 f"{now} of the {account.planned} parameters that the plan updates in backward "
-                "were: was it made for other arguments? The numbers are the same in any case; the "
+                f"were: was it made for other arguments? {self._numbers}; the "
                 "peak may be higher than the plan promises"
             )
 
