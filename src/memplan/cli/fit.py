@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     from memplan.fit.flow import fit
     from memplan.fit.state import MoreNodes
     from memplan.fit.worth import Other, priced
-    from memplan.recompute import solve
+    from memplan.recompute.solve import Solver
     from memplan.types.plan_file import save_plan
     from memplan.worker.captures import RankCapture
     from memplan.worker.failure import CaptureFailedError
@@ -137,7 +137,15 @@ def _run(args: argparse.Namespace) -> int:
 
         ranks = job.world.size if job.world else 1
         fitted = fit(
-            program, profile, capture, solve, progress, limits, capture.ahead, ranks, more_nodes
+            program,
+            profile,
+            capture,
+            Solver(),
+            progress,
+            limits,
+            capture.ahead,
+            ranks,
+            more_nodes,
         )
         answer = fitted.answer
         raise_second_interrupt()  # by the first one, the answer came early

@@ -25,8 +25,9 @@ from memplan.types.step_graph import StepGraph
 
 _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0
-_SOLVE_SECONDS = 6.0
-"""For a plan; the first one, from which lifetimes are learnt, need not be the best."""
+_SOLVE_SECONDS = 4.0
+"""For a plan; the first one, from which lifetimes are learnt, and the one of the least peak, from
+which all begin, need not be the best."""
 _LOWER = 0.99
 """Of the lowest peak so far: what a new least peak has to be below."""
 
@@ -39,7 +40,7 @@ def _nothing(_added: float) -> Sequence[Callable[[State], State]]:
 
 
 class Solver(Protocol):
-    """`memplan.recompute.solve`, or a stand-in."""
+    """`memplan.recompute.solve.Solver`, or a stand-in."""
 
     def solve(
         self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
@@ -158,7 +159,7 @@ class Planner:
                 return selection, budget
         if self._least is None:
             least = partial(self._solver.least_peak, self.graph)
-            self._least = self._solved(least, _SOLVE_SECONDS) or Selection()
+            self._least = self._solved(least, _FIRST_SECONDS) or Selection()
             self._least_peak = Evaluator(self.graph).evaluate(self._least).peak_bytes
         return self._least, 0
 

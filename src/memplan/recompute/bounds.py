@@ -37,6 +37,7 @@ class Bounds:
         self.plain = alive_bytes(graph, everything)
         self.relief = _relief(graph)
         self.least_peak = self._least_peak()
+        self._least_seconds: dict[tuple[int, float], float] = {}
 
     def _least_peak(self) -> int:
         relief, values = self.relief, self.graph.values
@@ -64,6 +65,12 @@ class Bounds:
         least = self.graph.rest_peak_bytes if bytes_per_second else self.least_peak
         if budget_bytes < least:
             return float("inf")
+        key = budget_bytes, bytes_per_second
+        if key not in self._least_seconds:
+            self._least_seconds[key] = self._row_by_row(*key)
+        return self._least_seconds[key]
+
+    def _row_by_row(self, budget_bytes: int, bytes_per_second: float) -> float:
         started = np.cumsum(self.graph.ops.seconds) - self.graph.ops.seconds
         excess = self.plain + self.graph.base_bytes - budget_bytes - started * bytes_per_second
         rows = np.flatnonzero(excess > 0).tolist()

@@ -55,7 +55,11 @@ def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
     Values set aside that a plain run lets go of in forward are counted as held until the backward
     of the layer that made them, whether or not a replay needs them.
     """
-    parts = _cut(graph, graph.forward_ops if longest is None else longest)
+    longest = graph.forward_ops if longest is None else longest
+    return _chain(graph, _cut(graph, forward_uses(graph), longest))
+
+
+def _chain(graph: StepGraph, parts: _Parts) -> Cut:
     triggers = _triggers(graph, parts)
     sizes = _Sizes(graph, parts, triggers)
     values = graph.values
@@ -113,12 +117,14 @@ def least_peak_chain(graph: StepGraph) -> Selection:
     evaluator = Evaluator(graph)
     best = Selection()
     found = evaluator.evaluate(best)
+    uses = forward_uses(graph)
     layers = 0
     for longest in _reaches(graph.forward_ops):
-        cut = chain_of(graph, longest)
-        if len(cut.chain) == layers or len(cut.chain) > MOST_LAYERS:
+        parts = _cut(graph, uses, longest)
+        if parts.count == layers or parts.count > MOST_LAYERS:
             continue
-        layers = len(cut.chain)
+        layers = parts.count
+        cut = _chain(graph, parts)
         tried = selection_for(graph, cut, least_peak(cut.chain).checkpoints)
         judged = evaluator.evaluate(tried)
         if (judged.peak_bytes, judged.added_seconds) < (found.peak_bytes, found.added_seconds):
@@ -144,11 +150,10 @@ class _Parts:
         return len(self.rows)
 
 
-def _cut(graph: StepGraph, longest: int) -> _Parts:
+def _cut(graph: StepGraph, uses: ForwardUses, longest: int) -> _Parts:
     values, forward = graph.values, graph.forward_ops
     if not forward:
         return _Parts([], [-1], [], {})
-    uses = forward_uses(graph)
     points = [p for p in articulations(graph, uses, longest) if _can_be_kept(graph, p)]
     begins = np.array([0, *(point.row for point in points), forward])
     rows = [(int(first), int(stop) - 1) for first, stop in pairwise(begins)]

@@ -88,18 +88,11 @@ def judge(block: Block, selections: tuple[Selection, ...]) -> BlockOptions:
 def _worth_keeping(between: I64, window: I64, forward: I64, seconds: F64) -> list[int]:
     """The first two, and of the others those that no other is as good as in everything."""
     table = np.stack([between, window, forward, seconds])
-    result = []
-    for place in range(table.shape[1]):
-        rest = [other for other in range(table.shape[1]) if other != place]
-        beaten = [
-            other
-            for other in rest
-            if (table[:, other] <= table[:, place]).all()
-            and ((table[:, other] < table[:, place]).any() or other < place)
-        ]
-        if place < 2 or not beaten:
-            result.append(place)
-    return result
+    other, place = table[:, :, None], table[:, None, :]
+    order = np.arange(table.shape[1])
+    better = (other < place).any(axis=0) | (order[:, None] < order)
+    beaten = ((other <= place).all(axis=0) & better).any(axis=0)
+    return [int(found) for found in np.flatnonzero(~beaten | (order < 2))]
 
 
 def _search(

@@ -24,6 +24,29 @@ _HALVINGS = 6
 """Of the range of budgets in which `least_peak_within` looks for the least."""
 
 
+class Solver:
+    """`solve` and `least_peak` for one question after the other: what was found for one serves the
+    next one about the same graph."""
+
+    def __init__(self) -> None:
+        self._planner: Planner | None = None
+
+    def solve(
+        self, graph: StepGraph, budget_bytes: int, *, deadline_seconds: float
+    ) -> Solution[Selection]:
+        deadline = Deadline(deadline_seconds, cpu_time=True)
+        return _solve(self._planner_of(graph, deadline), budget_bytes, deadline)
+
+    def least_peak(self, graph: StepGraph, *, deadline_seconds: float) -> Solved[Selection]:
+        deadline = Deadline(deadline_seconds, cpu_time=True)
+        return _least_peak(self._planner_of(graph, deadline), deadline)
+
+    def _planner_of(self, graph: StepGraph, deadline: Deadline) -> Planner:
+        if self._planner is None or self._planner.graph is not graph:
+            self._planner = Planner(graph, deadline)
+        return self._planner
+
+
 def solve(
     graph: StepGraph,
     budget_bytes: int,
@@ -37,8 +60,10 @@ def solve(
     not forbid it; `best` is None then, and whoever wants the nearest selection asks `least_peak`.
     Raises ValueError for a graph that contradicts itself.
     """
-    deadline = Deadline(deadline_seconds, cpu_time=True)
-    planner = Planner(graph, deadline)
+    return Solver().solve(graph, budget_bytes, deadline_seconds=deadline_seconds)
+
+
+def _solve(planner: Planner, budget_bytes: int, deadline: Deadline) -> Solution[Selection]:
     least = planner.bounds.least_peak
     if budget_bytes < least:
         _search(planner, 0, deadline)
@@ -66,8 +91,10 @@ def least_peak(
 ) -> Solved[Selection]:
     """The selection with the lowest peak of the step that was found; of such, the quickest. Cost
     and bound are bytes. Always Solved: dropping nothing is a selection."""
-    deadline = Deadline(deadline_seconds, cpu_time=True)
-    planner = Planner(graph, deadline)
+    return Solver().least_peak(graph, deadline_seconds=deadline_seconds)
+
+
+def _least_peak(planner: Planner, deadline: Deadline) -> Solved[Selection]:
     _search(planner, 0, deadline.part(2))
     _search(planner, planner.lowest().peak, deadline)
     best = planner.lowest()

@@ -11,6 +11,8 @@ exist) is in `base_bytes`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -52,10 +54,23 @@ class GraphOps:
         return len(self.name)
 
     def reads_of(self, row: int) -> list[int]:
-        return list(map(int, self.reads[self.reads_start[row] : self.reads_start[row + 1]]))
+        return self._reads_by_row[row]
 
     def writes_of(self, row: int) -> list[int]:
-        return list(map(int, self.writes[self.writes_start[row] : self.writes_start[row + 1]]))
+        return self._writes_by_row[row]
+
+    @cached_property
+    def _reads_by_row(self) -> list[list[int]]:
+        return _by_row(self.reads_start, self.reads)
+
+    @cached_property
+    def _writes_by_row(self) -> list[list[int]]:
+        return _by_row(self.writes_start, self.writes)
+
+
+def _by_row(start: I64, edges: I64) -> list[list[int]]:
+    found = edges.tolist()
+    return [found[first:last] for first, last in pairwise(start.tolist())]
 
 
 @dataclass(frozen=True)
