@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from memplan.capturing.options import CaptureOptions, ScriptTarget
@@ -60,6 +62,30 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
     assert f"stdin '' {[request.program.name, '--lr', '3 4']}" in said
     assert "printed at the end" in said
     assert load_trace(trace).meta.command == [request.program.name, "--lr", "3 4"]
+
+
+def test_one_that_waited_captures_the_same(tmp_path: Path) -> None:
+    request = asked(tmp_path, TRAINS)
+    traces = []
+    for first in (request, None):
+        with WorkerProcess(first, tmp_path / "job.trace", quiet=True) as process:
+            if first is None:
+                while "libtorch" not in Path(f"/proc/{process.process.pid}/maps").read_text():
+                    assert not process.ended
+                process.ask(request)
+            traces.append(process.trace())
+    plain, waited = traces
+    assert plain.strings == waited.strings
+    for column in dataclasses.fields(plain.events):
+        found = (getattr(trace.events, column.name) for trace in traces)
+        assert np.array_equal(*found), column.name
+
+
+def test_one_that_is_not_asked_ends_with_who_started_it(tmp_path: Path) -> None:
+    process = WorkerProcess(None, tmp_path / "job.trace", quiet=True)
+    assert not process.ended
+    process.dismiss()
+    assert process.ended
 
 
 def failure(request: CaptureRequest, folder: Path, end: signal.Signals | None) -> str:

@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     host_bytes = _host_bytes(args.host_memory, job)
     limits = Limits(args.allow, args.at_most, args.frontier, host_bytes)
     with Workers() as workers, progress_line(stages=True) as progress:
-        capture = RankCapture(job.question(args, profile), workers)
+        capture = RankCapture(job.question(args, profile), workers, goes_on=True)
 
         def more_nodes(times: int) -> MoreNodes | None:
             wider = job.with_more_nodes(times, args.gpus_per_node)

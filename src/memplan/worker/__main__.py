@@ -1,8 +1,11 @@
-"""`python -m memplan.worker TRACE`: see the package."""
+"""`python -m memplan.worker TRACE [PIPE]`: see the package. `PIPE`: the number of a pipe, whose end
+says that the request is there."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -17,9 +20,23 @@ from memplan.worker.signals import ended_by_signal, signals_now
 _EXIT_INTERRUPTED = 130
 
 
-def main(path: Path) -> int:
+_NEEDED = (
+    "memplan.capturing.script",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
+"""Modules that a capture imports before it runs the program."""
+
+
+def main(path: Path, pipe: int | None = None) -> int:
     """The exit code: that of the outcome, or 128 + the signal that ended the process, which then
     says nothing: who sent it knows, and who waits for this process sees it."""
+    if pipe is not None:
+        if not select.select([pipe], [], [], 0)[0]:
+            for name in _NEEDED:
+                importlib.import_module(name)
+        os.read(pipe, 1)
+        os.close(pipe)
     with os.fdopen(0, "rb", closefd=False) as asked:
         encoded = asked.read()
     answer = os.dup(1)
@@ -53,4 +70,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -51,6 +51,8 @@ class RankCapture:
 
     question: Question
     workers: Workers | None = None
+    goes_on: bool = False
+    """Whether more is asked after a capture that does not fit: processes get ready for it."""
 
     def __call__(
         self,
@@ -85,4 +87,6 @@ class RankCapture:
         trace = ended.trace()
         estimate = asked.answer(trace)
         workers.seen(estimate.capture_peak_bytes)
+        if self.goes_on and not estimate.fits:
+            workers.get_ready()
         return Captured(trace, estimate)

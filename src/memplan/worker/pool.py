@@ -13,6 +13,8 @@ from memplan.worker.signals import signals_later
 
 HOST_BYTES = 3 << 30
 """What a capture is taken to need before one has been seen."""
+_READY = 2
+"""Processes that have imported PyTorch and wait, at most."""
 
 
 class Workers:
@@ -24,6 +26,7 @@ class Workers:
         self._started: dict[str, WorkerProcess] = {}
         self._waiting: dict[str, CaptureRequest] = {}
         """Asked for ahead."""
+        self._ready: list[WorkerProcess] = []
         self._peak_bytes = 0
         self._stack = ExitStack()
 
@@ -34,6 +37,8 @@ class Workers:
 
     def __exit__(self, *_error: object) -> None:
         with self._stack:
+            for process in self._ready:
+                process.dismiss()
             end_all(list(self._started.values()))
 
     def has_room(self, beyond: int = 0) -> bool:
@@ -53,10 +58,23 @@ class Workers:
         self._waiting.pop(key, None)
         if key not in self._started:
             with signals_later():
-                process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
+                if quiet and self._ready and "PYTHONPATH" not in request.options.environment:
+                    process = self._ready.pop(0)
+                    process.ask(request)
+                else:
+                    process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
                 self._started[key] = process
             self.running.append(process)
         return self._started[key]
+
+    def get_ready(self) -> None:
+        """Have processes start that the next requests find waiting, where there are CPUs for
+        them."""
+        most = min(_READY, (os.cpu_count() or 1) - 1) if self.has_room() else 0
+        while len(self._ready) < most and available_bytes() > 2 * (self._peak_bytes or HOST_BYTES):
+            with signals_later():
+                path = self._folder / f"{len(self._ready) + len(self._started)}.trace"
+                self._ready.append(WorkerProcess(None, path, quiet=True))
 
     def ahead(self, request: CaptureRequest) -> WorkerProcess | None:
         """The process of this request if it has ended. Else it starts, quietly, when there is room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -30,22 +31,41 @@ class WorkerProcess:
     """A capture, running in a process of its own. Leaving the block ends it, as `end_all` does.
 
     The trace is left at `path`. `quiet`: what the process writes to stderr is kept back, for
-    `CaptureFailedError.wrote`.
+    `CaptureFailedError.wrote`. Without a request it imports PyTorch and waits for `ask`.
     """
 
-    def __init__(self, request: CaptureRequest, path: Path, *, quiet: bool = False) -> None:
+    def __init__(self, request: CaptureRequest | None, path: Path, *, quiet: bool = False) -> None:
         self.path = path
         self._out = tempfile.TemporaryFile()  # noqa: SIM115
         self._kept = tempfile.TemporaryFile() if quiet else None  # noqa: SIM115
-        with tempfile.TemporaryFile() as asked:
-            asked.write(request.encoded())
-            asked.seek(0)
+        self._asked = tempfile.TemporaryFile()  # noqa: SIM115
+        waits, self._go = os.pipe()
+        try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "memplan.worker", str(self.path)],
-                stdin=asked,
+                [sys.executable, "-m", "memplan.worker", str(self.path), str(waits)],
+                stdin=self._asked,
                 stdout=self._out,
                 stderr=self._kept,
+                pass_fds=[waits],
             )
+        finally:
+            os.close(waits)
+        if request is not None:
+            self.ask(request)
+
+    def ask(self, request: CaptureRequest) -> None:
+        with self._asked:
+            self._asked.write(request.encoded())
+            self._asked.seek(0)  # the process has the same position
+        os.close(self._go)
+
+    def dismiss(self) -> None:
+        """One that nothing was asked of ends: it has made nothing yet."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._go)
+        self._asked.close()
+        self.close()
 
     def __enter__(self) -> WorkerProcess:
         return self
