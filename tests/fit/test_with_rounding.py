@@ -105,6 +105,11 @@ def test_a_plan_for_other_arguments_sets_none() -> None:
     [
         ('add_argument("--grad-accum", type=int, default=4)', (), ("--grad-accum", 4)),
         ("", ("--gradient_accumulation_steps=2",), ("--gradient_accumulation_steps", 2)),
+        (
+            'add_argument("--micro-batches", type=int)',
+            ("--micro-batches", "8"),
+            ("--micro-batches", 8),
+        ),
         ("", ("trainer.accumulate_grad_batches=3",), None),
         ('add_argument("--steps", default=4)', (), None),
     ],

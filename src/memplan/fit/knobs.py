@@ -38,6 +38,9 @@ _ACCUMULATION = frozenset(
         *("grad_accum_steps", "grad_accum", "grad_acc_steps", "accumulation_steps"),
         *("accumulate_steps", "accumulate", "accumulate_grad_batches", "accum_steps"),
         *("accum_freq", "accum_iter", "gradient_accumulation_step"),
+        # Of a pipeline's schedule, which has as many in flight whatever their size.
+        *("micro_batches", "microbatches", "num_micro_batches", "num_microbatches"),
+        *("n_micro_batches", "n_microbatches"),
     }
 )
 
