@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from memplan.estimation.estimator import estimate
+from memplan.estimation.estimator import estimate, fits_card
 
-__all__ = ["estimate"]
+__all__ = ["estimate", "fits_card"]

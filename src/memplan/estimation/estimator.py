@@ -53,8 +53,7 @@ def estimate(
         settings = AllocatorSettings.parse(trace.meta.alloc_conf)
     card = profile or captured_for(trace.meta.gpu)
     communication = communication_bytes(trace.meta.communicators, card.capability)
-    whole = _with_engines(_with_communicators(card, communication), card, trace)
-    part = _part(whole, trace.meta.card_processes)
+    part = _left_for_tensors(card, communication, trace)
     steady = settled(trace, settings)
     limited = profile is not None
     if player is None:
@@ -104,6 +103,28 @@ def estimate(
         ],
         **fields,
     )
+
+
+def fits_card(trace: Trace, card: DeviceProfile) -> bool:
+    """What `estimate` says of it, in less time. Raises as it does."""
+    settings = AllocatorSettings.parse(trace.meta.alloc_conf)
+    communication = communication_bytes(trace.meta.communicators, card.capability)
+    part = _left_for_tensors(card, communication, trace)
+    steady = settled(trace, settings)
+    interval = find_interval(
+        steady.trace,
+        part,
+        CachingPlayer(settings, part, part.total_memory_bytes),
+        limited=True,
+        least=steady.least_reserved_bytes,
+    )
+    return _missing_bytes(interval, settings, part) == 0
+
+
+def _left_for_tensors(card: DeviceProfile, communication: Bounds, trace: Trace) -> DeviceProfile:
+    """Of one process, beside NCCL and engines."""
+    whole = _with_engines(_with_communicators(card, communication), card, trace)
+    return _part(whole, trace.meta.card_processes)
 
 
 def _verdict(

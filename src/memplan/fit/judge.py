@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from memplan.estimation import estimate
+from memplan.estimation import estimate, fits_card
 from memplan.types.device import DeviceProfile
 from memplan.types.estimate import Estimate
 from memplan.types.trace import Trace
@@ -72,7 +72,7 @@ def least_card(trace: Trace, profile: DeviceProfile, verdict: Verdict) -> int:
     while high - low > _EXACT_TO * total:
         middle = (low + high) // 2
         card = msgspec.structs.replace(profile, total_memory_bytes=middle)
-        if estimate(job, card).fits:
+        if fits_card(job, card):
             high = middle
         else:
             low = middle
