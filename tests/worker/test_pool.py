@@ -18,10 +18,17 @@ from tests.worker.test_request import REQUEST
 class Started:
     """Stands for a process; it has ended as soon as somebody waits for it."""
 
-    def __init__(self, request: CaptureRequest, path: Path, *, quiet: bool) -> None:
+    def __init__(self, request: CaptureRequest | None, path: Path, *, quiet: bool) -> None:
         self.request, self.path, self.quiet = request, path, quiet
-        self.ended = False
-        assert path.parent.is_dir() and path.name == f"{request.key()}.trace"
+        self.ended = self.dismissed = False
+        assert path.parent.is_dir()
+        assert request is None or path.name == f"{request.key()}.trace"
+
+    def ask(self, request: CaptureRequest) -> None:
+        self.request = request
+
+    def dismiss(self) -> None:
+        self.dismissed = True
 
 
 def first_to_end(running: Sequence[Started]) -> Started:
@@ -88,3 +95,18 @@ def test_what_is_asked_for_ahead_begins_where_there_is_room(
         begun = [one.request for one in workers.running]  # type: ignore[attr-defined]
         assert begun == [asked[2]], "it took the place of one that has ended"
         assert workers.ended(asked[0]).quiet  # type: ignore[attr-defined]
+
+
+def test_those_that_wait_are_asked_first() -> None:
+    with Workers() as workers:
+        workers.get_ready()
+        first, second = ready = list(workers._ready)
+        asked = workers.start(REQUEST, quiet=False)
+        assert asked not in ready, "what it writes is to be seen"
+        first.ended = True  # type: ignore[misc]
+        assert workers.start(with_plan(1), quiet=True) is second
+        assert second in workers.running and first.dismissed  # type: ignore[attr-defined]
+        workers.get_ready()
+        left = list(workers._ready)
+        assert len({one.path for one in (*ready, *left)}) == 4
+    assert all(one.dismissed for one in left)  # type: ignore[attr-defined]

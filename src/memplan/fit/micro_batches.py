@@ -77,9 +77,14 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
         name=words,
         numbers="rounding",
         saved_bytes=max(saved, 0),
-        added_seconds=max(after.step_seconds() - state.step_seconds(), 0.0),
+        added_seconds=max(_seconds(after) - _seconds(state), 0.0),
     )
     return after.with_levers(*kept, lever)
+
+
+def _seconds(state: State) -> float:
+    """Of the whole step: a pipeline's schedule has no two passes alike to multiply."""
+    return state.captured.estimate.step_seconds or state.step_seconds()
 
 
 def _pair(program: ScriptTarget) -> tuple[Knob, NumericOption] | None:

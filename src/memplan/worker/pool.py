@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 from memplan.worker.process import WorkerProcess, end_all, wait_for_any
@@ -27,6 +28,7 @@ class Workers:
         self._waiting: dict[str, CaptureRequest] = {}
         """Asked for ahead."""
         self._ready: list[WorkerProcess] = []
+        self._numbers = count()
         self._peak_bytes = 0
         self._stack = ExitStack()
 
@@ -58,8 +60,8 @@ class Workers:
         self._waiting.pop(key, None)
         if key not in self._started:
             with signals_later():
-                if quiet and self._ready and "PYTHONPATH" not in request.options.environment:
-                    process = self._ready.pop(0)
+                process = self._waiting_one() if quiet and _imports_alike(request) else None
+                if process is not None:
                     process.ask(request)
                 else:
                     process = WorkerProcess(request, self._folder / f"{key}.trace", quiet=quiet)
@@ -73,7 +75,7 @@ class Workers:
         most = min(_READY, (os.cpu_count() or 1) - 1) if self.has_room() else 0
         while len(self._ready) < most and available_bytes() > 2 * (self._peak_bytes or HOST_BYTES):
             with signals_later():
-                path = self._folder / f"{len(self._ready) + len(self._started)}.trace"
+                path = self._folder / f"{next(self._numbers)}.trace"
                 self._ready.append(WorkerProcess(None, path, quiet=True))
 
     def ahead(self, request: CaptureRequest) -> WorkerProcess | None:
@@ -84,6 +86,14 @@ class Workers:
             self._waiting[request.key()] = request
             self._start_waiting()
         return process if process is not None and process.ended else None
+
+    def _waiting_one(self) -> WorkerProcess | None:
+        while self._ready:
+            process = self._ready.pop(0)
+            if not process.ended:
+                return process
+            process.dismiss()
+        return None
 
     def ended(self, request: CaptureRequest, *, quiet: bool = False) -> WorkerProcess:
         """The process of this request, which has ended."""
@@ -108,6 +118,11 @@ class Workers:
     def seen(self, peak_bytes: int) -> None:
         """A capture needed so much memory of this machine."""
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+
+def _imports_alike(request: CaptureRequest) -> bool:
+    """Whether its launcher leaves it where this process looks for modules."""
+    return "PYTHONPATH" not in request.options.environment
 
 
 def available_bytes() -> int:
