@@ -11,6 +11,7 @@ import pytest
 
 from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
 from memplan.types.plan_file import save_plan
+from tests import warm
 
 JOB = """
 import sys
@@ -63,21 +64,25 @@ def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run(folder, "-m", "memplan", "run", *words)
 
 
+def warm_memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return warm.run(folder, "-m", "memplan", "run", *words)
+
+
 def test_the_same_output_and_arguments(job: Path) -> None:
     plain = run(job, "train.py", "--lr", "--plan")
     planned = memplan(job, "--plan", "job.plan", "train.py", "--lr", "--plan")
     assert plain.returncode == planned.returncode == 0
     assert planned.stdout == plain.stdout and "__main__" in plain.stdout
     assert planned.stderr == ""
-    as_module = memplan(job, "--plan", "job.plan", "-m", "train", "--lr", "--plan")
+    as_module = warm_memplan(job, "--plan", "job.plan", "-m", "train", "--lr", "--plan")
     assert as_module.stdout == plain.stdout
 
 
 def test_the_scripts_own_end(job: Path) -> None:
-    assert memplan(job, "--plan", "job.plan", "train.py", "leave").returncode == 7
-    said = memplan(job, "--plan", "job.plan", "train.py", "say")
+    assert warm_memplan(job, "--plan", "job.plan", "train.py", "leave").returncode == 7
+    said = warm_memplan(job, "--plan", "job.plan", "train.py", "say")
     assert said.returncode == 1 and said.stderr.endswith("a last word\n")
-    failed = memplan(job, "--plan", "job.plan", "train.py", "fail")
+    failed = warm_memplan(job, "--plan", "job.plan", "train.py", "fail")
     assert failed.returncode == 1
     assert failed.stderr.startswith("Traceback") and "ValueError: on purpose" in failed.stderr
     assert "memplan" not in failed.stderr
@@ -85,9 +90,9 @@ def test_the_scripts_own_end(job: Path) -> None:
 
 def test_a_plan_for_another_job_is_said_and_harmless(job: Path) -> None:
     save_plan(plan(*DROPS, OpOutput("aten.gelu.default", 0)), job / "other.plan")
-    planned = memplan(job, "--plan", "other.plan", "train.py")
+    planned = warm_memplan(job, "--plan", "other.plan", "train.py")
     assert planned.returncode == 0
-    assert planned.stdout == run(job, "train.py").stdout
+    assert planned.stdout == warm.run(job, "train.py").stdout
     assert "2 of the 3 values that the plan drops were met" in planned.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from memplan.types.plan import Fingerprint, OrderPart, Plan
 from memplan.types.plan_file import load_plan, save_plan
+from tests import warm
 
 JOB = """
 import argparse, hashlib, sys
@@ -70,15 +70,16 @@ def job(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=dict(os.environ),
-        check=False,
-    )
+    done = warm.run(folder, *words)
     assert done.returncode == code, done.stderr
+    return done
+
+
+def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that captures: in a process of its own, for PyTorch to be imported under it."""
+    command = [sys.executable, "-m", "memplan", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return done
 
 
@@ -96,7 +97,7 @@ def early_plan(folder: Path, *words: str) -> None:
 def test_fit_run_and_plan(job: Path) -> None:
     """A card that the job fits with updates in backward alone; then the same script on the CPU, and
     a plan of its addresses."""
-    fitted = run(job, "-m", "memplan", "fit", "--gpu", "1150MiB", "-o", "job.plan", "train.py")
+    fitted = memplan(job, "fit", "--gpu", "1150MiB", "-o", "job.plan", "train.py")
     assert fitted.stdout.startswith("fits with a plan: ")
     assert "updates in backward" in fitted.stdout and "50 weights" in fitted.stdout
     plan = load_plan(job / "job.plan")
@@ -107,7 +108,7 @@ def test_fit_run_and_plan(job: Path) -> None:
     assert planned.stdout == plain.stdout and plain.stdout.count("loss") == 4
     assert held(plain) == [WEIGHTS] * 4 and held(planned) == [WEIGHTS, 0, 0, 0]
     words = ("plan", "--plan", "job.plan", "-o", "placed.plan", "--timeout", "1", "train.py")
-    run(job, "-m", "memplan", *words)
+    memplan(job, *words)
     placed = load_plan(job / "placed.plan")
     assert placed.order == plan.order and placed.allocation is not None
     assert placed.allocation.load_bytes <= plan.order.peak_bytes

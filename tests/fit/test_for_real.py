@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from memplan.types.plan_file import load_plan
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "bench/fit_jobs/mlp.py"
@@ -15,14 +16,12 @@ SMALL = ["--width", "64", "--blocks", "6", "--batch-size", "8192"]
 
 
 def memplan(*words: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "memplan", *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "MEASURE": "1" if words[0] == "run" else ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MEASURE": "1" if words[0] == "run" else ""}
+    if words[0] == "run":
+        done = warm.run(ROOT, "-m", "memplan", *words, env=env)
+    else:
+        command = [sys.executable, "-m", "memplan", *words]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -15,6 +15,7 @@ from memplan.capturing.options import ScriptTarget
 from memplan.fit.knobs import find_accumulation
 from memplan.types.plan import Argument, ArgumentsPart, Fingerprint, Plan
 from memplan.types.plan_file import load_plan, save_plan
+from tests import warm
 
 SCRIPT = """
 import argparse, os
@@ -55,6 +56,8 @@ for step in range(3):
 
 def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"DEVICE": "cpu" if words[0] == "run" else "cuda"}
+    if words[0] == "run":
+        return warm.run(folder, "-m", "memplan", *words, env=environment)
     command = [sys.executable, "-m", "memplan", *words]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
