@@ -173,7 +173,7 @@ def test_measured_peaks_are_within_budgets_and_never_invert(name: str) -> None:
     model = Squared(model)
     most, lowest, least = peak(model, x), peak(model, x, budget="least"), least_budget(model, x)
     assert lowest <= least < most
-    budgets = [least + (most - least) * part // 3 for part in range(3)]
+    budgets = [least, (least + most) // 2]  # `test_budgets` has all of them, and inversions
     peaks = [peak(model, x, budget=budget) for budget in budgets]
     kept = all(found <= budget for found, budget in zip(peaks, budgets, strict=True))
     assert kept, "also the least, which the error of one that is too small names"
@@ -300,7 +300,7 @@ def test_checkpointed_dropout() -> None:
 def test_the_backend_is_found_without_an_import() -> None:
     program = """
 import torch
-run = torch.compile(torch.nn.Linear(4, 4), backend="memplan", options={"budget": "1GiB"})
+run = torch.compile(torch.nn.Linear(4, 4), backend="memplan", options={"codegen": "eager"})
 run(torch.randn(2, 4)).sum().backward()
 print("memplan" in torch._dynamo.list_backends())
 """

@@ -24,10 +24,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "a step": None,
 }
 FUSED_WAYS: dict[str, dict[str, Any] | None] = {
-    "a fused graph": FUSED,
     "a fused graph, least": {**FUSED, "budget": "least"},
     "fused blocks": FUSED,
-    "fused blocks, least": {**FUSED, "budget": "least"},
 }
 
 

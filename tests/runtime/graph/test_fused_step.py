@@ -161,8 +161,6 @@ def test_promised_bytes_and_budgets() -> None:
     assert least <= most
     limited = compiled(model, optimizer, budget=least)
     assert peak(model, optimizer, limited, batch) <= least
-    to_the_least = compiled(model, optimizer, budget="least")
-    assert peak(model, optimizer, to_the_least, batch) <= least
 
 
 def test_layouts_that_inductor_chooses() -> None:
