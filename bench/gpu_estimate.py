@@ -178,7 +178,7 @@ def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def finish(suite: Suite, name: str, estimated: dict[str, Any]) -> None:
     """Compare a job whose two runs are over, and print its line."""
     job = suite.jobs[name]
-    job["estimated"] = estimated
+    job["estimated"] = {k: v for k, v in estimated.items() if isinstance(v, (int, float, str))}
     if "error" in estimated or job["measured"].get("error"):
         reason = job["measured"].get("error") or estimated["error"]
         print(f"{name:30s} {last_line(reason)}", flush=True)
@@ -215,6 +215,8 @@ def again(work: Path, names: list[str]) -> int:
     known = [name for name in names if not suite.jobs[name]["measured"].get("error")]
 
     def job(name: str) -> None:
+        found = suite.jobs[name].get("difference", {})  # but for the replay, of another estimate
+        suite.jobs[name]["difference"] = {"replay": found["replay"]} if "replay" in found else {}
         finish(suite, name, suite.estimate(name, shlex.split(JOBS[name]), suite.gpu))
 
     suite.each(known, job, lambda: save(suite))

@@ -131,6 +131,7 @@ class Task:
                 self.training.module,
                 *self.training.inputs,
                 loss=self.training.loss,
+                output_held=False,
                 budget=budget,
             )
         return applied, {
