@@ -174,7 +174,12 @@ def extern(stride: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
         SimpleNamespace(get_size=lambda s=shape: s, get_stride=lambda s=shape: stride(s))
         for shape in (X, W)
     ]
-    call = SimpleNamespace(get_origin_node=lambda: origin, inputs=inputs, op_overload=None)
+    call = SimpleNamespace(
+        get_origin_node=lambda: None,
+        get_origins=lambda: [x, origin],
+        inputs=inputs,
+        op_overload=aten.convolution.default,
+    )
     return SimpleNamespace(
         node=call, is_extern=lambda: True, get_device=lambda: torch.device("cuda", 0)
     )
@@ -199,7 +204,7 @@ def test_an_operator_in_inductors_code_asks_for_it_too() -> None:
 def test_sizes_that_may_change_are_not_known() -> None:
     tensor: Any = SimpleNamespace(shape=(ShapeEnv().create_unbacked_symint(), 3))
     with pytest.raises(UnknownSizeError):
-        inductor_buffers._laid_out([tensor], [])
+        inductor_buffers._laid_out([], [tensor])
 
 
 def test_workspaces_count_in_forward_and_backward() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 
@@ -291,26 +292,35 @@ def _memory(node: Any) -> CallMemory:
     tell = SCRATCH.get(operator) if operator is not None else None
     if tell is not None:
         return CallMemory(told := tell(node.node), told)
-    origin = node.node.get_origin_node() if node.is_extern() else None
     device = node.get_device()
-    if origin is None or device is None or device.type != "cuda":
+    if not node.is_extern() or device is None or device.type != "cuda":
         return NOTHING
-    return call_memory(origin, lambda tensors: _laid_out(tensors, node.node.inputs))
+    origins = (call_memory(one, partial(_laid_out, node.node.inputs)) for one in _origins(node))
+    return max(origins, key=lambda of: (of.expected, of.high, of.kept), default=NOTHING)
 
 
-def _laid_out(tensors: list[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+def _origins(node: Any) -> list[fx.Node]:
+    """Nodes of the graph whose operator this calls. Inductor knows which one it is only where it
+    gives that node's result as it is, and not where it adds a bias to it."""
+    first = node.node.get_origin_node()
+    called = getattr(getattr(node.node, "op_overload", None), "overloadpacket", None)
+    if first is not None or called is None:
+        return [] if first is None else [first]
+    known = node.node.get_origins()
+    return [one for one in known if getattr(one.target, "overloadpacket", None) is called]
+
+
+def _laid_out(inputs: Sequence[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """An operator's tensors with the strides that Inductor gives them, which decide what a
     convolution has to copy."""
     if any(isinstance(size, torch.SymInt) for one in tensors for size in one.shape):
         raise UnknownSizeError
-    if len(tensors) != len(inputs):
-        return tensors
     found = []
-    for tensor, buffer in zip(tensors, inputs, strict=True):
+    for tensor, buffer in zip(tensors, inputs, strict=False):
         size, stride = (tuple(map(int, of)) for of in (buffer.get_size(), buffer.get_stride()))
         alike = size == tuple(tensor.shape)
         found.append(tensor.new_empty_strided(size, stride) if alike else tensor)
-    return found
+    return [*found, *tensors[len(found) :]]
 
 
 SCRATCH: dict[Any, Callable[[Any], int]] = {}
