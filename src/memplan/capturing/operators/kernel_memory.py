@@ -302,7 +302,7 @@ class KernelMemory:
 
     def cudnn_outputs(self, state: CaptureState, func: Any, args: Any, outputs: Any) -> list[int]:
         """The random-state scalars are made before the rest."""
-        made = [one for one in outputs if isinstance(one, torch.Tensor)]
+        made = [one for one in outputs if isinstance(one, FakeTensor)]
         made.sort(key=lambda one: one.numel() > 1)
         return [state.record(output) for output in made]
 
