@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -46,6 +47,11 @@ def prepared_process() -> None:
 
     assert self_test().ok, self_test().detail
     make_torchvision_importable()
+    # PyTorch writes down all that it compiles, as JSON, for whoever listens to this logger; pytest
+    # listens to each that does not propagate.
+    listened_to = logging.Logger.manager.loggerDict.pop("torch.__trace")
+    assert isinstance(listened_to, logging.Logger)
+    listened_to.handlers.clear()
     gc.collect()
     gc.freeze()
 
