@@ -178,6 +178,7 @@ def summarize(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def finish(suite: Suite, name: str, estimated: dict[str, Any]) -> None:
     """Compare a job whose two runs are over, and print its line."""
     job = suite.jobs[name]
+    job.pop("errors", None)
     job["estimated"] = {k: v for k, v in estimated.items() if isinstance(v, (int, float, str))}
     if "error" in estimated or job["measured"].get("error"):
         reason = job["measured"].get("error") or estimated["error"]

@@ -145,7 +145,8 @@ class Suite(TimedSuite):
         """The job plainly, then under each lever."""
         words = words_of(name)
         trace = self.work / f"{name}.trace"
-        found = self.jobs[name] = {"plain": self.try_plan(f"{name}-plain", Plan(), words, trace)}
+        found = self.jobs.setdefault(name, {})
+        found["plain"] = self.try_plan(f"{name}-plain", Plan(), words, trace)
         self.tell(f"{name} plain", found["plain"])
         if not trace.exists():
             return
@@ -252,8 +253,8 @@ def again(work: Path, names: list[str]) -> int:
     if before is None:
         return 2
     data, on = before
-    suite = Suite(work, budget=math.inf, gpu=data["gpu"], measured_on=on)
-    for name, levers in data["jobs"].items():
+    suite = Suite(work, budget=math.inf, gpu=data["gpu"], jobs=data["jobs"], measured_on=on)
+    for name, levers in suite.jobs.items():
         for lever, found in levers.items():
             if "error" not in found["measured"]:
                 suite.measured[f"{name}-{lever}"] = found["measured"]

@@ -140,7 +140,10 @@ def run_suite(
             print(commands[name])
         return 0
     if options.again:
-        measure = again or measure
+        if again is None:
+            print("--again: what this suite foresees is part of its runs", file=sys.stderr)
+            return 2
+        measure = again
     elif gpu_is_missing():
         return 2
     with tempfile.TemporaryDirectory() as work:

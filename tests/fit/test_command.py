@@ -37,7 +37,7 @@ class FakeCapture:
     asked: list[ScriptTarget]
     weight = 8 * MIB
 
-    def __init__(self, question: Question, workers: Workers) -> None:
+    def __init__(self, question: Question, workers: Workers, *, goes_on: bool) -> None:
         type(self).question, type(self).asked = question, []
         assert question.profile is not None
         self._job = ChainProgram(question.profile, weight=self.weight)

@@ -23,6 +23,12 @@ from tests.phases.step_jobs import JOBS, Two, training
 ROWS_A_GROUP = 25
 
 
+@pytest.fixture(autouse=True)
+def one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are replayed have a workspace of cuBLASLt in backward's thread, too."""
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+
+
 class Gated(nn.Module):
     """Nodes of several operators, values that two nodes save, and a norm that is one kernel."""
 

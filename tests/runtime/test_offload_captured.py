@@ -25,6 +25,12 @@ from tests.phases.step_jobs import training
 from tests.phases.test_droppable_applied import SEVERAL
 
 
+@pytest.fixture(autouse=True)
+def one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are replayed have a workspace of cuBLASLt in backward's thread, too."""
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+
+
 def droppable(graph: StepGraph) -> list[int]:
     """Last made first: about the order in which backward needs them."""
     return np.flatnonzero(graph.values.droppable).tolist()[::-1]

@@ -52,7 +52,12 @@ def with_micro_batches(state: State) -> State:
         if found.fits or not best.fits:
             best = found
         probe = (low + high) // 2
-    return best
+    if "micro" not in accumulation.option:
+        return best
+    return best.with_note(
+        "The other stages of the pipeline were not looked at: with batch norm in one of them, "
+        "smaller micro-batches would be another method."
+    )
 
 
 def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -> State | str:

@@ -34,6 +34,7 @@ class _Process(ctypes.Structure):
     )
 
 
+_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 _MOST_PROCESSES = 128
 _UNKNOWN_BYTES = (1 << 64) - 1
 
@@ -74,10 +75,10 @@ def process_bytes() -> int | None:
     """Bytes that this process holds on the first visible card, its CUDA context among them; None
     where NVML does not know it."""
     device = _device()
-    if device is None:
+    if device is None or not hasattr(device[0], _PROCESSES):  # a driver before 510
         return None
     count, found = ctypes.c_uint(_MOST_PROCESSES), (_Process * _MOST_PROCESSES)()
-    if device[0].nvmlDeviceGetComputeRunningProcesses_v3(device[1], ctypes.byref(count), found):
+    if getattr(device[0], _PROCESSES)(device[1], ctypes.byref(count), found):
         return None
     own = [one.used for one in found[: count.value] if one.pid == os.getpid()]
     return int(own[0]) if own and own[0] != _UNKNOWN_BYTES else None

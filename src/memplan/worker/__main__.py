@@ -32,7 +32,9 @@ def main(path: Path, pipe: int | None = None) -> int:
     """The exit code: that of the outcome, or 128 + the signal that ended the process, which then
     says nothing: who sent it knows, and who waits for this process sees it."""
     if pipe is not None:
-        if not select.select([pipe], [], [], 0)[0]:
+        told = select.poll()
+        told.register(pipe)
+        if not told.poll(0):
             for name in _NEEDED:
                 importlib.import_module(name)
         os.read(pipe, 1)

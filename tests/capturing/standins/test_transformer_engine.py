@@ -156,7 +156,7 @@ def test_fused_attention_keeps_the_log_sum_exp() -> None:
     assert [n for n in forward if n > 16] == [out, rows]
     assert 16 in forward  # random state
     assert backward[:3] == [out] * 3
-    assert backward[3] == rows * (1 + head)  # row sums and dQ in fp32
+    assert backward[3] == rows * (1 + head) + 256  # row sums and dQ in fp32
 
 
 def test_states_of_the_fused_optimizer() -> None:

@@ -245,14 +245,18 @@ def _as_measured(
         return 0, expected, 5 * (x + y) + 2 * sums if of_filter else sums
     stem = conv.x[1] <= _STEM
     if conv.channels_last:
-        return 0, splits, sums + (3 * copies // 2 if stem else 4 * numel(conv.w))
+        high = sums + (3 * copies // 2 if stem else 4 * numel(conv.w))
+        return 0, splits, high + copies if conv.groups > 1 else high
     if stem:
         direct = max(conv.w[2:]) <= 3 and (forward or conv.dtype == "float32")
         return 0, 0 if direct else copies, sums + 3 * copies // 2
     if numel(conv.w[2:]) == 1:
         return _as_measured_pointwise(conv, direction, settings)
     if conv.groups > 1:
-        return x + y, copies + splits, (2 if of_filter else 1) * (copies + sums)
+        # Of few groups each may be padded to a tile's channels: six copies were measured for four
+        # groups of 16 channels, and at most two where all groups have more than a tile's.
+        padded = ceil_div(_TILE, conv.w[0] // conv.groups) if conv.w[0] <= _TILE else 0
+        return x + y, copies + splits, max(2, min(padded, 16)) * copies + 2 * sums
     # Few channels go in and more come out: the kernel writes NCHW.
     expected = x + w if forward and conv.x[1] <= 64 < conv.w[0] else copies + splits
     return x + w if forward else copies, expected, copies + sums + 4 * numel(conv.w)

@@ -152,7 +152,7 @@ def _safe_softmax(call: OpCall) -> list[Scratch]:
     """SoftMax.cpp: rows of -inf alone become zeros. Which elements are -inf, which rows are, and
     the zero that is put there."""
     dim = call.integer("dim", -1)
-    rows = call.count // call.shape[dim]
+    rows = call.count // call.shape[dim] if call.shape else 1
     return [
         exactly("masked", call.count, 0, 2),
         exactly("masked rows", rows, 0, 3),

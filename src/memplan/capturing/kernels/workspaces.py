@@ -63,7 +63,8 @@ def cublas_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str]) 
 
 
 def _lt_shares_workspace(env: Mapping[str, str]) -> bool:
-    """Not by default: PyTorch 2.11 takes 1 MiB beside cuBLAS's own (measured on an H200)."""
+    """Only where asked: PyTorch 2.11 takes 1 MiB beside cuBLAS's own (measured on an H200). Later
+    ones say that sharing is their default; there a MiB a thread may be too much."""
     return env.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1"
 
 

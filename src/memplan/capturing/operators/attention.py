@@ -206,9 +206,10 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 
 
 def _aligned(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The kernel wants rows of a multiple of 8 columns: others are padded, and sliced back. (Not
-    those of 1,000 columns, PyTorch 2.11 on an H200.)"""
-    missing = -shape[-1] % _MASK_MULTIPLE
-    if not missing:
+    """The kernel wants rows that begin at multiples of 8 columns (`preprocess_mask`): others are
+    padded, and sliced back. (Not those of 1,000 columns, PyTorch 2.11 on an H200.)"""
+    *strides, last = bias.stride()
+    if last == 1 and not any(stride % _MASK_MULTIPLE for stride in strides):
         return bias
+    missing = _MASK_MULTIPLE - shape[-1] % _MASK_MULTIPLE
     return F.pad(bias, (0, missing))[..., : shape[-1]]

@@ -297,7 +297,10 @@ class KernelMemory:
     def efficient_outputs(
         self, state: CaptureState, func: Any, args: Any, outputs: Any
     ) -> list[int]:
-        """The two random-state scalars of the result lie on the host."""
+        """The two random-state scalars of the result lie on the host; the shape rule says that they
+        lie on the card."""
+        for scalar in outputs[2:]:
+            scalar.fake_device = torch.device("cpu")
         return [state.record(output) for output in outputs[:2]]
 
     def cudnn_outputs(self, state: CaptureState, func: Any, args: Any, outputs: Any) -> list[int]:

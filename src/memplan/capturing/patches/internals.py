@@ -133,7 +133,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             partitioners.default_partition partitioners.min_cut_rematerialization_partition
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _python_dispatch.is_traceable_wrapper_subclass _pytree
-        torch.ops.aten: _local_scalar_dense _local_scalar_dense.default
+        torch.ops.aten: _cudnn_rnn.default _local_scalar_dense _local_scalar_dense.default
             _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional.default
         torch: _guards.Source _guards.TracingContext _library.fake_impl _ops.HigherOrderOperator
             _ops.OpOverload _ops.OpOverloadPacket _prims.rng_prims.run_and_save_rng_state
