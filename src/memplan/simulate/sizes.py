@@ -1,7 +1,7 @@
 """What a step asks for, as a function of its batch: learned from steps on a few batches.
 
 A tensor's size is a product of dimensions, and those that differ between batches are known. Some
-are rounded up to a multiple on the way: attention pads its scores to 16, a strided convolution
+are rounded up to a multiple on the way: attention pads its mask to 8, a strided convolution
 halves its input. So for each request a small polynomial of the dimensions, rounded or not, is
 looked for that gives every captured size to the byte, with a sample to spare. Where there is none,
 a size is that of the curve that comes nearest, or lies between those of the next smaller and the

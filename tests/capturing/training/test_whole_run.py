@@ -108,7 +108,7 @@ def test_several_batches_of_a_step(given: Callable[[DataLoader[Any]], Iterator[A
 
 
 def attending(lengths: list[int]) -> Callable[[], None]:
-    """Attention pads its mask to a multiple of 16, and only where it is none."""
+    """Attention pads its mask to a multiple of 8, and only where it is none."""
 
     def run() -> None:
         torch.manual_seed(1)
@@ -131,8 +131,10 @@ def test_what_is_padded_to_a_multiple() -> None:
     run = attending([min(one, 300) for one in ragged(11, 8 * 80)])
     foretold, complete = record(run, scan_seconds=LONG_ENOUGH), record(run, steps=80)
     found, true = peaks(foretold), peaks(complete)
-    assert found[1:] == true[1:]
-    assert found[0] == pytest.approx(true[0], rel=0.005)
+    assert found[2] == true[2]
+    # Where no captured length is a multiple of 8 and none of 16, lengths like that are padded, too.
+    for size, real in zip(found[:2], true[:2], strict=True):
+        assert real <= size <= 1.01 * real
 
 
 def test_the_answer_says_what_was_read() -> None:
