@@ -152,3 +152,19 @@ def test_every_operator_named_exists() -> None:
     torch = pytest.importorskip("torch")
     missing = [op for op in SCRATCH if not hasattr(torch.ops.aten, op.removeprefix("aten."))]
     assert missing == []
+
+
+def test_requests_as_an_h200_made_them() -> None:
+    """`gpu_scratch.json` has them."""
+    shapes, dtypes = [(8192, 1024), (8192,)], ["float32", "int64"]
+    embedding = OpCall("aten.embedding_dense_backward", shapes, dtypes, args={"num_weights": 50257})
+    indices = 8 * 8192
+    assert [row.bytes for row in scratch_for(embedding)] == [
+        *[indices] * 3, 150_015,
+        *(indices, 8, indices, 1279),
+        *(indices, indices, 1279),
+        *(8, 72_088, 36_909_056),
+    ]  # fmt: skip
+    rows = [(64, 50257)] * 2
+    softmax = OpCall("aten._softmax_backward_data", rows, ["float32"] * 2)
+    assert [row.bytes for row in scratch_for(softmax)] == [12_865_792]
