@@ -316,9 +316,11 @@ def _take(
             _update(graph, places[place], gradient, updates, primals[place], *made)
             continue
         shared = shown.count(shown[place]) > 1 or shown[place] in lasting
-        take = TakeGradient(updates, shared or not lies_as(gradient, primals[place]))
+        copies = shared or not lies_as(gradient, primals[place])
+        take = TakeGradient(updates, copies)
         if not behind:
             _, take.scratch_bytes = updates.state_bytes(primals[place])
+            take.can_wait = not copies and updates.several_at_once(primals[place])
         node = graph.call_function(take, (places[place], gradient))
         node.meta = {"val": None, BACKWARD: True, UPDATE: True}
 

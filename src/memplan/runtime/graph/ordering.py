@@ -16,6 +16,7 @@ from memplan.order.evaluate import peak, program_order
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.together import updated_together
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError
@@ -68,14 +69,16 @@ def choose_order(
 
 
 def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> Ordering:
+    plain = program_order(operators.graph)
+    program_peak = _peak(operators, plain)
+    operators = updated_together(operators, order, lambda of: _peak(of, order))
     graph = operators.graph
-    plain = program_order(graph)
     ordered = _peak(operators, order)
     high = peak(replace(graph, scratch=operators.scratch_high), order) - peak(graph, order)
     return Ordering(
         nodes=operators.schedule(order),
         operators=len(graph),
-        program_peak_bytes=_peak(operators, plain),
+        program_peak_bytes=program_peak,
         ordered_peak_bytes=ordered,
         high_peak_bytes=ordered + high,
         lower_bound_bytes=bound,

@@ -60,6 +60,8 @@ class Updates:
         """Of the parameters whose arithmetic is part of the graph that is made."""
         self._first_only = False
         """Whether that graph has updates which are others once there is a state."""
+        self._waiting: list[torch.Tensor] = []
+        """Parameters whose gradients are there, and which the next update updates."""
         self._begun: list[tuple[Optimizer, torch.Tensor]] = []
         """Whose state was made in this call."""
         self._in_pieces: list[SameArithmetic] | None = None
@@ -77,6 +79,7 @@ class Updates:
         self._listed = [list(optimizer.state) for optimizer in self.optimizers]
         self.done = set()
         self._begun = []
+        self._waiting = []
         self._scratch = {}
         self._every = {}
         for optimizer in self.optimizers:
@@ -100,11 +103,23 @@ class Updates:
         every = list(map(id, self.parameters()))
         return len(set(every)) == len(every) and all(map(each_by_itself, self.optimizers))
 
+    def several_at_once(self, parameter: torch.Tensor) -> bool:
+        """Whether a step of its optimizer takes no longer for several parameters than for one."""
+        found = self._groups.get(id(parameter))
+        return found is not None and not one_tensor_at_a_time(
+            found[0].param_groups[found[1]], parameter
+        )
+
+    def update_later(self, parameter: torch.Tensor) -> None:
+        """In the next `update`."""
+        self._waiting.append(parameter)
+
     def update(self, *parameters: torch.Tensor) -> None:
         """The optimizers' step for parameters that have gradients: in pieces for one, if it can be,
         and else one step for all of a group."""
         of: dict[tuple[Optimizer, int], list[torch.Tensor]] = {}
-        for parameter in parameters:
+        waiting, self._waiting = self._waiting, []
+        for parameter in (*waiting, *parameters):
             if (found := self._groups.get(id(parameter))) is not None:
                 of.setdefault(found, []).append(parameter)
         for (optimizer, number), mine in of.items():
@@ -346,7 +361,8 @@ class Updates:
         held = tensors(list(shell.state.values()))
         seen = sum(storage_bytes(one) for one in held if one.is_meta)  # counts of steps are not
         state = sum(map(storage_bytes, held))
-        return state, max(0, meter.peak - seen) + _OF_NUMBERS
+        scratch = 0 if optimizer.param_groups[number].get("fused") else max(0, meter.peak - seen)
+        return state, scratch + _OF_NUMBERS
 
 
 class TakeGradient(Added):
@@ -360,11 +376,16 @@ class TakeGradient(Added):
         self._copies = copies
         """Whether the gradient's memory is somebody else's too, or lies in another way than the
         parameter: AccumulateGrad copies it then."""
+        self.can_wait = False
+        """Whether the update is none the worse for coming later."""
+        self.waits = False
+        """Whether a later one does this update, too."""
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self.hold(parameter, gradient)
         if self._updates.in_graph:
-            self._updates.update(parameter)
+            then = self._updates.update_later if self.waits else self._updates.update
+            then(parameter)
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Accumulate it in `parameter.grad`."""
