@@ -39,8 +39,8 @@ STEPS = 21
 TRAINED = 4
 DEADLINE_SECONDS = 60.0
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, foreach=False),
-    "adam-foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, foreach=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
+    "adam-loop": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, foreach=False),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=False),
 }

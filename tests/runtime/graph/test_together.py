@@ -15,6 +15,7 @@ from memplan.order.validate import slow_peak
 from memplan.runtime import one_update
 from memplan.runtime.graph import ordering
 from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.together import updated_together
 from memplan.runtime.graph.updates import Updates
 from tests.runtime.graph.training import Job, assert_as_plain, captures_steps, classifier
 
@@ -88,14 +89,13 @@ def test_gradients_do_not_wait_where_that_would_raise_the_peak(
     make: Any, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: list[tuple[int, int]] = []
-    together = ordering.updated_together
 
     def noted(operators: Operators, order: Any, peak: Any) -> Operators:
-        found = together(operators, order, peak)
+        found = updated_together(operators, order, peak)
         peaks.append((peak(operators), peak(found)))
         return found
 
-    monkeypatch.setattr(ordering, "updated_together", noted)
+    monkeypatch.setattr(ordering, updated_together.__name__, noted)
     step, job = assert_as_plain(lambda: deep(make))
     assert all(grouped <= alone for alone, grouped in peaks)
     assert sum(sizes) == 3 * 2 * LAYERS
@@ -111,13 +111,12 @@ def test_gradients_do_not_wait_where_that_would_raise_the_peak(
 def test_what_waits_is_in_the_promise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another count of the bytes, of each operator in turn, gives the same peak."""
     seen: list[Operators] = []
-    together = ordering.updated_together
 
     def noted(*given: Any) -> Operators:
-        seen.append(together(*given))
+        seen.append(updated_together(*given))
         return seen[-1]
 
-    monkeypatch.setattr(ordering, "updated_together", noted)
+    monkeypatch.setattr(ordering, updated_together.__name__, noted)
     step, _ = assert_as_plain(lambda: deep(make), order=False)
     graph = seen[-1].graph
     order = program_order(graph).tolist()
