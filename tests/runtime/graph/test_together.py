@@ -60,7 +60,8 @@ def foreach(model: nn.Module) -> torch.optim.Optimizer:
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [one for one in model.parameters() if one.dim() > 1]
     rest = [one for one in model.parameters() if one.dim() <= 1]
-    return torch.optim.SGD([{"params": matrices, "lr": 0.1}, {"params": rest}], 0.2, fused=True)
+    groups: list[dict[str, Any]] = [{"params": matrices, "lr": 0.1}, {"params": rest}]
+    return torch.optim.SGD(groups, 0.2, fused=True)
 
 
 @pytest.fixture
