@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.fit.module import AutoCheckpoint
+from memplan.fit.module import AutoCheckpoint, _Planner
+from memplan.runtime.op_timing import HostSeconds
 from memplan.runtime.tape import Recording
 from memplan.types.errors import CaptureError, InfeasibleError, UsageError
+from tests.recompute.graphs import chain
 
 
 class Block(nn.Module):
@@ -41,8 +44,9 @@ def network(width: int = 16, depth: int = 3) -> nn.Module:
 
 
 def auto_checkpoint(module: nn.Module, *sample: Any, **options: Any) -> AutoCheckpoint:
+    """Of operators so small that recording them takes longer than running them."""
     return memplan.auto_checkpoint(
-        module, *sample, **{"search_seconds": 0.3, "most_added": 1.0, **options}
+        module, *sample, **{"search_seconds": 0.3, "most_added": 1000.0, **options}
     )
 
 
@@ -69,7 +73,7 @@ def same(left: tuple[list[float], list[torch.Tensor]], right: Any) -> bool:
 @pytest.fixture(scope="module")
 def least() -> AutoCheckpoint:
     """The least peak of `network()`, of a search that takes seconds; not in effect."""
-    applied = auto_checkpoint(network(), *SAMPLE, most_added=1.0, search_seconds=300)
+    applied = auto_checkpoint(network(), *SAMPLE, search_seconds=300)
     applied.remove()
     return applied
 
@@ -139,7 +143,7 @@ class Keeping(nn.Module):
 def test_a_promise_knows_what_the_module_itself_holds() -> None:
     module = Keeping()
     plain = auto_checkpoint(module, *SAMPLE, budget="1GiB").plain_peak_bytes
-    least = auto_checkpoint(module, *SAMPLE, most_added=10)
+    least = auto_checkpoint(module, *SAMPLE)
     least.remove()
     held = 4 * 256 * 16 * 4
     assert 0 < plain - least.peak_bytes <= held
@@ -276,3 +280,40 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
         module.fail = False
         trained.append(train(module))
     assert same(*trained)
+
+
+def planner(device: str, kernels: float, host: HostSeconds) -> Any:
+    """One whose ops take so many seconds each on the device."""
+    graph = chain(random.Random(0), 10)
+    ops = replace(graph.ops, seconds=np.full(len(graph), kernels))
+    found: Any = _Planner.__new__(_Planner)
+    found._graph, found._device = replace(graph, ops=ops), torch.device(device)
+    found._plain_seconds = found._graph.plain_seconds
+    found._add_host_seconds(host)
+    return found
+
+
+def test_a_plan_costs_the_host_time() -> None:
+    host = HostSeconds(plain=1.0, recorded=3.0, replayed=5.0)
+    on_cpu = planner("cpu", 2.0, host)
+    ops, forward = len(on_cpu._graph), on_cpu._graph.forward_ops
+    assert on_cpu._fixed_seconds == forward * 3.0
+    assert on_cpu._graph.ops.seconds[:forward].tolist() == [7.0] * forward
+    waits = planner("cuda", 0.01, host)
+    assert waits._plain_seconds == forward * 1.0
+    assert waits._fixed_seconds == pytest.approx(forward * 3.0)
+    ahead = planner("cuda", 100.0, host)
+    assert ahead._plain_seconds == ops * 100.0
+    assert ahead._fixed_seconds == 0 and (ahead._graph.ops.seconds == 100.0).all()
+    between = planner("cuda", 1.5, host)
+    assert between._plain_seconds == ops * 1.5
+    assert between._fixed_seconds == forward * 4.0 - ops * 1.5
+
+
+def test_recording_is_part_of_the_time_that_is_promised() -> None:
+    """Of operators so small, what a plan does to each is most of it."""
+    free = auto_checkpoint(network(), *SAMPLE, cost="flops")
+    timed = auto_checkpoint(network(), *SAMPLE, budget=free.plain_peak_bytes * 3 // 4)
+    assert timed.part.groups and timed.added_fraction > free.added_fraction
+    unwanted = auto_checkpoint(network(), *SAMPLE, most_added=0.001)
+    assert not unwanted.part.groups

@@ -21,7 +21,7 @@ from memplan.recompute.solve import least_peak, least_peak_within, solve
 from memplan.report.text import format_bytes
 from memplan.runtime.apply import AppliedToModule
 from memplan.runtime.card import profile_of
-from memplan.runtime.op_timing import CalledOps, replay_overhead
+from memplan.runtime.op_timing import CalledOps, HostSeconds, host_seconds
 from memplan.simulate.steady_step import steady_peak, warmed
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, find_profile, parse_size
@@ -193,6 +193,8 @@ class _Planner:
         self._profile = profile
         self._seconds = search_seconds
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._fixed_seconds = 0.0
+        """That any plan adds, whatever it drops."""
 
     def prepare(self, cost: Literal["device", "time", "flops"]) -> None:
         """Capture the step as it is. Its operators cost what they take on the module's own
@@ -206,10 +208,23 @@ class _Planner:
             rate = self._profile.peak_flops["fp32"]
             seconds = trace.ops.flops / rate + _AMONG_EQUAL_FLOPS * seconds
         self._graph = step_graph(trace, self._profile, seconds=seconds)
+        self._plain_seconds = self._graph.plain_seconds
         if cost == "device":
-            self._graph = self._graph.with_replay_overhead(replay_overhead(self._device))
+            self._add_host_seconds(host_seconds(self._device))
         self.plain_bytes, self._plain_high = _peaks(trace, self._graph)
         self._rests = self.plain_bytes - plain_peak(self._graph)
+
+    def _add_host_seconds(self, host: HostSeconds) -> None:
+        """What a plan costs the host. On CUDA it runs ahead, and the step takes the longer of its
+        time and the kernels'."""
+        ops = int((self._graph.ops.seconds[: self._graph.forward_ops] > 0).sum())
+        recorded = self._plain_seconds + ops * host.recorded
+        if self._device.type == "cuda":
+            recorded = max(self._plain_seconds, ops * (host.plain + host.recorded))
+            self._plain_seconds = max(self._plain_seconds, ops * host.plain)
+        self._fixed_seconds = recorded - self._plain_seconds
+        if self._fixed_seconds:  # the step waits for its host
+            self._graph = self._graph.with_replay_overhead(host.replayed)
 
     def plan(self, limit: int | None, most_added: float) -> _Plan:
         """The one with the least peak, or the quickest within a limit."""
@@ -255,9 +270,13 @@ class _Planner:
     def _lowest_within(self, most_added: float) -> _Plan:
         """Planned on the graph as it was captured, then on what a capture with that plan showed."""
         plans = []
+        most = most_added * self._plain_seconds - self._fixed_seconds
+        if most < 0:
+            return self._nothing(0)
         for _ in range(2):
             graph, seconds = self._graph, self._seconds / 2
-            found = least_peak_within(graph, most_added, deadline_seconds=seconds)
+            share = most / graph.plain_seconds
+            found = least_peak_within(graph, share, deadline_seconds=seconds)
             plans.append(self._verified(found.solution, 0))
             if self._graph is graph:
                 break
@@ -272,6 +291,7 @@ class _Planner:
     def _verified(self, selection: Selection, budget: int) -> _Plan:
         """The plan as captured again. The graph learns from it."""
         figures = evaluate(self._graph, selection)
+        added_seconds = figures.added_seconds + self._fixed_seconds
 
         def part(peak_bytes: int) -> RecomputePart:
             return to_part(
@@ -279,7 +299,7 @@ class _Planner:
                 selection,
                 budget_bytes=budget,
                 peak_bytes=peak_bytes,
-                added_seconds=figures.added_seconds,
+                added_seconds=added_seconds,
             )
 
         first = part(figures.peak_bytes)
@@ -288,7 +308,7 @@ class _Planner:
         self._graph = with_observed_lifetimes(self._graph, observed, selection.dropped)
         peak, high = _peaks(trace, observed)
         self._rests = peak - plain_peak(observed)
-        return _Plan(part(peak), high, figures.added_fraction)
+        return _Plan(part(peak), high, added_seconds / self._plain_seconds)
 
 
 def _peaks(trace: Trace, graph: StepGraph) -> tuple[int, int]:

@@ -8,6 +8,7 @@ that way keeps its expected time.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -144,28 +145,41 @@ class _Chain(torch.nn.Module):
         return x
 
 
-def replay_overhead(device: torch.device) -> float:
-    """Measured seconds of recording an op and replaying it, on the host. 0 on CUDA, where the host
-    runs ahead of the kernels."""
-    if device.type == "cuda":
-        return 0.0
+@dataclass(frozen=True)
+class HostSeconds:
+    """Of an op of a forward pass, its part of the backward pass included, on the host."""
+
+    plain: float
+    recorded: float
+    """More where a plan is in effect, whatever it drops: every op is looked at."""
+    replayed: float
+    """More where it is replayed."""
+
+
+def host_seconds(device: torch.device) -> HostSeconds:
+    """Measured on tiny ops of this device, which wait for their host."""
     groups = [
         RecomputeGroup("", [OpOutput("aten.addcmul.default", at + n) for n in range(_GROUP)])
         for at in range(0, _OPS, _GROUP + 1)
     ]
-    chain = _Chain()
+    chain = _Chain().to(device)
     plain = _seconds(chain)
-    with AppliedToModule(chain, RecomputePart(groups=groups)):
-        with_plan = _seconds(chain)
-    return max(0.0, with_plan - plain) / _OPS
+    found = []
+    for some in (groups[:1], groups):
+        with AppliedToModule(chain, RecomputePart(groups=some)):
+            found.append(_seconds(chain))
+    replays = _GROUP * (len(groups) - 1)
+    replayed = max(0.0, found[1] - found[0]) / replays
+    recorded = max(0.0, found[0] - plain - _GROUP * replayed)
+    return HostSeconds(plain / _OPS, recorded / _OPS, replayed)
 
 
 def _seconds(chain: _Chain) -> float:
     """The least of a few passes."""
-    x = torch.ones(8)
+    x = torch.ones(8, device=chain.weight.device)
     best = float("inf")
     for _ in range(2 + _ROUNDS):
-        begin = time.perf_counter()
+        begin = _now(x.device)
         chain(x).sum().backward()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, _now(x.device) - begin)
     return best
