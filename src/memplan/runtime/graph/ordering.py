@@ -42,10 +42,6 @@ class Ordering:
     seconds: float
     """Of the search."""
 
-    @property
-    def optimal(self) -> bool:
-        return self.ordered_peak_bytes <= self.lower_bound_bytes
-
 
 def choose_order(
     operators: Operators, *, search: bool, deadline_seconds: float, seed: int
