@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.pages import markdown_table, write_between
 from bench.results import ROOT, result_path, write_result
 
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "newest")
@@ -213,19 +214,16 @@ def _number(release: str) -> tuple[int, ...]:
 def table(rows: list[Row]) -> str:
     names = ("torch", "build", "gpu", "os", "python", "self_test", "captures", "plan")
     head = ["torch", "build", "GPU", "OS", "Python", "self-test", "captures", "plan applied"]
-    lines = [[*head, "result", "date"], ["---"] * (len(head) + 2)]
+    lines = []
     for row in rows:
         result = f"{row['result']}: {row['detail']}" if row["detail"] else row["result"]
         cells = [*(row[name] for name in names), result, row["date"]]
         lines.append([str(cell).replace("|", "/") or "–" for cell in cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(f"{line}\n" for line in markdown_table([*head, "result", "date"], lines))
 
 
 def write_page(rows: list[Row]) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + table(rows) + END + after, encoding="utf-8")
+    write_between(PAGE, BEGIN, END, table(rows))
 
 
 def previous() -> list[Row]:

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench.pages import markdown_table
 from bench.results import ROOT, result_path
 from bench.scripts.table import page
 
@@ -49,8 +50,7 @@ def _fraction(part: int, whole: int) -> float:
 
 def table(cases: dict[str, Any]) -> list[str]:
     """Lines of Markdown."""
-    rows = [HEAD, ("---",) * len(HEAD), *(_row(name, item) for name, item in cases.items())]
-    return ["| " + " | ".join(cells) + " |" for cells in rows]
+    return markdown_table(HEAD, (_row(name, item) for name, item in cases.items()))
 
 
 def _row(name: str, item: dict[str, Any]) -> tuple[str, ...]:
