@@ -200,10 +200,9 @@ class _Importer:
         self._contradictions += 1
         if (device, address) in self._held:
             self._free(device, address, nbytes, stream, Provenance.RULE)
-        release = self._released.pop((device, address))
-        self._complete(
-            release.storage, device, address, release.bytes, release.stream, Provenance.RULE
-        )
+        storage, kept, stream = self._released.pop((device, address))
+        kind = EventKind.FREE_COMPLETED
+        self._ended(kind, storage, device, address, kept, stream, Provenance.RULE)
 
     def _free(
         self,
@@ -215,23 +214,16 @@ class _Importer:
     ) -> None:
         storage = self._take(self._held, device, address)
         self._released[device, address] = _Release(storage, nbytes, stream)
-        self._builder.append(
-            EventKind.FREE,
-            storage,
-            nbytes,
-            stream=stream,
-            device=device,
-            provenance=provenance,
-            aux=address,
-        )
+        self._ended(EventKind.FREE, storage, device, address, nbytes, stream, provenance)
 
     def _free_completed(self, device: int, entry: Entry, stream: int) -> None:
         release = self._released.pop((device, entry.addr), None)
         storage = release.storage if release else self._take(self._held, device, entry.addr)
-        self._complete(storage, device, entry.addr, entry.size, stream)
+        self._ended(EventKind.FREE_COMPLETED, storage, device, entry.addr, entry.size, stream)
 
-    def _complete(
+    def _ended(
         self,
+        kind: EventKind,
         storage: int,
         device: int,
         address: int,
@@ -240,7 +232,7 @@ class _Importer:
         provenance: Provenance = Provenance.OBSERVED,
     ) -> None:
         self._builder.append(
-            EventKind.FREE_COMPLETED,
+            kind,
             storage,
             nbytes,
             stream=stream,
@@ -261,7 +253,8 @@ class _Importer:
     def trace(self, alloc_conf: str) -> Trace:
         """What was appended, with the notes that a reader of its figures needs."""
         for (device, address), (storage, nbytes, stream) in self._released.items():
-            self._complete(storage, device, address, nbytes, stream, Provenance.RULE)
+            kind = EventKind.FREE_COMPLETED
+            self._ended(kind, storage, device, address, nbytes, stream, Provenance.RULE)
         notes = []
         if self._bytes_before:
             notes.append(
