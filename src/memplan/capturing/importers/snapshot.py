@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memplan.capturing.importers.event_csv import GIVEN_BACK, OBSERVED
 from memplan.capturing.importers.frames import FrameReader, PhaseTracker
 from memplan.capturing.importers.snapshot_schema import (
     DEFAULT_POOL,
@@ -32,14 +33,6 @@ from memplan.types.trace import (
 )
 from memplan.types.trace_check import check_trace
 
-_OBSERVED = {
-    "segment_alloc": EventKind.SEGMENT_ALLOC,
-    "segment_free": EventKind.SEGMENT_FREE,
-    "segment_map": EventKind.SEGMENT_MAP,
-    "segment_unmap": EventKind.SEGMENT_UNMAP,
-    "oom": EventKind.OUT_OF_MEMORY,
-}
-_GIVES_BACK = frozenset({"segment_free", "segment_unmap"})
 _IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot", "annotate"})
 _SETTINGS_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -152,16 +145,16 @@ class _Importer:
         """Append what one entry tells."""
         action = entry.action
         stream = self._stream(entry.stream, entry.pool_id or DEFAULT_POOL)
-        self._note_giving_back(device, action in _GIVES_BACK, stream)
+        self._note_giving_back(device, action in GIVEN_BACK, stream)
         if action == "alloc":
             self._alloc(device, entry, stream)
         elif action in ("free_requested", "free"):
             self._free(device, entry.addr, entry.size, stream)
         elif action == "free_completed":
             self._free_completed(device, entry, stream)
-        elif action in _OBSERVED:
+        elif action in OBSERVED:
             self._builder.append(
-                _OBSERVED[action], -1, entry.size, stream=stream, device=device, aux=entry.addr
+                OBSERVED[action], -1, entry.size, stream=stream, device=device, aux=entry.addr
             )
         elif action not in _IGNORED:
             self._unknown[action[:40]] += 1
