@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.pages import markdown_table, write_between
-from bench.results import ROOT, result_path, write_result
+from bench.results import ROOT, known_result, write_result
 
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "newest")
 JOB = "bench/compat_jobs/train.py"
@@ -226,14 +226,6 @@ def write_page(rows: list[Row]) -> None:
     write_between(PAGE, BEGIN, END, table(rows))
 
 
-def previous() -> list[Row]:
-    path = result_path("compat")
-    if not path.exists():
-        return []
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["data"]["rows"]
-    return rows
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--releases", nargs="+", default=RELEASES, metavar="X.Y|newest")
@@ -254,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 rows.append(empty_row(build) | {"detail": f"not installed: {error}"[:200]})
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            every = merged(rows[-1:], previous())
+            every = merged(rows[-1:], known_result("compat").get("rows", []))
             failed = sum(row["result"] == "fails" for row in every)
             write_result("compat", {"rows": every, "failed": failed})
             write_page(every)

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.pages import markdown_table, write_between
 from bench.process import watch
-from bench.results import ROOT, result_path, write_result
+from bench.results import ROOT, known_result, write_result
 
 NAME = "whole_run"
 PAGE = ROOT / "docs" / "whole-run.md"
@@ -140,9 +140,7 @@ def write_table(rows: dict[str, Row]) -> None:
 
 def known() -> dict[str, Row]:
     """What earlier runs measured of the same commands."""
-    if not result_path(NAME).exists():
-        return {}
-    data = json.loads(result_path(NAME).read_text(encoding="utf-8"))["data"]
+    data = known_result(NAME)
     return {name: data[name] for name, job in JOBS.items() if data.get(name, {}).get("job") == job}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from bench.pages import END, between, markdown_table
-from bench.results import ROOT, result_path
+from bench.results import ROOT, known_result
 from bench.scripts.case import Case
 from bench.scripts.suite import cases
 
@@ -18,11 +17,7 @@ HEAD = ("`--only`", "script", "what broke", "how it was mended", "answer", "held
 
 def read() -> dict[str, Any]:
     """The results that are there, by the names of the cases."""
-    path = result_path("scripts")
-    if not path.exists():
-        return {}
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]
-    return data
+    return known_result("scripts")
 
 
 def table(declared: list[Case], results: dict[str, Any]) -> list[str]:
