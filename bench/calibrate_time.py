@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
+from bench.pages import write_between
 from bench.timm_table.capture import GPU, trace_path
 from bench.timm_table.rows import TimmRow, read_rows
 from memplan.timing.host import host_seconds
@@ -89,9 +89,16 @@ class Steps:
     cached: npt.NDArray[np.bool_]
 
 
-def captured(rows: Iterable[TimmRow]) -> list[TimmRow]:
-    """Those with a trace."""
-    return [row for row in rows if trace_path(row).exists()]
+def read_captured() -> list[TimmRow]:
+    """The table's rows with a trace; none, and a sentence on stderr, where something is missing."""
+    try:
+        rows = [row for row in read_rows() if trace_path(row).exists()]
+    except OSError as error:
+        print(f"no measured table: {error}; set MEMPLAN_SHARED_DATA", file=sys.stderr)
+        return []
+    if not rows:
+        print("no traces: run `python -m bench.timm_table` first", file=sys.stderr)
+    return rows
 
 
 def steps_of(rows: list[TimmRow]) -> Steps:
@@ -197,7 +204,7 @@ def written(steps: Steps, numbers: F64) -> str:
     table = as_table(steps, numbers, kernel_times())
     models = len({row.model for row in steps.rows})
     lines = [
-        BEGIN,
+        "",
         f"# From {len(steps.rows)} training steps of {models} models of the table `timm`.",
         f"launch_us = {table.launch_us}",
         f"l2_gain = {table.l2_gain}",
@@ -208,7 +215,6 @@ def written(steps: Steps, numbers: F64) -> str:
             for name, one in sorted(table.kernels.items())
             if name in steps.kinds
         ),
-        END,
     ]
     return "\n".join(lines) + "\n"
 
@@ -216,20 +222,12 @@ def written(steps: Steps, numbers: F64) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.parse_args()
-    try:
-        rows = captured(read_rows())
-    except OSError as error:
-        print(f"no measured table: {error}; set MEMPLAN_SHARED_DATA", file=sys.stderr)
-        return 2
+    rows = read_captured()
     if not rows:
-        print("no traces: run `python -m bench.timm_table` first", file=sys.stderr)
         return 2
     steps = steps_of(rows)
     numbers = fit(steps, np.ones(len(rows), bool))
-    text = TABLE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END + "\n")
-    TABLE.write_text(before + written(steps, numbers) + after, encoding="utf-8")
+    write_between(TABLE, BEGIN, END, written(steps, numbers))
     found, _ = predicted(steps, numbers)
     errors = np.abs(found / steps.seconds - 1)
     print(f"{len(rows)} steps: median error {np.median(errors):.1%}", end=", ")

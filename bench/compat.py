@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.results import ROOT, result_path, write_result
+from bench.pages import markdown_table, write_between
+from bench.results import ROOT, known_result, write_result
 
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "newest")
 JOB = "bench/compat_jobs/train.py"
@@ -213,27 +214,16 @@ def _number(release: str) -> tuple[int, ...]:
 def table(rows: list[Row]) -> str:
     names = ("torch", "build", "gpu", "os", "python", "self_test", "captures", "plan")
     head = ["torch", "build", "GPU", "OS", "Python", "self-test", "captures", "plan applied"]
-    lines = [[*head, "result", "date"], ["---"] * (len(head) + 2)]
+    lines = []
     for row in rows:
         result = f"{row['result']}: {row['detail']}" if row["detail"] else row["result"]
         cells = [*(row[name] for name in names), result, row["date"]]
         lines.append([str(cell).replace("|", "/") or "–" for cell in cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join(f"{line}\n" for line in markdown_table([*head, "result", "date"], lines))
 
 
 def write_page(rows: list[Row]) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + table(rows) + END + after, encoding="utf-8")
-
-
-def previous() -> list[Row]:
-    path = result_path("compat")
-    if not path.exists():
-        return []
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["data"]["rows"]
-    return rows
+    write_between(PAGE, BEGIN, END, table(rows))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -256,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 rows.append(empty_row(build) | {"detail": f"not installed: {error}"[:200]})
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            every = merged(rows[-1:], previous())
+            every = merged(rows[-1:], known_result("compat").get("rows", []))
             failed = sum(row["result"] == "fails" for row in every)
             write_result("compat", {"rows": every, "failed": failed})
             write_page(every)

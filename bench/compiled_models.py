@@ -13,7 +13,6 @@ bit with the plain ones; the peak of the fourth step is that of the CPU allocato
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 import memplan
 from bench.recompute.tracker import measure
-from bench.results import result_path, write_result
+from bench.results import known_result, write_result
 from memplan.capturing.standins.adapters import make_torchvision_importable
 
 SEED = 1729
@@ -226,9 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for name in options.names:
         found = run(name)
-        path = result_path("compiled_models")
-        known = json.loads(path.read_text(encoding="utf-8"))["data"] if path.exists() else {}
-        models = {**known.get("models", {}), name: found}
+        models = {**known_result("compiled_models").get("models", {}), name: found}
         write_result("compiled_models", {"summary": summarize(models), "models": models})
     return 0
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.pages import write_between
 from bench.process import watch
 from bench.results import ROOT, write_result
 from bench.scripts.environment import THIRD_PARTY
@@ -282,17 +283,13 @@ def table(rows: dict[str, Row]) -> str:
 
 def write_table(data: Row) -> None:
     """Into `docs/fit.md`, between its marks. Raises ValueError where it lacks them."""
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks {BEGIN!r} or {END!r}")
     s, rows = data["summary"], {name: row for name, row in data.items() if name in read_jobs()}
     head = (
         f"{s['fit']} of {s['jobs']} jobs are made to fit, {s['exact']} of them exactly; captured "
         f"again or run on the CPU, the worst needs {s['worst_over_promise']:+.2%} of its promise.\n"
         "`without` and `with` are high bounds.\n\n"
     )
-    PAGE.write_text(before + BEGIN + head + table(rows) + END + after, encoding="utf-8")
+    write_between(PAGE, BEGIN, END, head + table(rows))
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ one of the cases and leaves the others' committed figures as they are.
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
 import shutil
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 from playwright.sync_api import sync_playwright
 
-from bench.results import result_path, write_result
+from bench.results import known_result, write_result
 from bench.trace_load import training_trace
 from memplan.types.builder import TraceBuilder
 from memplan.types.trace import EventKind, Trace, TraceMeta
@@ -179,10 +178,7 @@ def main() -> None:
     parser.add_argument("--only", choices=(*LENGTHS, "random_3e5", "snapshot"))
     args = parser.parse_args()
     wanted = [args.only] if args.only else [*LENGTHS, "random_3e5", "snapshot"]
-    kept = result_path("report")
-    data = (
-        json.loads(kept.read_text(encoding="utf-8"))["data"] if args.only and kept.is_file() else {}
-    )
+    data = known_result("report") if args.only else {}
     with tempfile.TemporaryDirectory() as folder:
         source, page = Path(folder) / "source", Path(folder) / "report.html"
         for name in wanted:

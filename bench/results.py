@@ -25,6 +25,15 @@ def result_path(name: str) -> Path:
     return RESULTS / f"{name}.json"
 
 
+def known_result(name: str) -> dict[str, Any]:
+    """The `data` of the result called `name`; nothing where there is none."""
+    path = result_path(name)
+    if not path.exists():
+        return {}
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]
+    return data
+
+
 def write_result(name: str, data: dict[str, Any]) -> Path:
     """Write `data` (JSON values) as `bench/results/<name>.json` with its circumstances.
 

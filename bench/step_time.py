@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.calibrate_time import as_table, captured, fit, steps_of
+from bench.calibrate_time import as_table, fit, read_captured, steps_of
 from bench.process import watch
 from bench.results import ROOT, write_result
 from bench.time_jobs.calibrate import of_2023
 from bench.time_jobs.rows import SOURCES, published
 from bench.time_jobs.rows import trace_path as job_path
 from bench.timm_table.capture import GPU, trace_path
-from bench.timm_table.rows import TimmRow, families, read_rows
+from bench.timm_table.rows import TimmRow, families
 from memplan.timing.seconds import peak_rates
 from memplan.timing.step import steady_ops, step_time
 from memplan.timing.table import KernelTimes, kernel_times
@@ -173,13 +173,8 @@ def cost() -> dict[str, float]:
 
 
 def main() -> int:
-    try:
-        rows = captured(read_rows())
-    except OSError as error:
-        print(f"no measured table: {error}; set MEMPLAN_SHARED_DATA", file=sys.stderr)
-        return 2
+    rows = read_captured()
     if not rows:
-        print("no traces: run `python -m bench.timm_table` first", file=sys.stderr)
         return 2
     data = {"cost": cost(), "images": cross_validated(rows), "language": language_models()}
     for name, found in data.items():

@@ -18,8 +18,9 @@ import statistics
 import sys
 from typing import Any
 
+from bench.pages import markdown_table, write_between
 from bench.process import watch
-from bench.results import ROOT, result_path, write_result
+from bench.results import ROOT, known_result, write_result
 
 NAME = "whole_run"
 PAGE = ROOT / "docs" / "whole-run.md"
@@ -121,30 +122,25 @@ def summary(rows: dict[str, Row]) -> Row:
 
 
 def write_table(rows: dict[str, Row]) -> None:
-    lines = [
-        "| job | steps | every step captured | `--whole-run` | plain estimate | time |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows.values():
-        lines.append(
-            f"| `{row['job'].removeprefix(FOLDER + '/')}` "
-            f"| {row['complete']['steps']} | {row['complete']['reserved_bytes'] / 2**30:.2f} GiB "
-            f"| {row['whole_run_error']:+.2%} | {row['plain_error']:+.1%} "
-            f"| {row['time_share']:.0%} |"
+    head = ("job", "steps", "every step captured", "`--whole-run`", "plain estimate", "time")
+    cells = [
+        (
+            f"`{row['job'].removeprefix(FOLDER + '/')}`",
+            str(row["complete"]["steps"]),
+            f"{row['complete']['reserved_bytes'] / 2**30:.2f} GiB",
+            f"{row['whole_run_error']:+.2%}",
+            f"{row['plain_error']:+.1%}",
+            f"{row['time_share']:.0%}",
         )
-    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks {BEGIN!r} or {END!r}")
-    table = "".join(f"{line}\n" for line in lines)
-    PAGE.write_text(before + BEGIN + table + END + after, encoding="utf-8")
+        for row in rows.values()
+    ]
+    table = "".join(f"{line}\n" for line in markdown_table(head, cells))
+    write_between(PAGE, BEGIN, END, table)
 
 
 def known() -> dict[str, Row]:
     """What earlier runs measured of the same commands."""
-    if not result_path(NAME).exists():
-        return {}
-    data = json.loads(result_path(NAME).read_text(encoding="utf-8"))["data"]
+    data = known_result(NAME)
     return {name: data[name] for name, job in JOBS.items() if data.get(name, {}).get("job") == job}
 
 

@@ -6,6 +6,9 @@ default for the class. Sizes are those of each model's published `config.json`.
 
 from __future__ import annotations
 
+import csv
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -112,41 +115,15 @@ def _bloom(layers: int, hidden: int, heads: int) -> Sizes:
     }
 
 
-def _llama(
-    kind: str,
-    *,
-    vocabulary: int,
-    hidden: int,
-    feed_forward: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int = 0,
-    tied: bool,
-    positions: int,
-    theta: float = 10000.0,
-    **more: Any,
-) -> Sizes:
-    sizes: Sizes = {
-        "model_type": kind,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": positions,
-        "rope_theta": theta,
-        **more,
-    }
-    if head_dim:
-        sizes["head_dim"] = head_dim
-    return sizes
+def _llama_kind() -> dict[str, Sizes]:
+    """Llama and its kin: a row of `llama_sizes.csv` each, whose columns are transformers' names."""
+    with Path(__file__).with_name("llama_sizes.csv").open(encoding="utf-8") as file:
+        return {row.pop("name"): _given(row) for row in csv.DictReader(file)}
 
 
-def _qwen(kind: str, **sizes: Any) -> Sizes:
-    return _llama(kind, vocabulary=151936, use_sliding_window=False, **sizes)
+def _given(row: dict[str, str]) -> Sizes:
+    kind = row.pop("model_type")
+    return {"model_type": kind} | {key: json.loads(text) for key, text in row.items() if text}
 
 
 MODELS: dict[str, Sizes] = {
@@ -172,125 +149,7 @@ MODELS: dict[str, Sizes] = {
     "T5-base": _t5(12, 768, 12, 3072),
     "T5-large": _t5(24, 1024, 16, 4096),
     "bigscience/bloom-560m": _bloom(24, 1024, 16),
-    "Qwen/Qwen2.5-0.5B": _qwen(
-        "qwen2",
-        hidden=896,
-        feed_forward=4864,
-        layers=24,
-        heads=14,
-        kv_heads=2,
-        tied=True,
-        positions=32768,
-        theta=1e6,
-    ),
-    "Qwen/Qwen2.5-1.5B": _qwen(
-        "qwen2",
-        hidden=1536,
-        feed_forward=8960,
-        layers=28,
-        heads=12,
-        kv_heads=2,
-        tied=True,
-        positions=131072,
-        theta=1e6,
-    ),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _qwen(
-        "qwen2",
-        hidden=1536,
-        feed_forward=8960,
-        layers=28,
-        heads=12,
-        kv_heads=2,
-        tied=False,
-        positions=131072,
-    ),
-    "Qwen/Qwen3-0.6B": _qwen(
-        "qwen3",
-        hidden=1024,
-        feed_forward=3072,
-        layers=28,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        tied=True,
-        positions=40960,
-        theta=1e6,
-    ),
-    "Qwen/Qwen3-1.7B": _qwen(
-        "qwen3",
-        hidden=2048,
-        feed_forward=6144,
-        layers=28,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        tied=True,
-        positions=40960,
-        theta=1e6,
-    ),
-    "Qwen/Qwen3-4B": _qwen(
-        "qwen3",
-        hidden=2560,
-        feed_forward=9728,
-        layers=36,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        tied=True,
-        positions=40960,
-        theta=1e6,
-    ),
-    "google/gemma-2-2b-it": _llama(
-        "gemma2",
-        vocabulary=256000,
-        hidden=2304,
-        feed_forward=9216,
-        layers=26,
-        heads=8,
-        kv_heads=4,
-        head_dim=256,
-        tied=True,
-        positions=8192,
-        sliding_window=4096,
-        query_pre_attn_scalar=256,
-    ),
-    "meta-llama/Llama-3.2-1B-Instruct": _llama(
-        "llama",
-        vocabulary=128256,
-        hidden=2048,
-        feed_forward=8192,
-        layers=16,
-        heads=32,
-        kv_heads=8,
-        head_dim=64,
-        tied=True,
-        positions=131072,
-        theta=500000.0,
-    ),
-    "meta-llama/Llama-3.2-3B-Instruct": _llama(
-        "llama",
-        vocabulary=128256,
-        hidden=3072,
-        feed_forward=8192,
-        layers=28,
-        heads=24,
-        kv_heads=8,
-        head_dim=128,
-        tied=True,
-        positions=131072,
-        theta=500000.0,
-    ),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _llama(
-        "llama",
-        vocabulary=32000,
-        hidden=2048,
-        feed_forward=5632,
-        layers=22,
-        heads=32,
-        kv_heads=4,
-        tied=False,
-        positions=2048,
-    ),
+    **_llama_kind(),
     "microsoft/phi-1_5": {
         "model_type": "phi",
         "vocab_size": 51200,

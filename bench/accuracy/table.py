@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.pages import END, markdown_table, write_between
 from bench.results import ROOT, result_path
 
 DOCS = ROOT / "docs" / "accuracy.md"
 BEGIN = "<!-- written by bench.accuracy.table; begin -->"
-END = "<!-- end -->"
 GIB = 2**30
 
 
@@ -35,7 +35,7 @@ def line(row: dict[str, Any]) -> str:
 def rows_table(rows: list[dict[str, Any]], published: tuple[str, ...]) -> list[str]:
     """Measured beside estimated, a line a job, with the errors of published estimators."""
     head = ["job", "card", "measured GiB", "memplan GiB (low to high)", "error", *published]
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    lines = []
     for row in rows:
         measured = row["measured_bytes"]
         low, high = row["low_bytes"] / GIB, row["high_bytes"] / GIB
@@ -49,8 +49,8 @@ def rows_table(rows: list[dict[str, Any]], published: tuple[str, ...]) -> list[s
             signed(row["signed_error"]),
             *("" if value is None else signed(value / measured - 1) for value in others),
         ]
-        lines.append(" | ".join(cells))
-    return [f"| {text} |" for text in lines]
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def summary_table(jobs: dict[str, Any]) -> list[str]:
@@ -62,11 +62,11 @@ def summary_table(jobs: dict[str, Any]) -> list[str]:
         f"memplan, unrecorded modes taken as {fixed[-1]}": jobs[fixed],
         **jobs["published"],
     }
-    lines = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    lines = []
     for name, figures in named.items():
         errors = (figures[key] for key in ("median_error", "p90_error", "worst_error"))
-        lines.append(" | ".join((name, str(figures["count"]), *map(percent, errors))))
-    return [f"| {text} |" for text in lines]
+        lines.append((name, str(figures["count"]), *map(percent, errors)))
+    return markdown_table(columns, lines)
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -101,12 +101,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 def write_docs(result: Path, docs: Path = DOCS) -> None:
     """Put the tables between the page's two marks. Raises ValueError when a mark is missing."""
-    before, begin, rest = docs.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{docs} lacks {BEGIN!r} or {END!r}")
     tables = markdown(json.loads(result.read_text(encoding="utf-8")))
-    docs.write_text(f"{before}{begin}\n\n{tables}\n\n{end}{after}", encoding="utf-8")
+    write_between(docs, BEGIN, END, f"\n\n{tables}\n\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.results import ROOT, result_path
+from bench.pages import markdown_table
+from bench.results import ROOT, known_result
 from bench.scripts.table import page
 
 DOCS = ROOT / "docs" / "megatron.md"
@@ -16,10 +16,7 @@ HEAD = ("case", "card", "measured, MB", "answered, MB", "error", "interval", "se
 
 def read() -> dict[str, Any]:
     """Results that are there, by case and card."""
-    path = result_path("megatron")
-    if not path.exists():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]["cases"]
+    found: dict[str, Any] = known_result("megatron").get("cases", {})
     return found
 
 
@@ -49,8 +46,7 @@ def _fraction(part: int, whole: int) -> float:
 
 def table(cases: dict[str, Any]) -> list[str]:
     """Lines of Markdown."""
-    rows = [HEAD, ("---",) * len(HEAD), *(_row(name, item) for name, item in cases.items())]
-    return ["| " + " | ".join(cells) + " |" for cells in rows]
+    return markdown_table(HEAD, (_row(name, item) for name, item in cases.items()))
 
 
 def _row(name: str, item: dict[str, Any]) -> tuple[str, ...]:

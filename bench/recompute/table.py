@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.pages import END, markdown_table, write_between
 from bench.recompute.summary import REDUCTIONS
 from bench.results import ROOT, result_path
 
 DOCS = ROOT / "docs" / "recompute-results.md"
 BEGIN = "<!-- written by bench.recompute.table; begin -->"
-END = "<!-- end -->"
 MIB = 2**20
 
 
@@ -47,11 +47,6 @@ def line(part: str, name: str, data: dict[str, Any]) -> str:
     return f"{name}: " + ", ".join(f"{way} {added(row[way])}" for way in ways) + f", ours {mine}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
 def peaks_table(found: dict[str, Any]) -> list[str]:
     head = ["model", "plain", "best segments", "Chen √n", "per block", "memplan", "promise off by"]
     rows = []
@@ -67,7 +62,7 @@ def peaks_table(found: dict[str, Any]) -> list[str]:
             added(mine) if mine else "",
             percent(mine["prediction_error"]) if mine else "",
         ])  # fmt: skip
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def reductions_table(found: dict[str, Any]) -> list[str]:
@@ -84,7 +79,7 @@ def reductions_table(found: dict[str, Any]) -> list[str]:
             ours = [mib(mine["accumulating_bytes"]), *map(percent, figures)]
         cells = [name, mib(both["plain_bytes"]), mib(both["best_baseline_bytes"])]
         rows.append([*cells, *ours, percent(published)])
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def budget_table(row: dict[str, Any]) -> list[str]:
@@ -102,7 +97,7 @@ def budget_table(row: dict[str, Any]) -> list[str]:
             percent(mine["added_flops_fraction"]) if "beyond_bytes" in mine else "",
         ])  # fmt: skip
     head = ["solver", "budget", "PyTorch MiB", "FLOPs added", "memplan MiB", "FLOPs added"]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _when(measured: dict[str, Any]) -> str:
@@ -137,12 +132,8 @@ def markdown(result: dict[str, Any]) -> str:
 
 def write_docs(result: Path, docs: Path = DOCS) -> None:
     """Put the tables between the page's two marks. Raises ValueError when a mark is missing."""
-    before, begin, rest = docs.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{docs} lacks {BEGIN!r} or {END!r}")
     tables = markdown(json.loads(result.read_text(encoding="utf-8")))
-    docs.write_text(f"{before}{begin}\n\n{tables}\n\n{end}{after}", encoding="utf-8")
+    write_between(docs, BEGIN, END, f"\n\n{tables}\n\n")
 
 
 if __name__ == "__main__":

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Reference, Setup
+from bench.scripts.case import Case, Reference, Setup, pinned
 from bench.scripts.checks import share, share_at_least
 
 SETUP = Setup(
     "hugging_face",
-    wheels=(
-        "accelerate==1.15.0",
-        "charset-normalizer==3.5.2",
-        "certifi==2026.10.18",
-        "datasets==5.2.0",
-        "dill==0.4.1",
-        "evaluate==0.4.6",
-        "multiprocess==0.70.19",
-        "peft==0.21.2",
-        "pyarrow==26.0.1",
-        "requests==2.34.2",
-        "transformers==5.23.0",
-        "trl==1.16.0",
-        "urllib3==2.8.0",
-        "xxhash==4.1.0",
+    wheels=pinned(
+        "accelerate charset-normalizer certifi datasets dill evaluate multiprocess peft pyarrow "
+        "requests transformers trl urllib3 xxhash"
     ),
 )
 """Shared with the other packages of the family."""

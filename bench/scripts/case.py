@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PINS = Path(__file__).with_name("pins.txt")
+"""One version of each package, for all setups."""
+
 Answer = Mapping[str, Any]
 """The JSON document of `memplan estimate --json`."""
 
@@ -25,6 +28,12 @@ class Reference:
 
     nbytes: int
     says: str
+
+
+def pinned(names: str) -> tuple[str, ...]:
+    """The packages between the spaces, each with its version of `pins.txt`."""
+    versions = dict(pin.split("==") for pin in PINS.read_text(encoding="utf-8").split())
+    return tuple(f"{name}=={versions[name]}" for name in names.split())
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.scripts.accelerate import SETUP as HUGGING_FACE
-from bench.scripts.case import Answer, Case, Check, Reference, Setup
+from bench.scripts.case import Answer, Case, Check, Reference, Setup, pinned
 from bench.scripts.checks import share, share_at_least
 
 SETUP = Setup(
     "diffusers",
     wheels=(
         *HUGGING_FACE.wheels,
-        "diffusers==0.42.1",
-        "grpcio==1.85.1",
-        "markdown==3.11.3",
-        "tensorboard-data-server==0.7.2",
-        "tensorboard==2.21.0",
-        "werkzeug==3.1.9",
+        *pinned("diffusers grpcio markdown tensorboard-data-server tensorboard werkzeug"),
     ),
 )
 _MAKE = ("-m", "bench.scripts.make_diffusion")

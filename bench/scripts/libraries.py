@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from bench.scripts.accelerate import SETUP as HUGGING_FACE
-from bench.scripts.case import Reference, Setup, of_program
+from bench.scripts.case import Reference, Setup, of_program, pinned
 from bench.scripts.checks import share
 
 _DATA = ("-m", "bench.scripts.datasets")
@@ -22,12 +22,7 @@ _SENTENCES = Setup(
     "sentence-transformers",
     wheels=(
         *HUGGING_FACE.wheels,
-        "cloudpickle==3.1.2",
-        "joblib==1.6.0",
-        "narwhals==2.29.0",
-        "scikit-learn==1.9.1",
-        "sentence-transformers==6.2.0",
-        "threadpoolctl==3.8.0",
+        *pinned("cloudpickle joblib narwhals scikit-learn sentence-transformers threadpoolctl"),
     ),
 )
 
@@ -48,12 +43,7 @@ _GRAPHS = (64 + 1) * 128 + (128 + 3) * 128 + (2 * 128 + 1) * 128 + (128 + 1) * 1
 _Q_NETWORK = _layers(4, 64, 64, 2)
 _ACTOR = _layers(3, 256, 256, 2)
 _CRITICS = 2 * _layers(4, 256, 256, 1)
-_AGENTS = (
-    "cloudpickle==3.1.2",
-    "farama-notifications==0.0.6",
-    "gymnasium==1.4.0",
-    "stable-baselines3==2.9.2",
-)
+_AGENTS = pinned("cloudpickle farama-notifications gymnasium stable-baselines3")
 _JIT = (
     "it imports `torch.distributed.optim`, whose functions TorchScript compiled against memplan's "
     "constructors",
@@ -76,30 +66,12 @@ CASES = (
     ),
     of_program(
         "wandb==0.31.0", "logged",
-        wheels=(
-            "certifi==2026.10.18",
-            "charset-normalizer==3.5.2",
-            "gitdb==4.0.12",
-            "gitpython==3.2.1",
-            "googleapis-common-protos==1.76.0",
-            "grpcio==1.85.1",
-            "markdown==3.11.3",
-            "opentelemetry-api==1.45.2",
-            "opentelemetry-exporter-otlp-proto-common==1.45.2",
-            "opentelemetry-exporter-otlp-proto-http==1.45.2",
-            "opentelemetry-proto==1.45.2",
-            "opentelemetry-sdk==1.45.2",
-            "opentelemetry-semantic-conventions==0.66b2",
-            "platformdirs==4.14.7",
-            "requests==2.34.2",
-            "sentry-sdk==2.75.0",
-            "smmap==5.0.3",
-            "tensorboard-data-server==0.7.2",
-            "tensorboard==2.21.0",
-            "urllib3==2.8.0",
-            "wandb==0.31.0",
-            "xxhash==4.1.0",
-            "werkzeug==3.1.9",
+        wheels=pinned(
+            "certifi charset-normalizer gitdb gitpython googleapis-common-protos grpcio "
+            "markdown opentelemetry-api opentelemetry-exporter-otlp-proto-common "
+            "opentelemetry-exporter-otlp-proto-http opentelemetry-proto opentelemetry-sdk "
+            "opentelemetry-semantic-conventions platformdirs requests sentry-sdk smmap "
+            "tensorboard-data-server tensorboard urllib3 wandb xxhash werkzeug"
         ),
         checks=(share("parameters", 4 * 513 * 512), share("optimizer_state", 8 * 513 * 512)),
         floor=Reference(16 * 513 * 512, "0.26 M × 16 bytes"),
@@ -110,24 +82,13 @@ CASES = (
     ),
     of_program(
         "vit-pytorch==1.26.11", "vit_pytorch_classifier",
-        wheels=(
-            "einops==0.8.2",
-            "torch-einops-utils==0.2.0",
-            "vit-pytorch==1.26.11",
-        ),
+        wheels=pinned("einops torch-einops-utils vit-pytorch"),
         checks=(share("parameters", 4 * _VIT), share("optimizer_state", 8 * _VIT)),
         floor=Reference(16 * _VIT, "54.6 M × 16 bytes"),
     ),
     of_program(
         "x-transformers==2.31.10", "language_model",
-        wheels=(
-            "einops==0.8.2",
-            "einx==0.4.3",
-            "frozendict==2.5.1",
-            "loguru==0.7.3",
-            "torch-einops-utils==0.2.0",
-            "x-transformers==2.31.10",
-        ),
+        wheels=pinned("einops einx frozendict loguru torch-einops-utils x-transformers"),
         checks=(
             share("parameters", 4 * _DECODER),
             share("gradients", 4 * _DECODER),
@@ -140,18 +101,9 @@ CASES = (
     ),
     of_program(
         "torch-geometric==2.8.1", "graphs",
-        wheels=(
-            "aiohttp==3.14.5",
-            "certifi==2026.10.18",
-            "charset-normalizer==3.5.2",
-            "joblib==1.6.0",
-            "narwhals==2.29.0",
-            "requests==2.34.2",
-            "scikit-learn==1.9.1",
-            "threadpoolctl==3.8.0",
-            "torch-geometric==2.8.1",
-            "urllib3==2.8.0",
-            "xxhash==4.1.0",
+        wheels=pinned(
+            "aiohttp certifi charset-normalizer joblib narwhals requests scikit-learn "
+            "threadpoolctl torch-geometric urllib3 xxhash"
         ),
         checks=(share("parameters", 4 * _GRAPHS), share("optimizer_state", 8 * _GRAPHS)),
         floor=Reference(16 * _GRAPHS, "59,274 × 16 bytes"),
@@ -178,24 +130,13 @@ CASES = (
     ),
     of_program(
         "pytorch-metric-learning==2.9.0", "metric_learning", "{work}/data", prepare=_MNIST,
-        wheels=(
-            "joblib==1.6.0",
-            "narwhals==2.29.0",
-            "pytorch-metric-learning==2.9.0",
-            "scikit-learn==1.9.1",
-            "threadpoolctl==3.8.0",
-        ),
+        wheels=pinned("joblib narwhals pytorch-metric-learning scikit-learn threadpoolctl"),
     ),
     of_program(
         "lightly==1.6.0", "contrastive", "{work}/images/train", prepare=_CLASSES,
-        wheels=(
-            "certifi==2026.10.18",
-            "charset-normalizer==3.5.2",
-            "lightly-utils==0.0.2",
-            "lightly==1.6.0",
-            "lightning-utilities==0.15.3",
-            "requests==2.34.2",
-            "urllib3==2.8.0",
+        wheels=pinned(
+            "certifi charset-normalizer lightly-utils lightly lightning-utilities requests "
+            "urllib3"
         ),
     ),
     of_program(
@@ -220,12 +161,7 @@ CASES = (
     of_program(
         "denoising-diffusion-pytorch==2.3.4", "diffusion", "{work}/images/train",
         prepare=_CLASSES,
-        wheels=(
-            "denoising-diffusion-pytorch==2.3.4",
-            "einops==0.8.2",
-            "ema-pytorch==0.8.3",
-            "pytorch-fid==0.3.0",
-        ),
+        wheels=pinned("denoising-diffusion-pytorch einops ema-pytorch pytorch-fid"),
         checks=(share("parameters", 2 * 4 * _UNET), share("optimizer_state", 8 * _UNET)),
         floor=Reference(20 * _UNET, "35.7 M × 20 bytes, the averaged weights included"),
     ),
@@ -243,29 +179,10 @@ CASES = (
         found=(
             "`Tensor.as_subclass` refused a FakeTensor", "the job's tensors are of PyTorch's class"
         ),
-        wheels=(
-            "beartype==0.23.1",
-            "certifi==2026.10.18",
-            "charset-normalizer==3.5.2",
-            "cloudpickle==3.1.2",
-            "contourpy==1.3.3",
-            "cycler==0.12.1",
-            "fastai==2.8.12",
-            "fastcore==2.2.39",
-            "fastdownload==0.0.8",
-            "fastprogress==1.0.3",
-            "fasttransform==0.0.5",
-            "fonttools==4.68.0",
-            "joblib==1.6.0",
-            "kiwisolver==1.5.1",
-            "matplotlib==3.11.2",
-            "narwhals==2.29.0",
-            "plum-dispatch==2.9.0",
-            "pyparsing==3.3.3",
-            "requests==2.34.2",
-            "scikit-learn==1.9.1",
-            "threadpoolctl==3.8.0",
-            "urllib3==2.8.0",
+        wheels=pinned(
+            "beartype certifi charset-normalizer cloudpickle contourpy cycler fastai fastcore "
+            "fastdownload fastprogress fasttransform fonttools joblib kiwisolver matplotlib "
+            "narwhals plum-dispatch pyparsing requests scikit-learn threadpoolctl urllib3"
         ),
     ),
     of_program(

@@ -6,32 +6,15 @@ that its authors measured on an A10G; the text is ours, and as theirs long enoug
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Check, Reference, Setup
+from bench.scripts.case import Case, Check, Reference, Setup, pinned
 from bench.scripts.checks import share
 
 SETUP = Setup(
     "litgpt",
-    wheels=(
-        "boto3==1.44.5",
-        "botocore==1.44.5",
-        "certifi==2026.10.18",
-        "charset-normalizer==3.5.2",
-        "docstring_parser==0.18.0",
-        "importlib_resources==7.1.0",
-        "jmespath==1.1.0",
-        "jsonargparse==4.41.0",
-        "lightning==2.6.6",
-        "lightning-utilities==0.15.3",
-        "litdata==0.2.76",
-        "litgpt==0.5.13",
-        "obstore==0.12.1",
-        "pytorch-lightning==2.6.6",
-        "requests==2.34.2",
-        "s3transfer==0.19.3",
-        "tifffile==2026.3.3",
-        "torchmetrics==1.9.0",
-        "typeshed_client==2.14.0",
-        "urllib3==2.8.0",
+    wheels=pinned(
+        "boto3 botocore certifi charset-normalizer docstring_parser importlib_resources "
+        "jmespath jsonargparse lightning lightning-utilities litdata litgpt obstore "
+        "pytorch-lightning requests s3transfer tifffile torchmetrics typeshed_client urllib3"
     ),
 )
 

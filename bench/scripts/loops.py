@@ -3,33 +3,15 @@ as in their documentation, and their own commands."""
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Reference, Setup, of_program
+from bench.scripts.case import Case, Reference, Setup, of_program, pinned
 from bench.scripts.checks import share
 
 _DATA = ("-m", "bench.scripts.datasets")
 _MNIST = ((*_DATA, "mnist", "{work}/data"),)
 _CLASSES = ((*_DATA, "classes", "{work}/images"),)
-_SKLEARN = (
-    "cloudpickle==3.1.2",
-    "joblib==1.6.0",
-    "narwhals==2.29.0",
-    "scikit-learn==1.9.1",
-    "threadpoolctl==3.8.0",
-)
-_REQUESTS = (
-    "certifi==2026.10.18",
-    "charset-normalizer==3.5.2",
-    "requests==2.34.2",
-    "urllib3==2.8.0",
-)
-_MATPLOTLIB = (
-    "contourpy==1.3.3",
-    "cycler==0.12.1",
-    "fonttools==4.68.0",
-    "kiwisolver==1.5.1",
-    "matplotlib==3.11.2",
-    "pyparsing==3.3.3",
-)
+_SKLEARN = pinned("cloudpickle joblib narwhals scikit-learn threadpoolctl")
+_REQUESTS = pinned("certifi charset-normalizer requests urllib3")
+_MATPLOTLIB = pinned("contourpy cycler fonttools kiwisolver matplotlib pyparsing")
 _KERAS_RESNET50, _MOVING = 23_608_202, 53_120
 """For ten classes; of them the averages of the batch norms."""
 _RESNET50 = 25_557_032
@@ -56,14 +38,7 @@ _MACE = 848_528
 CASES = (
     of_program(
         "keras==3.15.1", "keras_classifier",
-        wheels=(
-            "absl-py==2.5.1",
-            "h5py==3.16.0",
-            "keras==3.15.1",
-            "ml-dtypes==0.6.0",
-            "namex==0.1.0",
-            "optree==0.20.0",
-        ),
+        wheels=pinned("absl-py h5py keras ml-dtypes namex optree"),
         environment={"KERAS_BACKEND": "torch"},
         checks=(share("parameters", 4 * (3 * _KERAS_RESNET50 - 2 * _MOVING)),),
         floor=Reference(
@@ -99,12 +74,7 @@ CASES = (
         "mmengine==0.10.7", "configured", "{work}/images", prepare=_CLASSES,
         wheels=(
             *_MATPLOTLIB,
-            "addict==2.4.0",
-            "mmengine==0.10.7",
-            "opencv-python-headless==5.0.0.93",
-            "platformdirs==4.14.7",
-            "termcolor==3.3.0",
-            "yapf==0.43.0",
+            *pinned("addict mmengine opencv-python-headless platformdirs termcolor yapf"),
         ),
         checks=(
             share("parameters", 4 * (_RESNET50 + _MOVING)),
@@ -116,16 +86,10 @@ CASES = (
         "speechbrain==1.1.2", "brain",
         wheels=(
             *_REQUESTS,
-            "cffi==2.1.1",
-            "hyperpyyaml==1.2.3",
-            "joblib==1.6.0",
-            "pycparser==3.12",
-            "ruamel.yaml.clib==0.2.15",
-            "ruamel.yaml==0.18.17",
-            "sentencepiece==0.2.3",
-            "soundfile==0.14.0",
-            "speechbrain==1.1.2",
-            "torchaudio==2.11.0",
+            *pinned(
+                "cffi hyperpyyaml joblib pycparser ruamel.yaml.clib ruamel.yaml sentencepiece "
+                "soundfile speechbrain torchaudio"
+            ),
         ),
         checks=(share("optimizer_state", 8 * _CRDNN),),
         floor=Reference(16 * _CRDNN, "3.1 M × 16 bytes"),
@@ -142,25 +106,11 @@ CASES = (
             wheels=(
                 *_REQUESTS,
                 *_SKLEARN,
-                "alembic==1.20.1",
-                "backports.zstd==1.8.0",
-                "class-resolver==0.8.2",
-                "click-default-group==1.2.4",
-                "colorlog==6.12.0",
-                "dataclasses-json==0.6.7",
-                "docdata==0.0.5",
-                "mako==1.4.3",
-                "marshmallow==3.26.2",
-                "more-click==0.1.3",
-                "more-itertools==11.2.1",
-                "optuna==5.0.0",
-                "pykeen==1.11.1",
-                "pystow==0.10.3",
-                "sqlalchemy==2.1.9",
-                "tabulate==0.10.0",
-                "torch-max-mem==0.1.6",
-                "torch-ppr==0.0.8",
-                "typing-inspect==0.9.0",
+                *pinned(
+                    "alembic backports.zstd class-resolver click-default-group colorlog "
+                    "dataclasses-json docdata mako marshmallow more-click more-itertools optuna "
+                    "pykeen pystow sqlalchemy tabulate torch-max-mem torch-ppr typing-inspect"
+                ),
             ),
         ),
         package="pykeen==1.11.1",
@@ -181,25 +131,11 @@ CASES = (
             "mace-torch",
             wheels=(
                 *_MATPLOTLIB,
-                "ase==3.29.0",
-                "configargparse==1.9.0",
-                "e3nn==0.4.4",
-                "gitdb==4.0.12",
-                "gitpython==3.2.1",
-                "h5py==3.16.0",
-                "lightning-utilities==0.15.3",
-                "lmdb==3.0.0",
-                "mace-torch==0.3.16",
-                "matscipy==1.3.1",
-                "opt-einsum-fx==0.1.4",
-                "opt-einsum==3.4.0",
-                "orjson==3.13.0",
-                "prettytable==3.18.0",
-                "python-hostlist==2.3.0",
-                "smmap==5.0.3",
-                "torch-ema==0.3",
-                "torchmetrics==1.9.0",
-                "wcwidth==0.9.4",
+                *pinned(
+                    "ase configargparse e3nn gitdb gitpython h5py lightning-utilities lmdb "
+                    "mace-torch matscipy opt-einsum-fx opt-einsum orjson prettytable "
+                    "python-hostlist smmap torch-ema torchmetrics wcwidth"
+                ),
             ),
         ),
         package="mace-torch==0.3.16",

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Reference, Setup
+from bench.scripts.case import Case, Reference, Setup, pinned
 from bench.scripts.checks import share
 
 SETUP = Setup(
     "open_clip",
-    wheels=(
-        "braceexpand==0.1.7",
-        "ftfy==6.3.1",
-        "open-clip-torch==3.3.0",
-        "wcwidth==0.9.4",
-        "webdataset==0.2.86",
-    ),
+    wheels=pinned("braceexpand ftfy open-clip-torch wcwidth webdataset"),
 )
 _PARAMETERS = 151_277_313
 """Of ViT-B/32 and its text tower."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Check, Reference, Setup
+from bench.scripts.case import Case, Check, Reference, Setup, pinned
 from bench.scripts.checks import share, share_at_least
 
 SETUP = Setup(
     "pytorch_examples",
     wheels=(
-        "antlr4-python3-runtime==4.9.3",
-        "boto3==1.44.5",
-        "botocore==1.44.5",
-        "certifi==2026.10.18",
-        "charset-normalizer==3.5.2",
-        "hydra-core==1.3.2",
-        "jmespath==1.1.0",
+        *pinned(
+            "antlr4-python3-runtime boto3 botocore certifi charset-normalizer hydra-core jmespath"
+        ),
         "omegaconf==2.3.0",
-        "requests==2.34.2",
-        "s3transfer==0.19.3",
-        "six==1.17.0",
-        "urllib3==2.8.0",
+        *pinned("requests s3transfer six urllib3"),
     ),
 )
 _DATA = ("-m", "bench.scripts.datasets")

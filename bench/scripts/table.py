@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from bench.results import ROOT, result_path
+from bench.pages import END, between, markdown_table
+from bench.results import ROOT, known_result
 from bench.scripts.case import Case
 from bench.scripts.suite import cases
 
 DOCS = ROOT / "docs" / "scripts.md"
 BEGIN = "<!-- written by bench.scripts.table; begin -->"
-END = "<!-- end -->"
 HEAD = ("`--only`", "script", "what broke", "how it was mended", "answer", "held to", "seconds")
 
 
 def read() -> dict[str, Any]:
     """The results that are there, by the names of the cases."""
-    path = result_path("scripts")
-    if not path.exists():
-        return {}
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]
-    return data
+    return known_result("scripts")
 
 
 def table(declared: list[Case], results: dict[str, Any]) -> list[str]:
     """Lines of Markdown, one for each case."""
-    rows = [HEAD, ("---",) * len(HEAD), *(_row(case, results.get(case.name)) for case in declared)]
-    return ["| " + " | ".join(cells) + " |" for cells in rows]
+    return markdown_table(HEAD, (_row(case, results.get(case.name)) for case in declared))
 
 
 def page(text: str, lines: list[str]) -> str:
     """A page with the lines between its two marks. Raises ValueError where a mark is missing."""
-    before, _, rest = text.partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"no {BEGIN} … {END} in the page")
-    return before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after
+    return between(text, BEGIN, END, "\n\n" + "\n".join(lines) + "\n\n")
 
 
 def write_page() -> Path:

@@ -6,33 +6,21 @@ full recipe's optimizer is PyTorch's, as the one in its configuration needs anot
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Check, Reference, Setup
+from bench.scripts.case import Case, Check, Reference, Setup, pinned
 from bench.scripts.checks import share, share_at_least
 
 SETUP = Setup(
     "torchtune",
     wheels=(
-        "antlr4-python3-runtime==4.9.3",
-        "blobfile==3.3.0",
-        "certifi==2026.10.18",
-        "charset-normalizer==3.5.2",
-        "datasets==5.2.0",
-        "dill==0.4.1",
-        "kagglehub==1.0.3",
-        "kagglesdk==0.1.38",
-        "lxml==6.1.3",
-        "multiprocess==0.70.19",
+        *pinned(
+            "antlr4-python3-runtime blobfile certifi charset-normalizer datasets dill kagglehub "
+            "kagglesdk lxml multiprocess"
+        ),
         "omegaconf==2.4.0",
-        "pyarrow==26.0.1",
-        "pycryptodomex==3.24.2",
-        "requests==2.34.2",
-        "sentencepiece==0.2.3",
-        "tiktoken==0.14.0",
-        "torchao==0.10.0",
-        "torchdata==0.11.0",
-        "torchtune==0.6.1",
-        "urllib3==2.8.0",
-        "xxhash==4.1.0",
+        *pinned(
+            "pyarrow pycryptodomex requests sentencepiece tiktoken torchao torchdata torchtune "
+            "urllib3 xxhash"
+        ),
     ),
 )
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from bench.scripts.case import Case, Setup
+from bench.scripts.case import Case, Setup, pinned
 from bench.scripts.checks import peak_between
 
 SETUP = Setup(
     "ultralytics",
-    wheels=(
-        "certifi==2026.10.18",
-        "charset-normalizer==3.5.2",
-        "contourpy==1.3.3",
-        "cycler==0.12.1",
-        "fonttools==4.68.0",
-        "kiwisolver==1.5.1",
-        "matplotlib==3.11.2",
-        "nvidia-ml-py==13.615.71",
-        "opencv-python-headless==5.0.0.93",
-        "polars==2.1.0",
-        "polars-runtime-32==2.1.0",
-        "pyparsing==3.3.3",
-        "requests==2.34.2",
-        "ultralytics==8.4.190",
-        "ultralytics-platform==0.1.99",
-        "ultralytics-thop==2.2.3",
-        "urllib3==2.8.0",
+    wheels=pinned(
+        "certifi charset-normalizer contourpy cycler fonttools kiwisolver matplotlib "
+        "nvidia-ml-py opencv-python-headless polars polars-runtime-32 pyparsing requests "
+        "ultralytics ultralytics-platform ultralytics-thop urllib3"
     ),
 )
 

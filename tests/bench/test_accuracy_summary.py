@@ -17,7 +17,8 @@ from bench.accuracy.summary import (
     summarize_jobs,
     summarize_llm,
 )
-from bench.accuracy.table import BEGIN, END, line, write_docs
+from bench.accuracy.table import BEGIN, line, write_docs
+from bench.pages import END
 
 HEADER = (
     "model,family,optimizer,batch_size,zero_grad_mode,gpu,measured_bytes,xmem_bytes,"

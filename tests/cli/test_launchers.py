@@ -11,7 +11,7 @@ import pytest
 
 from memplan.capturing.options import RankPlace, ScriptTarget
 from memplan.cli import main
-from memplan.cli.job import MOST_LOCAL, Job, add_rank_options, read_job
+from memplan.cli.job import MOST_LOCAL, Job, add_job_options, read_job
 from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.launch import Launch, World
 from memplan.cli.launchers.read import read_launch
@@ -321,7 +321,7 @@ def test_ranks_that_no_launcher_would_set(line: str, message: str) -> None:
 
 def job(line: str) -> Job:
     parser = argparse.ArgumentParser()
-    add_rank_options(parser, several=True)
+    add_job_options(parser, several_ranks=True)
     own, program = split_program(parser, shlex.split(line))
     args = parser.parse_args(own)
     args.program = program

@@ -19,12 +19,7 @@ from memplan.cli.calibrate import add_calibration_option, calibrated
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
-from memplan.cli.job import (
-    add_packages_option,
-    add_rank_options,
-    add_whole_run_options,
-    read_job,
-)
+from memplan.cli.job import add_capture_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
 from memplan.cli.streams import write_json, write_report
@@ -54,13 +49,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
     add_calibration_option(parser)
     add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
-    add("--routing", choices=("balanced", "worst"), default="balanced",
-        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
-    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
-    add("--allow-network", action="store_true", help="let the script use the network")
-    add_whole_run_options(parser)
-    add_packages_option(parser)
-    add_rank_options(parser, several=True)
+    add_capture_options(parser, several_ranks=True)
     add_maximize_options(parser)
     add("--from-snapshot", metavar="FILE",
         help="no script: why the job of a PyTorch memory snapshot ran out of memory")  # fmt: skip
@@ -68,7 +57,6 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", metavar="TRACE", help="keep the captured trace in this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
     add("--json", action="store_true", help="the answer as JSON on stdout")
-    add("-m", metavar="MODULE", help="run a module instead of a script")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,7 @@ from memplan.cli.allocator import check_settings
 from memplan.cli.calibrate import add_calibration_option, calibrated
 from memplan.cli.command import EXIT_NO, EXIT_YES
 from memplan.cli.files import output_path
-from memplan.cli.job import (
-    ALL_RANKS,
-    Job,
-    add_packages_option,
-    add_rank_options,
-    add_whole_run_options,
-    read_job,
-)
+from memplan.cli.job import ALL_RANKS, Job, add_capture_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.streams import write_json, write_lines
 from memplan.types.device import find_profile, parse_size
@@ -42,6 +36,7 @@ if TYPE_CHECKING:
     from memplan.fit.flow import Fitted
     from memplan.types.device import DeviceProfile
     from memplan.types.estimate import Estimate
+    from memplan.worker.pool import Workers
 
 TAKES_PROGRAM = True
 _USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
@@ -56,8 +51,6 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
     add_calibration_option(parser)
     add("--steps", type=int, metavar="N", help="optimizer steps to run in each capture")
-    add("--routing", choices=("balanced", "worst"), default="balanced",
-        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
     add("--allow", choices=("exact", "rounding", "numbers"), default="exact",
         help="what levers may do to the job's numbers: nothing (the default), another order of "
         "sums, or more")  # fmt: skip
@@ -74,15 +67,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="of this card and of others: what a step costs here with the plan, and there without",
     )
-    add_rank_options(parser, several=False)
-    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
-    add("--allow-network", action="store_true", help="let the script use the network")
-    add_whole_run_options(parser)
-    add_packages_option(parser)
+    add_capture_options(parser, several_ranks=False)
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
     add("--json", action="store_true", help="the answer as JSON on stdout")
-    add("-m", metavar="MODULE", help="run a module instead of a script")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,40 +78,79 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    job = _job(args)
+    program = job.launch.target
+    script = program.name if program.kind == "script" else ""
+    path = output_path(args.output, force=args.force, reads=script) if args.output else None
+    profile = _card(args)
+    folder = _frontier_folder(args)
+    from memplan.types.plan_file import save_plan
+
+    prices = _prices(args.price, args.gpu or profile.name, profile)
+    check_settings(args.alloc_conf or "", os.environ | job.environment)
+    fitted, answer = _fitted(args, job, profile, prices)
+    answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
+    if path is not None and fitted.plan is not None:
+        save_plan(fitted.plan, path, overwrite=args.force)
+        answer = msgspec.structs.replace(answer, plan=args.output)
+    if folder is not None:
+        answer = _with_frontier_saved(fitted, answer, folder, args)
+    if args.json:
+        write_json(answer)
+    else:
+        from memplan.fit.text import fit_lines
+
+        hint = next_command(answer, args.own_words, job.launch)
+        write_lines(fit_lines(answer, hint))
+    return EXIT_YES if answer.fits else EXIT_NO
+
+
+def _job(args: argparse.Namespace) -> Job:
+    """The job, of which a plan can be made. Raises UsageError."""
     if args.rank == ALL_RANKS:
         raise UsageError(
             "--rank all: a plan is made from one rank, and all of them apply it",
             "memplan estimate --rank all names the rank that needs most; --rank N for that one",
         )
     job = read_job(args, _USAGE)
-    program = job.launch.target
     if args.steps is not None and args.steps < 1:
         raise UsageError(f"--steps {args.steps}: a plan needs a training step", "--steps 3")
-    script = program.name if program.kind == "script" else ""
-    path = output_path(args.output, force=args.force, reads=script) if args.output else None
+    return job
+
+
+def _card(args: argparse.Namespace) -> DeviceProfile:
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     profile = calibrated(args.calibration, profile)
     if profile is None:
         raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
+    return profile
+
+
+def _frontier_folder(args: argparse.Namespace) -> Path | None:
+    """Where the plans of the frontier go."""
     if args.plans and not args.frontier:
         raise UsageError("--plans without --frontier", "--frontier --plans FOLDER")
-    folder = Path(args.plans).absolute() if args.plans else None
-    if folder is not None:  # a file that is there is refused, too
-        output_path(str(folder / "0.plan" if folder.is_dir() else folder), force=args.force)
+    if not args.plans:
+        return None
+    folder = Path(args.plans).absolute()
+    # A file that is there is refused, too.
+    output_path(str(folder / "0.plan" if folder.is_dir() else folder), force=args.force)
+    return folder
+
+
+def _fitted(
+    args: argparse.Namespace, job: Job, profile: DeviceProfile, prices: dict[str, float]
+) -> tuple[Fitted, Fit]:
+    """What was found, and the answer with its prices."""
     from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
     from memplan.fit.state import MoreNodes
-    from memplan.fit.worth import Other, priced
     from memplan.recompute.solve import Solver
-    from memplan.types.plan_file import save_plan
     from memplan.worker.captures import RankCapture
-    from memplan.worker.failure import CaptureFailedError
     from memplan.worker.pool import Workers
 
-    prices = _prices(args.price, args.gpu or profile.name, profile)
-    check_settings(args.alloc_conf or "", os.environ | job.environment)
-    host_bytes = _host_bytes(args.host_memory, job)
-    limits = Limits(args.allow, args.at_most, args.frontier, host_bytes)
+    program = job.launch.target
+    limits = Limits(args.allow, args.at_most, args.frontier, _host_bytes(args.host_memory, job))
     with Workers() as workers, progress_line(stages=True) as progress:
         capture = RankCapture(job.question(args, profile), workers, goes_on=True)
 
@@ -150,32 +177,34 @@ def _run(args: argparse.Namespace) -> int:
         answer = fitted.answer
         raise_second_interrupt()  # by the first one, the answer came early
         if prices and answer.after is not None and answer.complete:
+            answer = _priced(args, job, answer, prices, workers, progress)
+    return fitted, answer
 
-            def estimate_on(name: str) -> Estimate | None:
-                progress(f"capturing for {name}")
-                asked = RankCapture(job.question(args, find_profile(name)), workers)
-                try:
-                    return asked(program, quiet=True).estimate
-                except CaptureFailedError:
-                    return None
 
-            (gpu, price), *rest = prices.items()
-            others = [Other(name, hourly, estimate_on(name)) for name, hourly in rest]
-            answer = msgspec.structs.replace(answer, priced=priced(answer, gpu, price, others))
-    answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
-    if path is not None and fitted.plan is not None:
-        save_plan(fitted.plan, path, overwrite=args.force)
-        answer = msgspec.structs.replace(answer, plan=args.output)
-    if folder is not None:
-        answer = _with_frontier_saved(fitted, answer, folder, args)
-    if args.json:
-        write_json(answer)
-    else:
-        from memplan.fit.text import fit_lines
+def _priced(
+    args: argparse.Namespace,
+    job: Job,
+    answer: Fit,
+    prices: dict[str, float],
+    workers: Workers,
+    progress: Callable[[str], None],
+) -> Fit:
+    """With what a step costs: here with the plan, on the other cards without."""
+    from memplan.fit.worth import Other, priced
+    from memplan.worker.captures import RankCapture
+    from memplan.worker.failure import CaptureFailedError
 
-        hint = next_command(answer, args.own_words, job.launch)
-        write_lines(fit_lines(answer, hint))
-    return EXIT_YES if answer.fits else EXIT_NO
+    def estimate_on(name: str) -> Estimate | None:
+        progress(f"capturing for {name}")
+        asked = RankCapture(job.question(args, find_profile(name)), workers)
+        try:
+            return asked(job.launch.target, quiet=True).estimate
+        except CaptureFailedError:
+            return None
+
+    (gpu, price), *rest = prices.items()
+    others = [Other(name, hourly, estimate_on(name)) for name, hourly in rest]
+    return msgspec.structs.replace(answer, priced=priced(answer, gpu, price, others))
 
 
 def _with_frontier_saved(

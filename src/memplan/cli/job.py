@@ -99,22 +99,31 @@ class Job:
         return Question(request, profile, (*self.launch.notes, *of_one_gpu))
 
 
-def add_rank_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    """Options for the ranks of a job; `several`: whether all of them may be asked for."""
+def add_capture_options(parser: argparse.ArgumentParser, *, several_ranks: bool) -> None:
+    """Options of the commands that capture a job, whichever way they look at it."""
+    add_job_options(parser, several_ranks=several_ranks)
     add = parser.add_argument
-    add("--world-size", type=positive, metavar="N", help="the script runs as one of N ranks")
-    add("--gpus-per-node", type=positive, metavar="N",
-        help="ranks on each node (8, or all if there are fewer)")  # fmt: skip
-    which = "the rank to capture" + (", or all that can differ" if several else " (0)")
-    add("--rank", type=_rank, help=which, metavar="N|all" if several else "N")
-
-
-def add_whole_run_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--whole-run", action="store_true",
         help="read the data loader ahead, and capture its largest batches too")  # fmt: skip
     add("--scan", type=_seconds, metavar="SECONDS",
         help=f"with --whole-run: for reading ahead ({_SCAN_SECONDS:.0f})")  # fmt: skip
+    add_packages_option(parser)
+    add("-m", metavar="MODULE", help="run a module instead of a script")
+
+
+def add_job_options(parser: argparse.ArgumentParser, *, several_ranks: bool) -> None:
+    """What is assumed of a job, and which of its ranks is meant; `several_ranks`: whether all of
+    them may be."""
+    add = parser.add_argument
+    add("--routing", choices=("balanced", "worst"), default="balanced",
+        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
+    add("--allow-network", action="store_true", help="let the script use the network")
+    add("--world-size", type=positive, metavar="N", help="the script runs as one of N ranks")
+    add("--gpus-per-node", type=positive, metavar="N",
+        help="ranks on each node (8, or all if there are fewer)")  # fmt: skip
+    which = "the rank to capture" + (", or all that can differ" if several_ranks else " (0)")
+    add("--rank", type=_rank, help=which, metavar="N|all" if several_ranks else "N")
 
 
 def _scan_seconds(args: argparse.Namespace) -> float:

@@ -19,7 +19,7 @@ from memplan import __version__
 from memplan.capturing.options import STEPS_TO_PLAN
 from memplan.cli.command import EXIT_YES
 from memplan.cli.files import input_path, output_path, plan_path
-from memplan.cli.job import add_rank_options, read_job
+from memplan.cli.job import add_job_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
@@ -88,10 +88,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"optimizer steps to capture, {STEPS_TO_PLAN} by default",
     )
-    add("--routing", choices=("balanced", "worst"), default="balanced",
-        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
-    add_rank_options(parser, several=False)
-    add("--allow-network", action="store_true", help="let the script use the network")
+    add_job_options(parser, several_ranks=False)
     add("--json", action="store_true", help="the answer as JSON on stdout")
     add("-m", metavar="MODULE", help="plan a module instead of a script")
     parser.set_defaults(packages=(), alloc_conf=None, whole_run=False, scan=None)

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING
 from memplan import __version__
 from memplan.cli.calibrate import add_calibration_option, calibrated_cards
 from memplan.cli.command import EXIT_NO, EXIT_YES
-from memplan.cli.job import (
-    add_packages_option,
-    add_rank_options,
-    add_whole_run_options,
-    positive,
-)
+from memplan.cli.job import add_capture_options, positive
 from memplan.cli.streams import write_answer, write_json, write_lines
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.worker.signals import ended_by_signal
@@ -56,17 +51,10 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=positive, metavar="N", help="captures at a time (CPUs, and memory)")
     add("--ray", metavar="ADDRESS|auto", help="capture on this Ray cluster")
     add("--steps", type=positive, metavar="N", help="optimizer steps to run in each capture")
-    add("--routing", choices=("balanced", "worst"), default="balanced",
-        help="how data-dependent shapes (mixture of experts) are assumed")  # fmt: skip
-    add_rank_options(parser, several=True)
-    add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
-    add("--allow-network", action="store_true", help="let the script use the network")
-    add_whole_run_options(parser)
-    add_packages_option(parser)
+    add_capture_options(parser, several_ranks=True)
     add("-o", "--output", metavar="FOLDER", help="keep each answer; what is there is not repeated")
     add("--json", action="store_true", help="the answer as JSON on stdout")
     add("--csv", action="store_true", help="the answer as CSV on stdout")
-    add("-m", metavar="MODULE", help="run a module instead of a script")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -69,39 +69,25 @@ def estimate(
         found = find_interval(other, part, replays, limited=limited)
         return _missing_bytes(found, settings, part) == 0
 
-    fields = {
-        **_verdict(interval, settings, profile, card, part, trace.meta.card_processes),
-        **_peaks(interval),
-        **_contents(steady, interval, card, communication),
-        "stages": stage_peaks(steady, interval, part),
-        "engines": engine_estimates(steady, interval, part if limited else None, fits),
-        **_host(trace, settings),
-        **_step(trace, profile),
-    }
-    meta = trace.meta
     return Estimate(
         memplan_version=__version__,
-        torch_version=meta.torch_version,
-        assumptions=[*meta.assumptions, *_unsettled(steady)],
-        kernels=list(meta.kernels),
-        steps=meta.optimizer_steps,
-        stop_reason=meta.stop_reason,
-        method=meta.method,
-        alloc_conf=meta.alloc_conf,
-        events=len(trace),
-        repeated_steps=steady.rounds * steady.steps,
-        capture_peak_bytes=meta.capture_peak_bytes,
-        command=list(meta.command),
         notes=[
             *_notes(interval, profile, card),
-            *communication_notes(meta.communicators, card.capability),
+            *communication_notes(trace.meta.communicators, card.capability),
             *why_wide(trace, interval),
             *choices.note(trace),
             *engine_notes(trace, profile),
             *_repetitions(steady),
-            *meta.notes,
+            *trace.meta.notes,
         ],
-        **fields,
+        stages=stage_peaks(steady, interval, part),
+        engines=engine_estimates(steady, interval, part if limited else None, fits),
+        **_capture(trace, steady),
+        **_verdict(interval, settings, profile, card, part, trace.meta.card_processes),
+        **_peaks(interval),
+        **_contents(steady, interval, card, communication),
+        **_host(trace, settings),
+        **_step(trace, profile),
     )
 
 
@@ -127,6 +113,23 @@ def _left_for_tensors(card: DeviceProfile, communication: Bounds, trace: Trace) 
     return _part(whole, trace.meta.card_processes)
 
 
+def _capture(trace: Trace, steady: Settled) -> dict[str, Any]:
+    meta = trace.meta
+    return {
+        "torch_version": meta.torch_version,
+        "assumptions": [*meta.assumptions, *_unsettled(steady)],
+        "kernels": list(meta.kernels),
+        "steps": meta.optimizer_steps,
+        "stop_reason": meta.stop_reason,
+        "method": meta.method,
+        "alloc_conf": meta.alloc_conf,
+        "events": len(trace),
+        "repeated_steps": steady.rounds * steady.steps,
+        "capture_peak_bytes": meta.capture_peak_bytes,
+        "command": list(meta.command),
+    }
+
+
 def _verdict(
     interval: Interval,
     settings: AllocatorSettings,
@@ -150,7 +153,7 @@ def _verdict(
     }
 
 
-def _peaks(interval: Interval) -> dict[str, int]:
+def _peaks(interval: Interval) -> dict[str, Any]:
     timeline = interval.expected.timeline
     return {
         "reserved_peak_bytes": interval.reserved[1],

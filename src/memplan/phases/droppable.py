@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.phases.pass_values import PassValues
-from memplan.types.op_names import FETCH
+from memplan.types.op_names import (
+    CHANGES_STORAGE,
+    FETCH,
+    HIDDEN_STATE,
+    RACES_ON_CUDA,
+    UNINITIALISED,
+)
 from memplan.types.step_graph import Bools
 from memplan.types.trace import I64
 
@@ -16,21 +22,7 @@ SLACK_ROWS = 8
 between a value's last read in backward and its release when only that node holds it."""
 
 _NAMESPACES = frozenset({"aten", "prims", "torchvision"})
-_NEVER = frozenset(
-    {
-        "set_", "resize_", "resize_as_", "_resize_output_", "resize",
-        "_cudnn_rnn", "miopen_rnn",
-        "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
-        "index_add_", "index_put", "index_put_", "_index_put_impl_", "put_", "histc", "bincount",
-        "cumsum", "kthvalue", "median", "scatter", "scatter_", "index_copy", "index_copy_",
-        "max_unpool2d", "max_unpool3d", "nll_loss2d_forward",
-    }
-)  # fmt: skip
-"""Operators that change a storage's size, keep state that their schema does not show, or give
-other bits each time on CUDA (`torch.use_deterministic_algorithms` lists those)."""
-_UNINITIALISED = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-)
+_NEVER = CHANGES_STORAGE | HIDDEN_STATE | RACES_ON_CUDA
 
 
 def replayable_rows(names: list[str], call: I64, values: PassValues) -> Bools:
@@ -38,7 +30,7 @@ def replayable_rows(names: list[str], call: I64, values: PassValues) -> Bools:
     read memory which nothing wrote, or give other results each time."""
     able = {name: _is_replayable(name) for name in set(names)}
     replayable = np.array([able[name] for name in names], bool) & (call >= 0)
-    raw = {name for name in able if _operator(name)[1] in _UNINITIALISED}
+    raw = {name for name in able if _operator(name)[1] in UNINITIALISED}
     for row in np.flatnonzero(np.isin(names, list(raw))).tolist() if raw else []:
         replayable[row] &= not _read_unwritten(row, values)
     return replayable

@@ -25,6 +25,21 @@ class OpOutput(msgspec.Struct, frozen=True, array_like=True):
     call: Count = 0
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every lever's part has."""
+
+    version: int = 1
+    peak_bytes: Count = 0
+    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
+
+
+class Lever(Part, frozen=True, kw_only=True):
+    """The part of one that takes time."""
+
+    added_seconds: Seconds = 0.0
+    """Expected per step."""
+
+
 class RecomputeGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Values that are dropped after forward and recomputed together, when backward first needs one
     of them. What their recomputation needs and is itself dropped, in another group, is recomputed
@@ -35,21 +50,16 @@ class RecomputeGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drop: list[OpOutput]
 
 
-class RecomputePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecomputePart(Lever, frozen=True, kw_only=True):
     """Which values of every forward pass to drop and recompute. What no group names is kept as
     long as without a plan."""
 
-    version: int = 1
     groups: Annotated[list[RecomputeGroup], msgspec.Meta(max_length=100_000)]
     hold: list[OpOutput] = []
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
     budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
 class CompiledRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,26 +73,20 @@ class CompiledRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names of the nodes of forward that backward runs again."""
 
 
-class RegionsPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RegionsPart(Lever, frozen=True, kw_only=True):
     """What is recomputed inside the graphs that PyTorch Inductor compiles. A graph that is not
     named runs as without a plan."""
 
-    version: int = 1
     regions: list[CompiledRegion] = []
     share: Share = 0.0
     """Asked of a capture, for graphs that are not named: how far to go from no recomputation (0) to
     the least peak (1)."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
-class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OrderPart(Part, frozen=True, kw_only=True):
     """The optimizer in backward: each parameter is updated as soon as its gradient is complete, and
     the gradient is released. The run does it only where that changes no number."""
 
-    version: int = 1
     parameters: Count
     """Of a step, those with a gradient."""
     gradient_bytes: Count
@@ -90,11 +94,9 @@ class OrderPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     from_first: bool = False
     """From the first step on, which is else watched with all gradients alive: a capture with the
     plan has shown that nothing comes between."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
 
 
-class OffloadPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OffloadPart(Lever, frozen=True, kw_only=True):
     """Values that autograd saves, in the host's memory from forward to backward.
 
     A value is copied when autograd saves it, one after the other. The card's block is released
@@ -105,7 +107,6 @@ class OffloadPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     begun of is fetched first.
     """
 
-    version: int = 1
     values: list[OpOutput]
     """In the order in which backward first needs them."""
     out_bytes: Count
@@ -114,54 +115,35 @@ class OffloadPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fetched before backward asks for them, at most, beside the one that it asks for."""
     host_bytes: Count = 0
     """Promised, of page-locked memory."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
-class StatePart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StatePart(Lever, frozen=True, kw_only=True):
     """Optimizers' state in the host's memory. The update's arithmetic stays on the card."""
 
-    version: int = 1
     share: Share
     """Of the elements of an optimizer's parameters, in the order of its groups, (0, 1]."""
     host_bytes: Count = 0
     """Promised, of state on the host."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
-class LowBitPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LowBitPart(Lever, frozen=True, kw_only=True):
     """Moments of Adam and AdamW in 8 bits, by torchao: another method, other numbers."""
 
-    version: int = 1
     state_bytes: Count = 0
     """Promised, of all optimizers' state on the card."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
-class FrozenPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FrozenPart(Lever, frozen=True, kw_only=True):
     """Weights that are not trained, in the host's memory. Each is copied to the card when the
     module that has it is called, and again when backward reads it; what followed it the last time
     is copied ahead."""
 
-    version: int = 1
     share: Share
     """Of the bytes of frozen weights, spread evenly over the model, (0, 1]."""
     ahead_bytes: Count
     """Copied ahead of their use, at most, beside the one in use."""
     host_bytes: Count = 0
     """Promised, of page-locked memory."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
-    added_seconds: Seconds = 0.0
-    """Expected per step."""
 
 
 class Argument(msgspec.Struct, frozen=True, array_like=True):
@@ -187,16 +169,13 @@ class LossHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     features: Count
 
 
-class LossPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LossPart(Part, frozen=True, kw_only=True):
     """Logits that are computed a chunk of rows at a time, where a loss reduces them. It changes
     the order of sums, so losses differ by rounding."""
 
-    version: int = 1
     heads: list[LossHead]
     rows: Count
     """Of a chunk."""
-    peak_bytes: Count = 0
-    """Promised, as PyTorch's allocated peak, with the rest of the plan in effect."""
 
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

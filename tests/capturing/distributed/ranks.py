@@ -48,3 +48,18 @@ def requests(trace: Trace, start: int = 0) -> list[EventView]:
         and event.kind == EventKind.ALLOC
         and event.provenance == Provenance.OBSERVED
     ]
+
+
+def second_step(
+    make: Callable[[str], Callable[[], object]], rank: int, size: int, small: int
+) -> tuple[Trace, list[int]]:
+    """The trace of two steps of a job that is made for a device, and the sizes that the second one
+    asks for, those above `small` bytes."""
+    with CaptureSession(options(rank, size, steps=10)) as session:
+        join()
+        step = make("cuda")
+        step()
+        start = len(session.state.recorder.builder)
+        step()
+        trace = session.trace()
+    return trace, [event.bytes for event in requests(trace, start) if event.bytes > small]

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.pipelining._utils import _TensorMeta
 
 from memplan.capturing.distributed import peers
-from memplan.capturing.session import CaptureSession
 from memplan.types.trace import Trace
 from tests.capturing.distributed import parallel_jobs as jobs
-from tests.capturing.distributed.ranks import join, options, requests
+from tests.capturing.distributed.ranks import second_step
 from tests.capturing.distributed.real_ranks import Sizes, run_module
 
 SMALL = 64
@@ -53,14 +52,7 @@ def captured(name: str, rank: int) -> tuple[Trace, list[int]]:
     )
     others = peers.current().known  # what the ranks before this one would be asked for
     others.update({f"stage {stage}": (received,) for stage in range(1, 2 * jobs.SIZE)})
-    with CaptureSession(options(rank, jobs.SIZE, steps=10)) as session:
-        join()
-        step = jobs.JOBS[name]("cuda")
-        step()
-        start = len(session.state.recorder.builder)
-        step()
-        trace = session.trace()
-    return trace, [event.bytes for event in requests(trace, start) if event.bytes > SMALL]
+    return second_step(jobs.JOBS[name], rank, jobs.SIZE, SMALL)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

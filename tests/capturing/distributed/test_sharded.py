@@ -15,7 +15,7 @@ from memplan.capturing.session import CaptureSession
 from memplan.estimation.host import host_memory
 from memplan.simulate import AllocatorSettings
 from tests.capturing.distributed import sharded_jobs as jobs
-from tests.capturing.distributed.ranks import capture, join, options, requests
+from tests.capturing.distributed.ranks import capture, join, options, requests, second_step
 from tests.capturing.distributed.real_ranks import Sizes, run_module
 from tests.capturing.distributed.test_host import only_tensors
 
@@ -57,14 +57,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Size
 
 def captured(name: str, rank: int) -> list[int]:
     """The sizes of the second step."""
-    with CaptureSession(options(rank, jobs.SIZE, steps=10)) as session:
-        join()
-        step = jobs.JOBS[name]("cuda")
-        step()
-        start = len(session.state.recorder.builder)
-        step()
-        trace = session.trace()
-    return [event.bytes for event in requests(trace, start) if event.bytes > SMALL]
+    return second_step(jobs.JOBS[name], rank, jobs.SIZE, SMALL)[1]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from memplan.capturing.session import CaptureSession
 from tests.capturing.distributed import two_rank_jobs as jobs
-from tests.capturing.distributed.ranks import join, options, requests
+from tests.capturing.distributed.ranks import second_step
 from tests.capturing.distributed.real_ranks import Sizes, run_module
 from tests.capturing.distributed.test_sharded import JOINED, LAYER, SMALL
 
@@ -31,15 +30,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Size
 def captured(name: str, rank: int) -> list[int]:
     """The sizes of the second step."""
     torch._dynamo.reset()
-    with CaptureSession(options(rank, jobs.SIZE, steps=10)) as session:
-        join()
-        step = jobs.JOBS[name]("cuda")
-        step()
-        start = len(session.state.recorder.builder)
-        step()
-        trace = session.trace()
+    trace, sizes = second_step(jobs.JOBS[name], rank, jobs.SIZE, SMALL)
     assert not trace.meta.assumptions
-    return [event.bytes for event in requests(trace, start) if event.bytes > SMALL]
+    return sizes
 
 
 @pytest.mark.parametrize("name", EXTRA)

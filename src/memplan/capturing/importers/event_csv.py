@@ -20,14 +20,15 @@ MAX_SIZE = 1 << 48
 """Largest size of a block or segment that is believed."""
 
 _MARKS = {"snapshot", "user_defined", "workspace_snapshot"}
-_OBSERVED = {
+OBSERVED = {
     "segment_alloc": EventKind.SEGMENT_ALLOC,
     "segment_free": EventKind.SEGMENT_FREE,
     "segment_map": EventKind.SEGMENT_MAP,
     "segment_unmap": EventKind.SEGMENT_UNMAP,
     "oom": EventKind.OUT_OF_MEMORY,
 }
-_GIVEN_BACK = {"segment_free", "segment_unmap"}
+"""By PyTorch's own name, in a snapshot too."""
+GIVEN_BACK = {"segment_free", "segment_unmap"}
 
 
 def read_event_csv(path: str | Path) -> Trace:
@@ -95,7 +96,7 @@ class _Reader:
             raise self._error(line, f"impossible size or address: {nbytes} at {address}")
         if line > MAX_ROWS:
             raise self._error(line, f"more than {MAX_ROWS} rows")
-        given_back = action in _GIVEN_BACK
+        given_back = action in GIVEN_BACK
         if given_back and not self._giving_back:
             self._builder.append(EventKind.EMPTY_CACHE)
         self._giving_back = given_back
@@ -107,8 +108,8 @@ class _Reader:
             self._builder.append(EventKind.FREE, storage, nbytes, stream=stream, aux=address)
         elif action == "free_completed":
             self._free_completed(address, nbytes, stream)
-        elif action in _OBSERVED:
-            self._builder.append(_OBSERVED[action], -1, nbytes, stream=stream, aux=address)
+        elif action in OBSERVED:
+            self._builder.append(OBSERVED[action], -1, nbytes, stream=stream, aux=address)
         elif action in _MARKS:
             self._builder.append(EventKind.MARK)
         else:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memplan.capturing.importers.event_csv import GIVEN_BACK, OBSERVED
 from memplan.capturing.importers.frames import FrameReader, PhaseTracker
 from memplan.capturing.importers.snapshot_schema import (
     DEFAULT_POOL,
@@ -32,14 +33,6 @@ from memplan.types.trace import (
 )
 from memplan.types.trace_check import check_trace
 
-_OBSERVED = {
-    "segment_alloc": EventKind.SEGMENT_ALLOC,
-    "segment_free": EventKind.SEGMENT_FREE,
-    "segment_map": EventKind.SEGMENT_MAP,
-    "segment_unmap": EventKind.SEGMENT_UNMAP,
-    "oom": EventKind.OUT_OF_MEMORY,
-}
-_GIVES_BACK = frozenset({"segment_free", "segment_unmap"})
 _IGNORED = frozenset({"snapshot", "user_defined", "workspace_snapshot", "annotate"})
 _SETTINGS_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -152,16 +145,16 @@ class _Importer:
         """Append what one entry tells."""
         action = entry.action
         stream = self._stream(entry.stream, entry.pool_id or DEFAULT_POOL)
-        self._note_giving_back(device, action in _GIVES_BACK, stream)
+        self._note_giving_back(device, action in GIVEN_BACK, stream)
         if action == "alloc":
             self._alloc(device, entry, stream)
         elif action in ("free_requested", "free"):
             self._free(device, entry.addr, entry.size, stream)
         elif action == "free_completed":
             self._free_completed(device, entry, stream)
-        elif action in _OBSERVED:
+        elif action in OBSERVED:
             self._builder.append(
-                _OBSERVED[action], -1, entry.size, stream=stream, device=device, aux=entry.addr
+                OBSERVED[action], -1, entry.size, stream=stream, device=device, aux=entry.addr
             )
         elif action not in _IGNORED:
             self._unknown[action[:40]] += 1
@@ -200,10 +193,9 @@ class _Importer:
         self._contradictions += 1
         if (device, address) in self._held:
             self._free(device, address, nbytes, stream, Provenance.RULE)
-        release = self._released.pop((device, address))
-        self._complete(
-            release.storage, device, address, release.bytes, release.stream, Provenance.RULE
-        )
+        storage, kept, stream = self._released.pop((device, address))
+        kind = EventKind.FREE_COMPLETED
+        self._ended(kind, storage, device, address, kept, stream, Provenance.RULE)
 
     def _free(
         self,
@@ -215,23 +207,16 @@ class _Importer:
     ) -> None:
         storage = self._take(self._held, device, address)
         self._released[device, address] = _Release(storage, nbytes, stream)
-        self._builder.append(
-            EventKind.FREE,
-            storage,
-            nbytes,
-            stream=stream,
-            device=device,
-            provenance=provenance,
-            aux=address,
-        )
+        self._ended(EventKind.FREE, storage, device, address, nbytes, stream, provenance)
 
     def _free_completed(self, device: int, entry: Entry, stream: int) -> None:
         release = self._released.pop((device, entry.addr), None)
         storage = release.storage if release else self._take(self._held, device, entry.addr)
-        self._complete(storage, device, entry.addr, entry.size, stream)
+        self._ended(EventKind.FREE_COMPLETED, storage, device, entry.addr, entry.size, stream)
 
-    def _complete(
+    def _ended(
         self,
+        kind: EventKind,
         storage: int,
         device: int,
         address: int,
@@ -240,7 +225,7 @@ class _Importer:
         provenance: Provenance = Provenance.OBSERVED,
     ) -> None:
         self._builder.append(
-            EventKind.FREE_COMPLETED,
+            kind,
             storage,
             nbytes,
             stream=stream,
@@ -261,7 +246,8 @@ class _Importer:
     def trace(self, alloc_conf: str) -> Trace:
         """What was appended, with the notes that a reader of its figures needs."""
         for (device, address), (storage, nbytes, stream) in self._released.items():
-            self._complete(storage, device, address, nbytes, stream, Provenance.RULE)
+            kind = EventKind.FREE_COMPLETED
+            self._ended(kind, storage, device, address, nbytes, stream, Provenance.RULE)
         notes = []
         if self._bytes_before:
             notes.append(

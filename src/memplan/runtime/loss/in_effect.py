@@ -222,9 +222,9 @@ def _classes_second(func: Any, logits: Logits, *dims: Any, **kwargs: Any) -> Any
 # Reductions
 
 
-@_handles(F.cross_entropy)
-def _cross_entropy(
-    _func: Any,
+@_handles(F.cross_entropy, F.nll_loss)
+def _class_loss(
+    func: Any,
     logits: Logits,
     target: Tensor,
     weight: Tensor | None = None,
@@ -232,36 +232,15 @@ def _cross_entropy(
     ignore_index: int = -100,
     reduce: None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    label_smoothing: float | None = None,
 ) -> Any:
+    smoothing = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
+
     def rows_loss(rows: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(
-            rows,
-            labels,
-            weight,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
+        found: Tensor = func(
+            rows, labels, weight, ignore_index=ignore_index, reduction="none", **smoothing
         )
-
-    if size_average is not None or reduce is not None:
-        return NotImplemented
-    return _loss(logits, target, weight, ignore_index, reduction, rows_loss)
-
-
-@_handles(F.nll_loss)
-def _nll_loss(
-    _func: Any,
-    logits: Logits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-) -> Any:
-    def rows_loss(rows: Tensor, labels: Tensor) -> Tensor:
-        return F.nll_loss(rows, labels, weight, ignore_index=ignore_index, reduction="none")
+        return found
 
     if size_average is not None or reduce is not None:
         return NotImplemented

@@ -8,27 +8,17 @@ from typing import Any
 
 import torch
 
-from memplan.types.op_names import FETCH, op_name
+from memplan.types.op_names import (
+    CHANGES_STORAGE,
+    FETCH,
+    HIDDEN_STATE,
+    RACES_ON_CUDA,
+    UNINITIALISED,
+    op_name,
+)
 
 _KNOWN = frozenset({"aten", "prims", "torchvision"})
 """Ops of other libraries may be written in Python, draw at random or keep a state, unsaid."""
-_CHANGES_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_", "resize"})
-_HIDDEN_STATE = frozenset({"_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer"})
-"""They advance a dropout state that their schema does not show as written, or leave parts of a
-workspace that their backward reads as they found it."""
-_RACES_ON_CUDA = frozenset(
-    {
-        "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
-        "index_add_", "index_put", "index_put_", "_index_put_impl_", "put_", "histc", "bincount",
-        "cumsum", "kthvalue", "median", "scatter", "scatter_", "index_copy", "index_copy_",
-        "max_unpool2d", "max_unpool3d", "nll_loss2d_forward",
-    }
-)  # fmt: skip
-"""`torch.use_deterministic_algorithms` lists them: atomics add in any order, or ties are decided
-by chance."""
-_UNINITIALISED = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +59,12 @@ def traits_of(func: Any) -> Traits:
     return Traits(
         name=op_name(func),
         replayable=func.namespace in _KNOWN
-        and func._opname not in _CHANGES_STORAGE | _HIDDEN_STATE
+        and func._opname not in CHANGES_STORAGE | HIDDEN_STATE
         and (statistics is not None or "running_mean" not in names),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
-        races_on_cuda=func._opname in _RACES_ON_CUDA,
-        uninitialised=func._opname in _UNINITIALISED,
+        races_on_cuda=func._opname in RACES_ON_CUDA,
+        uninitialised=func._opname in UNINITIALISED,
         written=tuple(
             (position, argument.name)
             for position, argument in enumerate(func._schema.arguments)

@@ -32,17 +32,22 @@ class _Lengths:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    dropout_p: float
-    scale: float
-    causal: bool
-    window: tuple[int, int]
-    softcap: float
-    alibi: torch.Tensor | None
-    deterministic: bool
+class _Options:
+    """What every function takes after its tensors."""
 
-    def for_kernel(self) -> tuple[Any, ...]:
-        return (self.dropout_p, self.scale, self.causal, *self.window, self.softcap, self.alibi)
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+    def for_kernel(self, head: int) -> tuple[Any, ...]:
+        scale = head**-0.5 if self.softmax_scale is None else self.softmax_scale
+        first = (self.dropout_p, scale, self.causal, *self.window_size)
+        return (*first, self.softcap, self.alibi_slopes)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,51 +61,41 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        settings: _Settings,
+        options: _Options,
         lengths: _Lengths | None,
         packing: int,
-        return_softmax: bool,
         *packed: torch.Tensor,
     ) -> Any:
         q, k, v = map(_padded, _unpack(packing, lengths is None, packed))
-        softmax = return_softmax and settings.dropout_p > 0
+        settings = options.for_kernel(packed[0].shape[-1])
+        softmax = options.return_attn_probs and options.dropout_p > 0
         if lengths is None:
-            made = _forward(q, k, v, *settings.for_kernel(), softmax)
+            made = _forward(q, k, v, *settings, softmax)
         else:
-            made = _varlen_forward(
-                q,
-                k,
-                v,
-                lengths.cu_q,
-                lengths.cu_k,
-                lengths.longest_q,
-                lengths.longest_k,
-                *settings.for_kernel(),
-                softmax,
-            )
+            where = (lengths.cu_q, lengths.cu_k, lengths.longest_q, lengths.longest_k)
+            made = _varlen_forward(q, k, v, *where, *settings, softmax)
         out, lse, probabilities, rng_state = made
         if any(tensor.requires_grad for tensor in packed):
             extra = () if lengths is None else (lengths.cu_q, lengths.cu_k)
             ctx.save_for_backward(q, k, v, out, lse, rng_state, *extra)
-        ctx.settings, ctx.packing, ctx.count = settings, packing, len(packed)
+        ctx.settings, ctx.packing = (*settings, options.deterministic), packing
         ctx.longest = None if lengths is None else (lengths.longest_q, lengths.longest_k)
         out = out[..., : packed[0].shape[-1]]
-        return (out, lse, probabilities) if return_softmax else out
+        return (out, lse, probabilities) if options.return_attn_probs else out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, *_unused: Any) -> Any:
         q, k, v, out, lse, rng_state, *cu = ctx.saved_tensors
         packed = _empty_packed(ctx.packing, q, k, v)
         dq, dk, dv = _unpack(ctx.packing, ctx.longest is None, packed)
-        settings: _Settings = ctx.settings
-        tail = (*settings.for_kernel(), settings.deterministic, rng_state)
+        tail = (*ctx.settings, rng_state)
         first = (_padded(dout), q, k, v, out, lse, dq, dk, dv)
         if ctx.longest is None:
             _backward(*first, *tail)
         else:
             _varlen_backward(*first, *cu, *ctx.longest, *tail)
         head = dout.shape[-1]
-        return (None, None, None, None, *(tensor[..., :head] for tensor in packed))
+        return (None, None, None, *(tensor[..., :head] for tensor in packed))
 
 
 def _unpack(packing: int, equal: bool, packed: Any) -> tuple[torch.Tensor, ...]:
@@ -122,19 +117,12 @@ def _empty_packed(
 
 
 def _call(packing: int, packed: tuple[torch.Tensor, ...], lengths: Any, options: Any) -> Any:
-    (dropout_p, scale, causal, window, softcap, alibi, deterministic, return_attn) = options
-    settings = _Settings(
-        dropout_p,
-        packed[0].shape[-1] ** -0.5 if scale is None else scale,
-        causal,
-        tuple(window),
-        softcap,
-        alibi,
-        deterministic,
-    )
     return _Attention.apply(  # type: ignore[no-untyped-call]
-        settings, lengths, packing, return_attn, *packed
+        options, lengths, packing, *packed
     )
+
+
+# The names of the options are written out where packages look for them (`inspect.signature`).
 
 
 def flash_attn_func(
@@ -151,41 +139,27 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """q, k, v of (batch, sequence, heads, head size)."""
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(1, (q, k, v), None, (*options, deterministic, return_attn_probs))
+    options = _Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _call(1, (q, k, v), None, options)
 
 
-def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *options: Any, **named: Any) -> Any:
     """kv of (batch, sequence, 2, heads, head size)."""
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(2, (q, kv), None, (*options, deterministic, return_attn_probs))
+    return _call(2, (q, kv), None, _Options(*options, **named))
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *options: Any, **named: Any) -> Any:
     """qkv of (batch, sequence, 3, heads, head size)."""
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(3, (qkv,), None, (*options, deterministic, return_attn_probs))
+    return _call(3, (qkv,), None, _Options(*options, **named))
 
 
 def flash_attn_varlen_func(
@@ -208,8 +182,17 @@ def flash_attn_varlen_func(
 ) -> Any:
     """q, k, v of (tokens, heads, head size)."""
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(1, (q, k, v), lengths, (*options, deterministic, return_attn_probs))
+    options = _Options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _call(1, (q, k, v), lengths, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -219,38 +202,20 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """kv of (tokens, 2, heads, head size)."""
     lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(2, (q, kv), lengths, (*options, deterministic, return_attn_probs))
+    return _call(2, (q, kv), lengths, _Options(*options, **named))
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """qkv of (tokens, 3, heads, head size)."""
     lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _call(3, (qkv,), lengths, (*options, deterministic, return_attn_probs))
+    return _call(3, (qkv,), lengths, _Options(*options, **named))
 
 
 _flash_attn_forward = kernels.forward

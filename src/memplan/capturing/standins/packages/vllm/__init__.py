@@ -18,6 +18,7 @@ import torch
 
 from memplan.capturing.standins.engine import (
     EngineMemory,
+    ModelSizes,
     activation_sizes,
     block_bytes,
     blocks_for,
@@ -27,6 +28,7 @@ from memplan.capturing.standins.engine import (
     tokens_of,
 )
 from memplan.capturing.standins.rules import running
+from memplan.capturing.state import CaptureState
 from memplan.types.engines import Engine, Sizes
 
 from . import settings_of
@@ -84,19 +86,7 @@ class LLM:
             raise RuntimeError("a stand-in for vLLM works only while memplan captures a job")
         share = settings_of.share(gpu_memory_utilization)
         longest = settings_of.longest(max_model_len)
-        for name, what in _NOT_FOLLOWED.items():
-            if settings.get(name):
-                raise state.cannot(
-                    f"vllm.LLM({name}=…)",
-                    f"{what} are not followed in an engine beside a training",
-                    "estimate without it; a plain engine fills the same share of the card",
-                )
-        if max(settings.get(f"{kind}_parallel_size") or 1 for kind in _KINDS) > 1:
-            raise state.cannot(
-                "an engine on several cards",
-                "only one that shares one card with the training is followed",
-                "estimate with tensor_parallel_size=1",
-            )
+        _refuse_unfollowed(state, settings)
         config = transformers.AutoConfig.from_pretrained(
             model, trust_remote_code=trust_remote_code, revision=revision
         )
@@ -121,12 +111,7 @@ class LLM:
         if enable_sleep_mode and in_process:
             used = any(one.sleeps and not one.separate for one in state.engines)
             assert not used, "Sleep mode can only be used for one instance per process."
-        graphs = Sizes(0, 0, 0) if enforce_eager else graph_sizes(self._sizes, sequences)
-        block = block_bytes(self._sizes)
-        if kv_cache_dtype in _SMALLER:
-            block = block * _SMALLER[kv_cache_dtype] // self._sizes.element
         short = self._fitting or self._sizes.windowed
-        least = 1 if short else blocks_for(self._longest)
         with state.stage("engine start"):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
@@ -138,23 +123,17 @@ class LLM:
                 card_bytes=total,
                 weight_bytes=self._sizes.weights,
                 activations=activation_sizes(self._sizes, tokens, sequences),
-                graphs=graphs,
-                block_bytes=block,
+                graphs=Sizes(0, 0, 0) if enforce_eager else graph_sizes(self._sizes, sequences),
+                block_bytes=_block_bytes(self._sizes, kv_cache_dtype),
                 layers=self._sizes.layers,
-                least_blocks=least,
+                least_blocks=1 if short else blocks_for(self._longest),
                 sleeps=enable_sleep_mode,
                 separate=not in_process,
                 begin=len(state.recorder.builder),
             )
             self._start(free, kv_cache_memory_bytes)
         state.engines.append(self._engine)
-        state.assumptions.add(
-            "engine",
-            f"vLLM {__version__} fills its share of the card, {share:g}; how it "
-            "divides it among KV cache, activations and CUDA graphs is a rule, not measured here; "
-            "the time that it generates is not counted",
-            source=state.source(),
-        )
+        _assume(state, share)
         weakref.finalize(self, self._memory.give_all)
         self.llm_engine = self._as_seen()
 
@@ -385,3 +364,35 @@ def _exactly(nbytes: int) -> Sizes:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.2f}"
+
+
+def _refuse_unfollowed(state: CaptureState, settings: dict[str, Any]) -> None:
+    for name, what in _NOT_FOLLOWED.items():
+        if settings.get(name):
+            raise state.cannot(
+                f"vllm.LLM({name}=…)",
+                f"{what} are not followed in an engine beside a training",
+                "estimate without it; a plain engine fills the same share of the card",
+            )
+    if max(settings.get(f"{kind}_parallel_size") or 1 for kind in _KINDS) > 1:
+        raise state.cannot(
+            "an engine on several cards",
+            "only one that shares one card with the training is followed",
+            "estimate with tensor_parallel_size=1",
+        )
+
+
+def _block_bytes(sizes: ModelSizes, kv_cache_dtype: str) -> int:
+    """Of the KV cache, whose elements may be smaller than the model's."""
+    smaller = _SMALLER.get(kv_cache_dtype, sizes.element)
+    return block_bytes(sizes) * smaller // sizes.element
+
+
+def _assume(state: CaptureState, share: float) -> None:
+    state.assumptions.add(
+        "engine",
+        f"vLLM {__version__} fills its share of the card, {share:g}; how it divides it among KV "
+        "cache, activations and CUDA graphs is a rule, not measured here; the time that it "
+        "generates is not counted",
+        source=state.source(),
+    )

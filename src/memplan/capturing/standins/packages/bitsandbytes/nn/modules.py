@@ -16,7 +16,19 @@ from ..autograd import MatmulLtState, matmul, matmul_4bit
 from ..optim import GlobalOptimManager
 
 
-class Params4bit(torch.nn.Parameter):
+class _Quantised(torch.nn.Parameter):
+    """A weight that is quantised on its way to the device."""
+
+    def cuda(  # type: ignore[override]
+        self: Any, device: Any = None, non_blocking: bool = False
+    ) -> Any:
+        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
+
+    def cpu(self: Any) -> Any:  # type: ignore[override]
+        return self.to(device="cpu")
+
+
+class Params4bit(_Quantised):
     """A weight of two elements a byte, once it is on the device."""
 
     def __new__(
@@ -57,14 +69,6 @@ class Params4bit(torch.nn.Parameter):
             self.module.quant_state = self.quant_state
         self.bnb_quantized = True
         return self
-
-    def cuda(  # type: ignore[override]
-        self: Any, device: Any = None, non_blocking: bool = False
-    ) -> Any:
-        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
-
-    def cpu(self: Any) -> Any:  # type: ignore[override]
-        return self.to(device="cpu")
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -137,7 +141,7 @@ class LinearFP4(Linear4bit):
         super().__init__(*args, **{**kwargs, "quant_type": "fp4"})
 
 
-class Int8Params(torch.nn.Parameter):
+class Int8Params(_Quantised):
     """A weight of one byte an element, once it is on the device."""
 
     def __new__(
@@ -154,14 +158,6 @@ class Int8Params(torch.nn.Parameter):
         made.CB, made.SCB, made.has_fp16_weights = CB, SCB, has_fp16_weights
         parameter: Int8Params = made
         return parameter
-
-    def cuda(  # type: ignore[override]
-        self: Any, device: Any = None, non_blocking: bool = False
-    ) -> Any:
-        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
-
-    def cpu(self: Any) -> Any:  # type: ignore[override]
-        return self.to(device="cpu")
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
