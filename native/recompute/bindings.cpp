@@ -29,10 +29,11 @@ class SharedModel {
               const Column<double>& seconds, const Column<std::uint8_t>& replayable,
               const Column<std::int64_t>& bytes, const Column<std::int64_t>& alloc,
               const Column<std::int64_t>& free, const Column<std::uint8_t>& droppable,
-              std::int64_t forward_ops, const Column<std::int64_t>& background)
+              std::int64_t forward_ops, const Column<std::int64_t>& background,
+              std::int64_t others)
       : model_(Columns{view(reads_start), view(reads), view(writes_start), view(writes),
                        view(seconds), view(replayable), view(bytes), view(alloc), view(free),
-                       view(droppable), forward_ops, view(background)}) {}
+                       view(droppable), forward_ops, view(background), others}) {}
 
   nb::tuple evaluate(const Column<std::int32_t>& group, const Column<std::uint8_t>& held,
                      const OutColumn<std::int64_t>& row_bytes,
@@ -111,10 +112,10 @@ void bind(nb::module_& m) {
                     const Column<double>&, const Column<std::uint8_t>&,
                     const Column<std::int64_t>&, const Column<std::int64_t>&,
                     const Column<std::int64_t>&, const Column<std::uint8_t>&, std::int64_t,
-                    const Column<std::int64_t>&>(),
+                    const Column<std::int64_t>&, std::int64_t>(),
            "reads_start"_a, "reads"_a, "writes_start"_a, "writes"_a, "seconds"_a, "replayable"_a,
            "bytes"_a, "alloc"_a, "free"_a, "droppable"_a, "forward_ops"_a,
-           "background"_a)
+           "background"_a, "others"_a)
       .def("evaluate", &SharedModel::evaluate, "group"_a, "held"_a, "row_bytes"_a,
            "group_seconds"_a)
       .def("search", &SharedModel::search, "drops"_a, "holds"_a, "group"_a, "held"_a,

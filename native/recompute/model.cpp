@@ -57,6 +57,7 @@ Model::Model(const Columns& columns) {
   forward_ = static_cast<Row>(columns.forward_ops);
   bytes_.assign(columns.bytes.begin(), columns.bytes.end());
   background_.assign(columns.background.begin(), columns.background.end());
+  others_ = columns.others;
   seconds_.assign(columns.seconds.begin(), columns.seconds.end());
   droppable_.assign(columns.droppable.begin(), columns.droppable.end());
   for (std::size_t value = 0; value < values; ++value) {
@@ -261,9 +262,15 @@ Outcome Model::evaluate_unchecked(std::span<const std::int32_t> group,
       already += bytes_[at(value)];
     }
   }
+  std::int64_t kept_more = 0;  // By a pass, than in the plain run.
   for (std::size_t value = 0; value < values(); ++value) {
     const Row begin = std::max(alloc_[value], 0);
     const bool dropped = group[value] >= 0;
+    if (dropped) {
+      kept_more -= bytes_[value];
+    } else if (free_[value] <= forward_ && end_[value] > forward_) {
+      kept_more += bytes_[value];
+    }
     if (dropped && materialised_at_row_[value] >= 0) {
       delta_[at(materialised_at_row_[value])] += bytes_[value];
       delta_[at(end_[value])] -= bytes_[value];
@@ -277,7 +284,7 @@ Outcome Model::evaluate_unchecked(std::span<const std::int32_t> group,
   std::int64_t sum = 0;
   for (std::size_t row = 0; row < rows; ++row) {
     sum += delta_[row];
-    const std::int64_t alive = sum + background_[row];
+    const std::int64_t alive = sum + background_[row] + others_ * kept_more;
     const std::int64_t before = alive - allocated_at_[row] - materialised_at_[row];
     row_bytes[row] =
         replay_top_[row] > 0 ? std::max(alive, before + replay_top_[row]) : alive;

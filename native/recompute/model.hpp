@@ -34,6 +34,9 @@ struct Columns {
   std::int64_t forward_ops = 0;
   // Bytes at each row that belong to no value of these columns.
   std::span<const std::int64_t> background;
+  // Passes in flight beside this one, which hold what it keeps; `background` or the base bytes have
+  // what that is where nothing is dropped or held.
+  std::int64_t others = 0;
 };
 
 // All bytes are beside the graph's base bytes.
@@ -92,6 +95,7 @@ class Model {
   std::vector<std::uint8_t> droppable_, recomputable_;
   std::vector<double> seconds_;
   std::vector<std::int64_t> background_;
+  std::int64_t others_ = 0;
   Lists needs_;     // Of a forward row: what has to be there before it runs.
   Lists touches_;   // Of a forward row: what it reads or writes.
   Lists outputs_;   // Of a row: the values that it allocates.

@@ -186,6 +186,7 @@ class RecomputeModel:
         droppable: npt.NDArray[np.uint8],
         forward_ops: int,
         background: npt.NDArray[np.int64],
+        others: int,
     ) -> None: ...
     def evaluate(
         self,

@@ -131,12 +131,30 @@ class _Machine:
             }
             self._see(row, self._bytes(self.alive) + self._bytes(self.materialised))
         peak = max(self.memory, default=0)
+        elsewhere = self.graph.others * self._kept_more()
         return SlowEvaluation(
-            peak_bytes=max(self.graph.rest_peak_bytes, self.graph.base_bytes + peak),
+            peak_bytes=max(self.graph.rest_peak_bytes, self.graph.base_bytes + peak + elsewhere),
             peak_row=self.memory.index(peak) if self.memory else -1,
             added_seconds=self.seconds * self.graph.passes,
             replayed_ops=self.replayed,
         )
+
+    def _kept_more(self) -> int:
+        """What a pass keeps from forward to backward, beyond what it does in the plain run."""
+        values, forward = self.graph.values, self.graph.forward_ops
+        plain = {v for v in range(len(values)) if values.alloc[v] < forward < values.free[v]}
+        kept = {
+            v
+            for v in range(len(values))
+            if values.alloc[v] < forward and self._kept_to(v) > forward
+        }
+        return self._bytes(kept) - self._bytes(plain)
+
+    def _kept_to(self, value: int) -> int:
+        """The row at which a value, as forward made it, is gone."""
+        if value in self.group_of:
+            return 0
+        return max(int(self.graph.values.free[value]), self.needed_until.get(value, -1) + 1)
 
     def _needed_at(self, value: int, row: int) -> bool:
         return max(*self._uses(value), self.needed_until.get(value, -1)) >= row

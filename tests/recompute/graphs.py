@@ -43,7 +43,9 @@ class GraphDraft:
         self.writes.append([])
         return len(self.name) - 1
 
-    def graph(self, base_bytes: int = 0, rest_peak_bytes: int = 0, passes: int = 1) -> StepGraph:
+    def graph(
+        self, base_bytes: int = 0, rest_peak_bytes: int = 0, passes: int = 1, others: int = 0
+    ) -> StepGraph:
         rows = len(self.name)
         seen: dict[str, int] = {}
         nth = []
@@ -71,7 +73,9 @@ class GraphDraft:
             droppable=np.array(self.droppable, dtype=np.bool_),
             name=[""] * len(self.bytes),
         )
-        graph = StepGraph(ops, values, self.forward_ops, base_bytes, rest_peak_bytes, passes)
+        graph = StepGraph(
+            ops, values, self.forward_ops, base_bytes, rest_peak_bytes, passes, others
+        )
         graph.check()
         return graph
 
@@ -84,7 +88,7 @@ def _flat(lists: list[list[int]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array([item for items in lists for item in items], dtype=np.int64)
 
 
-def arbitrary_graph(rng: random.Random, forward: int, backward: int) -> StepGraph:
+def arbitrary_graph(rng: random.Random, forward: int, backward: int, others: int = 0) -> StepGraph:
     """Anything a StepGraph can say: in-place ops, ops that cannot be replayed, several outputs,
     values that live on, values nobody reads, values from before the pass."""
     draft = GraphDraft(forward_ops=forward)
@@ -115,7 +119,12 @@ def arbitrary_graph(rng: random.Random, forward: int, backward: int) -> StepGrap
             and all(draft.replayable[row] for row in {alloc, *makers})
             and rng.random() < 0.9
         )
-    return draft.graph(rng.randint(0, 5), rng.choice([0, 0, 15]), rng.choice([1, 1, 2]))
+    return draft.graph(
+        rng.randint(0, 5) + others * sum(draft.bytes),
+        rng.choice([0, 0, 15]),
+        rng.choice([1, 1, 2]),
+        others,
+    )
 
 
 def arbitrary_selection(rng: random.Random, graph: StepGraph) -> Selection:

@@ -34,12 +34,17 @@ def assert_agree(graph: StepGraph, selection: Selection) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), forward=st.integers(1, 9), backward=st.integers(0, 9))
+@given(
+    seed=st.integers(0, 2**32),
+    forward=st.integers(1, 9),
+    backward=st.integers(0, 9),
+    others=st.sampled_from([0, 3]),
+)
 def test_equal_to_the_state_machine_on_arbitrary_graphs(
-    seed: int, forward: int, backward: int
+    seed: int, forward: int, backward: int, others: int
 ) -> None:
     rng = random.Random(seed)
-    graph = arbitrary_graph(rng, forward, backward)
+    graph = arbitrary_graph(rng, forward, backward, others)
     for _ in range(3):
         assert_agree(graph, arbitrary_selection(rng, graph))
 

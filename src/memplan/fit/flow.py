@@ -91,7 +91,8 @@ _LEVERS = (
 
 _PIPELINED = (
     "Nothing can be recomputed or sent to the host: forward passes of other batches come before a "
-    "batch's backward, as in a pipeline's schedule, and a plan holds for one batch at a time. "
+    "batch's backward, as in a pipeline's schedule, and they do not all run the same operators, or "
+    "a backward comes in parts. "
     "torch.utils.checkpoint around each layer, written into the script, would do it, and smaller "
     "micro-batches need less."
 )
@@ -259,7 +260,7 @@ class _Finder:
         """Beside a route that recomputes: values may be offloaded instead, where that is
         cheaper."""
         planner = route.planner
-        if planner is None or route.end.plan.offload is not None:
+        if planner is None or planner.graph.others or route.end.plan.offload is not None:
             return
         self._search.say("trying activations on the host", _USUAL_CAPTURES)
         self._search.tried.append("offload")
@@ -341,8 +342,10 @@ def _is_hopeless(state: State) -> bool:
         graph = step_graph(state.captured.trace, state.job.profile)
     except NoAnswerError:
         return False
-    profile = state.job.profile
-    return graph.base_bytes + profile.context_high_bytes > profile.total_memory_bytes
+    profile, values = state.job.profile, graph.values
+    in_flight = graph.others * int(values.bytes[values.droppable].sum())
+    lasting = graph.base_bytes - in_flight
+    return lasting + profile.context_high_bytes > profile.total_memory_bytes
 
 
 def _step_seconds(state: State) -> float | None:

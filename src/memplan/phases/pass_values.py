@@ -55,6 +55,12 @@ class PassValues:
         row = np.append(self.reads.row, self.free[held] - 1)
         return replace(self, reads=Edges.of(row, np.append(self.reads.value, held), len(self)))
 
+    def there_before(self, forward: int) -> PassValues:
+        """With what rows from `forward` on make and leave behind, as gradients, there from the
+        beginning: later passes find it there."""
+        left = self.outlives & (self.alloc >= forward)
+        return replace(self, alloc=np.where(left, -1, self.alloc))
+
     def with_scratch(self, scratch_bytes: I64) -> PassValues:
         """With one more value for each of `scratch_rows` that takes any bytes."""
         rows = self.scratch_rows[scratch_bytes > 0]

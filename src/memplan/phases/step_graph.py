@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 
 from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
+from memplan.phases.in_flight import in_flight
 from memplan.phases.pass_values import PassValues, pass_values
 from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, call_numbers, step_passes
 from memplan.timing.seconds import op_seconds
@@ -37,14 +38,18 @@ def step_graph(
     UsageError for a step that is not there.
     """
     found = step_passes(trace, step)
+    beside = in_flight(trace, found)
+    trace = beside.trace if beside else trace
     alive = alive_after(trace)
-    chosen = _dearest(found, alive)
-    alike = [p for p in found.passes if _alike(trace, p, chosen)]
+    chosen = beside.chosen if beside else _dearest(found, alive)
+    alike = [beside.whole] if beside else [p for p in found.passes if _alike(trace, p, chosen)]
     rows = slice(chosen.start, chosen.stop)
     forward = chosen.backward - chosen.start
     values = pass_values(trace, chosen)
     base = int(alive[chosen.first_event]) - int(values.bytes[values.alloc < 0].sum())
     values = values.with_scratch(_scratch_bytes(trace, chosen, values, alive - base))
+    if beside:
+        values = values.there_before(forward)
     call = _calls(trace, chosen)
     _, in_function = call_numbers(trace.ops.call[rows])
     names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
@@ -61,7 +66,7 @@ def step_graph(
         card = profile or captured_for(trace.meta.gpu)
         times = op_seconds(trace, card, chosen.start, chosen.stop)
     else:
-        times = seconds[rows]
+        times = (seconds[beside.order] if beside else seconds)[rows]
     graph = StepGraph(
         ops=_operators(trace, rows, names, values, where, times),
         values=GraphValues(
@@ -74,7 +79,8 @@ def step_graph(
         forward_ops=forward,
         base_bytes=base,
         rest_peak_bytes=_rest_peak(found, alike, alive),
-        passes=len(alike),
+        passes=beside.passes if beside else len(alike),
+        others=beside.others if beside else 0,
     )
     graph.check()
     return graph

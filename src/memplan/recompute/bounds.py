@@ -52,7 +52,8 @@ class Bounds:
             np.add.at(change, begin[real], size)
             np.add.at(change, end[real], -size)
         least = self.plain - np.cumsum(change)[:-1]
-        top = int(least.max(initial=0)) + self.graph.base_bytes
+        least -= self.graph.others * int(values.bytes[relief.values].sum())
+        top = int(least.max() if len(least) else 0) + self.graph.base_bytes
         return max(top, self.graph.rest_peak_bytes)
 
     def least_seconds(self, budget_bytes: int, bytes_per_second: float = 0.0) -> float:
@@ -85,7 +86,8 @@ class Bounds:
         there = (relief.after_forward <= row) & (row < values.free[relief.values])
         there &= (row < relief.first_use) | (row > relief.last_use)
         size = np.zeros(len(relief.seconds), dtype=np.int64)
-        np.add.at(size, relief.item[there], values.bytes[relief.values[there]])
+        relieved = there + self.graph.others  # by this pass and by those in flight
+        np.add.at(size, relief.item, relieved * values.bytes[relief.values])
         items = np.flatnonzero(size)
         price = relief.seconds[items] / size[items]
         if rate and row < self.graph.forward_ops:

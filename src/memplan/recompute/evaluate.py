@@ -94,6 +94,7 @@ class Evaluator:
             values.droppable.astype(np.uint8),
             graph.forward_ops,
             np.zeros(len(graph), dtype=np.int64) if background is None else background,
+            graph.others,
         )
         self.plain_seconds = graph.plain_seconds
 

@@ -84,7 +84,8 @@ class Planner:
         self.holds: list[int] = []
         self.candidates: list[Candidate] = []
         self.ladders: list[_Ladder] = []
-        self.keep_sets = KeepSetProblem(graph) if len(self.drops) <= KEEP_SET_MOST else None
+        asked = len(self.drops) <= KEEP_SET_MOST and not graph.others
+        self.keep_sets = KeepSetProblem(graph) if asked else None
         self.proved: list[tuple[int, float]] = []
         """Budgets, and seconds that every selection within each adds to a step."""
         [self.plain] = self.add([Selection()])

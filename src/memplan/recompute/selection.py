@@ -73,6 +73,7 @@ def to_part(
             for name, group in zip(names, groups, strict=True)
         ],
         hold=[op_output(graph, value) for value in sorted(selection.held) if inside(value)],
+        calls=int(graph.ops.call.max()) + 1 if graph.others else 0,
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
         added_seconds=added_seconds,

@@ -53,6 +53,10 @@ class _Calls:
         offloaded = offload.part if offload is not None else None
         self._decisions: dict[int, Decisions] = decisions_by_call(part, offloaded)
         self._every_call = every_call
+        self._calls = part.calls if part is not None else 0
+        self._roots: dict[int, int] = {}
+        """By id, in the order in which the step called them first; where passes are in flight
+        beside each other."""
         self._needed: dict[int, Needed] = {}
         """By call, as learned from the last one that was recorded whole."""
         self._surprises: Counter[int] = Counter()
@@ -76,7 +80,7 @@ class _Calls:
         if torch.is_grad_enabled() and not in_backward:
             if any(earlier.backward_began for earlier in self._pass):
                 self.new_pass()
-            call = 0 if self._every_call else len(self._pass)
+            call = self._number(root)
             decisions = self._decisions.get(call)
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 decisions = None  # a CUDA graph takes no generator's state, and no check
@@ -100,6 +104,12 @@ class _Calls:
         self._running.call = recording, call
         if recording is not None:
             recording.__enter__()
+
+    def _number(self, root: torch.nn.Module) -> int:
+        """Of a call in its pass."""
+        if self._calls:
+            return self._roots.setdefault(id(root), len(self._roots)) % self._calls
+        return 0 if self._every_call else len(self._pass)
 
     def leave(self) -> None:
         """The forward that began last ends, with or without an error."""
@@ -144,6 +154,10 @@ class _Calls:
         self._pass.clear()
         self._offloaded = None
         self._inputs.forget_what_was_used()
+
+    def end_step(self) -> None:
+        self.new_pass()
+        self._roots.clear()
 
 
 class _Applied:
@@ -224,7 +238,7 @@ class AppliedEverywhere(_Applied):
 
     def __enter__(self) -> Self:
         self._modules.watch_all()
-        self._observer.on_steps(ends=lambda _step: self._calls.new_pass())
+        self._observer.on_steps(ends=lambda _step: self._calls.end_step())
         return self
 
     def remove(self) -> None:

@@ -58,6 +58,10 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     hold: list[OpOutput] = []
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
+    calls: Count = 0
+    """Of each pass, where others are in flight beside it, as on a pipeline stage: a call of the
+    n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
+    are counted from the first after a backward pass."""
     budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
 

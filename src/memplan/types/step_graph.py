@@ -107,6 +107,9 @@ class StepGraph:
     recomputation lowers it."""
     passes: int = 1
     """How many passes with the same forward a step makes; the graph is that of the dearest."""
+    others: int = 0
+    """Passes in flight beside this one while it runs, as on a pipeline stage. Each holds what this
+    one keeps from forward to backward; `base_bytes` has what that is in the plain run."""
     replay_overhead_seconds: float = 0.0
     """How much of the ops' seconds, in sum, only replays take; a plain pass takes less by it."""
 
