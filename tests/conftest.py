@@ -6,19 +6,28 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 
+# Many processes import the same files: what Python has compiled of them is kept, as for users.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before torch is imported, here and in every process a test starts: tensors that are computed here
 # are tiny, and threads that wait for each other on shared cores take most of the time.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Likewise: oneDNN's kernels for newer processors (AVX-512, AMX) ask PyTorch for scratch, others do
 # not. Real runs, which captures are compared with, ask for the same on every machine.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+# Inductor's kernels for no vector unit are the same everywhere, and made sooner; what the processor
+# has need not be found out by compiling for it.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +55,7 @@ def prepared_process() -> None:
     from memplan.capturing.standins.adapters import make_torchvision_importable
 
     assert self_test().ok, self_test().detail
+    warm.capture_here(lambda: warm.server_of(warm.CAPTURE))
     make_torchvision_importable()
     # PyTorch writes down all that it compiles, as JSON, for whoever listens to this logger; pytest
     # listens to each that does not propagate.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.gpu_estimate import FOLDER
+from tests import warm
 
 STAND_IN = """
 import pickle, sys
@@ -41,13 +41,7 @@ def measure(tmp_path: Path, script: str, *arguments: str) -> tuple[int, str, dic
     file = tmp_path / "script.py"
     file.write_text(script)
     out, snapshot = tmp_path / "out.json", tmp_path / "snapshot.pickle"
-    command = [sys.executable, "-c", STAND_IN]
-    done = subprocess.run(
-        [*command, str(out), str(snapshot), str(file), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.run(Path.cwd(), "-c", STAND_IN, str(out), str(snapshot), str(file), *arguments)
     assert out.exists(), done.stderr
     assert pickle.loads(snapshot.read_bytes()) == {}
     return done.returncode, done.stdout, json.loads(out.read_text())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from memplan.estimation.communication import communication_bytes
 from memplan.types.trace_file import load_trace
+from tests import warm
 
 SCRIPT = """
 import os, torch
@@ -44,13 +43,7 @@ def test_communicators_of_a_mesh_and_their_memory(tmp_path: Path) -> None:
     """Rank 5 of eight: the second replica's first shard, the tensors' second part; on the second
     node with ranks 4, 6 and 7."""
     (tmp_path / "job.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "memplan", "estimate", *LINE.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.memplan(tmp_path, "estimate", *LINE.split())
     assert done.returncode == 0, done.stderr
     made = load_trace(tmp_path / "job.trace").meta.communicators
     begin = {"broadcast", "scatter"}  # how whole parameters become parts

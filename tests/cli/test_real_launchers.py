@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from memplan.cli.launchers.launch import World
 from memplan.types.errors import UsageError
 from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
 from memplan.types.plan_file import save_plan
+from tests import warm
 from tests.cli.test_launchers import BIN, read
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -193,10 +193,8 @@ def test_what_a_launcher_without_a_number_is_told_works_for_one_gpu(
     words = ["accelerate", "launch", "--mixed_precision=fp16", "train.py"]
     assert main(["estimate", "--gpu", "rtx4090", *words]) == 2
     assert "--gpus-per-node 8 before accelerate" in capsys.readouterr().err
-    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", "rtx4090"]
-    done = subprocess.run(
-        [*command, "--gpus-per-node", "1", *words], capture_output=True, text=True
-    )
+    command = ["estimate", "--json", "--gpu", "rtx4090", "--gpus-per-node", "1", *words]
+    done = warm.memplan(tmp_path, *command)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,9 +75,7 @@ def run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess
 
 
 def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command that captures: in a process of its own, for PyTorch to be imported under it."""
-    command = [sys.executable, "-m", "memplan", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = warm.memplan(folder, *words)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -23,9 +23,11 @@ from memplan.order.evaluate import peak, program_order
 from memplan.phases import find_steps, op_graph, plain_peak, step_graph
 from memplan.types.trace import EventKind, Trace
 from memplan.types.trace_file import load_trace
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_LIMIT_BYTES = 4 * 2**30
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -128,20 +130,15 @@ def path(tmp_path_factory: pytest.TempPathFactory, example: Example) -> Path:
 @pytest.fixture(scope="module")
 def run(example: Example, path: Path) -> Run:
     """The whole command, once per example."""
-    return estimate(example.gpu, example.name, *example.arguments, options=("-o", str(path)))
+    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", example.gpu]
+    words = [f"examples/{example.name}/train.py", *example.arguments]
+    return watch([*command, "-o", str(path), *words], cwd=ROOT, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
 def answer(run: Run) -> dict[str, Any]:
     assert run.code in (0, 3), run.stderr[-3000:]
     return dict(json.loads(run.stdout))
-
-
-def estimate(gpu: str, name: str, *arguments: str, options: tuple[str, ...] = ()) -> Run:
-    script = f"examples/{name}/train.py"
-    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", gpu, *options]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return watch([*command, script, *arguments], cwd=ROOT, env=environment)
 
 
 def test_it_fits_the_card_it_is_meant_for(run: Run, answer: dict[str, Any]) -> None:
@@ -217,9 +214,10 @@ def _steady_peak(trace: Trace) -> int:
 def test_half_the_batch_needs_less_and_a_small_card_is_refused() -> None:
     found = []
     for batch in ("8", "4"):
-        run = estimate("2GiB", "gpt2", "--layers", "1", "--batch-size", batch)
-        assert run.code in (0, 3), run.stderr[-3000:]
-        found.append((run.code, json.loads(run.stdout)))
+        small = ("examples/gpt2/train.py", "--layers", "1", "--batch-size", batch)
+        done = warm.memplan(ROOT, "estimate", "--json", "--gpu", "2GiB", *small)
+        assert done.returncode in (0, 3), done.stderr[-3000:]
+        found.append((done.returncode, json.loads(done.stdout)))
     (code, whole), (_, halved) = found
     # Four rows less save at least their logits, in half precision, and their fp32 gradient.
     saved = 4 * 1024 * 50257 * (2 + 4)
@@ -232,12 +230,12 @@ def test_half_the_batch_needs_less_and_a_small_card_is_refused() -> None:
 @pytest.mark.parametrize(("routing", "said"), [("balanced", "evenly"), ("worst", "all the same")])
 def test_a_loop_over_experts_rests_on_a_declared_routing(routing: str, said: str) -> None:
     length = 2048
-    run = estimate(
-        "rtx4090", "moe", "--implementation", "eager", "--vocab", "1000", "--layers", "1",
-        "--experts", "8", "--length", str(length), options=("--routing", routing),
-    )  # fmt: skip
-    assert run.code == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout)
+    small = ("--implementation", "eager", "--vocab", "1000", "--layers", "1", "--experts", "8")
+    words = ("examples/moe/train.py", *small, "--length", str(length))
+    options = ("--json", "--gpu", "rtx4090", "--routing", routing)
+    done = warm.memplan(ROOT, "estimate", *options, *words, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
     texts = [each["text"] for each in found["assumptions"] if each["kind"] == "routing"]
     assert [text for text in texts if said in text]
     # However they are routed, each of the 4 x length tokens goes through four experts,

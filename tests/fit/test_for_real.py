@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from memplan.types.plan_file import load_plan
@@ -17,11 +15,7 @@ SMALL = ["--width", "64", "--blocks", "6", "--batch-size", "8192"]
 
 def memplan(*words: str) -> list[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "MEASURE": "1" if words[0] == "run" else ""}
-    if words[0] == "run":
-        done = warm.run(ROOT, "-m", "memplan", *words, env=env)
-    else:
-        command = [sys.executable, "-m", "memplan", *words]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = warm.memplan(ROOT, *words, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

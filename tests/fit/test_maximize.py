@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from memplan.types.plan import Plan
 from memplan.types.trace import EventKind, Phase, Trace, TraceMeta
 from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError
+from tests import warm
 from tests.fit.chain_job import not_captured
 from tests.schemas import read_answer
 
@@ -79,11 +80,16 @@ class Script:
         return Captured(trace, estimate(trace, CARD))
 
     def largest(self) -> int:
-        """By asking for every value."""
-        value = 0
-        while estimate(trace_of(self.fixed, max(self.each * (value + 1), 1)), CARD).fits:
-            value += 1
-        return value
+        return largest(self.fixed, self.each)
+
+
+@cache
+def largest(fixed: int, each: int) -> int:
+    """By asking for every value."""
+    value = 0
+    while estimate(trace_of(fixed, max(each * (value + 1), 1)), CARD).fits:
+        value += 1
+    return value
 
 
 def searched(script: Script, start: int, multiple: int | None = None) -> Maximized:
@@ -299,8 +305,7 @@ for _ in range(3):
 
 
 def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "memplan", "estimate", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return warm.memplan(folder, "estimate", *words)
 
 
 def test_a_script(tmp_path: Path) -> None:

@@ -70,25 +70,14 @@ def same(left: tuple[list[float], list[torch.Tensor]], right: Any) -> bool:
     return left[0] == right[0] and all(map(torch.equal, left[1], right[1]))
 
 
-@pytest.fixture(scope="module")
-def least() -> AutoCheckpoint:
-    """The least peak of `network()`, of a search that takes seconds; not in effect."""
-    applied = auto_checkpoint(network(), *SAMPLE, search_seconds=300)
-    applied.remove()
-    return applied
-
-
-@pytest.mark.parametrize("share", [None, 0.9, 0.7])
-def test_training_is_the_same_bits_under_every_budget(
-    share: float | None, least: AutoCheckpoint
-) -> None:
+@pytest.mark.parametrize("share", [None, 0.9, 0.65])
+def test_training_is_the_same_bits_under_every_budget(share: float | None) -> None:
     plain = train(network())
     module = network()
     budget = None
     if share is not None:
-        assert least.peak_bytes < 0.8 * least.plain_peak_bytes
-        spread = least.plain_peak_bytes - least.peak_bytes
-        budget = least.peak_bytes + round(share * spread)
+        whole = auto_checkpoint(network(), *SAMPLE, budget="1GiB").plain_peak_bytes
+        budget = int(share * whole)
     applied = auto_checkpoint(module, *SAMPLE, budget=budget)
     assert applied.part.groups
     if budget is not None:

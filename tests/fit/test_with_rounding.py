@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -56,12 +55,7 @@ for step in range(3):
 
 def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"DEVICE": "cpu" if words[0] == "run" else "cuda"}
-    if words[0] == "run":
-        return warm.run(folder, "-m", "memplan", *words, env=environment)
-    command = [sys.executable, "-m", "memplan", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
+    return warm.memplan(folder, *words, env=environment)
 
 
 def losses(out: str) -> list[tuple[float, int, str]]:

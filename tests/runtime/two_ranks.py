@@ -1,6 +1,6 @@
 """A small model in a job of two processes (DDP, FSDP2, tensor parallel), and how it is run.
 
-`found_by(file, folder)` runs a test's own file under `torchrun`, which calls `run(work)`; `work`
+`found_by(file, folder)` runs a test's own file once for each rank, which calls `run(work)`; `work`
 tells what it found of this rank.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("ddp", "fsdp", "tensor parallel")
@@ -75,7 +77,8 @@ def weights(model: nn.Module) -> list[Tensor]:
 def run(work: Callable[[int], dict[str, Any]]) -> None:
     """In a process of the job."""
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    store = f"file://{sys.argv[1]}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     torch.set_num_threads(1)
     Path(sys.argv[1]).with_suffix(f".{rank}").write_text(json.dumps(work(rank)))
     dist.destroy_process_group()
@@ -83,12 +86,14 @@ def run(work: Callable[[int], dict[str, Any]]) -> None:
 
 def found_by(file: str, folder: Path) -> list[dict[str, Any]]:
     """Of both ranks."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [sys.executable, *command, file, str(folder / "found")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+    def one(rank: int) -> dict[str, Any]:
+        environment = {**os.environ, "PYTHONPATH": path, "RANK": str(rank)}
+        done = warm.run(folder, file, str(folder / "found"), env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads((folder / f"found.{rank}").read_text())
+
+    warm.server_of(warm.RUN)
+    with ThreadPoolExecutor(2) as both:
+        return list(both.map(one, (0, 1)))

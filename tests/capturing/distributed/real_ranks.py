@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -16,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.profiler import ProfilerActivity, profile
+
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 Step = Callable[[], None]
@@ -87,9 +88,8 @@ def _wait_for_gloo_s_threads() -> None:
 
 def run_module(module: str, folder: Path) -> dict[tuple[int, int], Sizes]:
     """Run a module that forks ranks; the sizes of each job by world size and rank."""
-    command = [sys.executable, "-m", module, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    done = warm.run(ROOT, "-m", module, str(folder))
+    assert done.returncode == 0, done.stderr
     found = {}
     for path in folder.glob("*.json"):
         size, rank = map(int, path.stem.split("-"))

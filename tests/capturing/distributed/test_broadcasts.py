@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
@@ -20,6 +19,7 @@ from memplan.capturing.options import CaptureOptions, RankPlace, ScriptTarget
 from memplan.capturing.script import capture_script
 from memplan.cli import main
 from memplan.types.device import find_profile
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = """
@@ -207,8 +207,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sent")
     call = "import sys, pathlib; from tests.capturing.distributed import test_broadcasts; "
     call += "test_broadcasts.capture_all(pathlib.Path(sys.argv[1]))"
-    command = [sys.executable, "-c", call, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = warm.run(ROOT, "-c", call, str(folder), modules=warm.CAPTURE)
     assert done.returncode == 0, done.stderr
     assert not list(folder.glob("*/deep"))
     return folder

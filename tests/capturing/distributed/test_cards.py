@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from memplan.report.text import headline
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.trace import EventKind, Trace, TraceMeta
+from tests import warm
 from tests.capturing.distributed.ranks import capture
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,8 +88,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("cards")
     call = "import sys, pathlib; from tests.capturing.distributed import test_cards as cards; "
     call += "cards.capture_all(pathlib.Path(sys.argv[1]))"
-    command = [sys.executable, "-c", call, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = warm.run(ROOT, "-c", call, str(folder), modules=warm.CAPTURE)
     assert done.returncode == 0, done.stderr
     return {
         name: Found(**json.loads((folder / f"{number}.json").read_text()))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pickle
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError
 from memplan.types.out_of_memory import OomExplanation, OutOfMemory
 from memplan.types.trace import EventKind, Trace
+from tests import warm
 from tests.capturing.importers.snapshot_maker import MIB, STREAMS, Maker
 from tests.schemas import read_answer
 
@@ -214,8 +214,7 @@ def test_no_failure(tmp_path: Path) -> None:
 
 
 def memplan(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "memplan", "estimate", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return warm.memplan(folder, "estimate", *words)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 TRAINING = """
 def train(rank, world):
     torch.cuda.set_device(rank)
@@ -36,8 +38,7 @@ WORKER = "memplan estimate --world-size N --rank R captures one rank of a job"
 
 def estimate(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "job.py").write_text(text)
-    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", "l4", "job.py"]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    return warm.memplan(tmp_path, "estimate", "--json", "--gpu", "l4", "job.py")
 
 
 @pytest.mark.parametrize(

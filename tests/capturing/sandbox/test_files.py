@@ -360,12 +360,12 @@ def _tree(root: Path) -> list[tuple[str, object]]:
 SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @example([[("rename", "d/e", "b"), ("stat", "b")]])
 @example([[("w", "a"), ("rmdir", "d/e"), ("rename", "d", "d/e/a")]])
 @example([[("rmdir", "d/e"), ("w", "d/e/a"), ("w", "d/e"), ("rmdir", "d/e/a")]])
 @example([[("rename", "d", "b"), ("w", "d/a"), ("w", "d"), ("w", "d/e/a")]])
-@given(st.lists(SEQUENCE, min_size=1, max_size=8))
+@given(st.lists(SEQUENCE, min_size=10, max_size=20))
 def test_any_sequence_does_as_it_would_on_the_disk(
     sequences: list[list[tuple[str, ...]]],
 ) -> None:

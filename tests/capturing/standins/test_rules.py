@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from memplan.capturing.standins.rules import Call
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError, UsageError
 from memplan.types.trace import EventKind, EventView, Provenance, Trace
+from tests import warm
 from tests.capturing.jobs import record
 
 
@@ -326,12 +325,7 @@ def test_a_workspace_has_its_size_between_its_bounds() -> None:
 def test_the_example_from_the_command_line() -> None:
     folder = Path(__file__).parents[3] / "examples" / "own_kernels"
     command = ["estimate", "--json", "--steps", "1", "--with", str(folder / "rules.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "memplan", *command, str(folder / "pretrain.py"), "--width", "64"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.memplan(Path.cwd(), *command, str(folder / "pretrain.py"), "--width", "64")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert {item["reason"] for item in answer["kernels"]} == {"fused_mlp 0.3, csrc/forward.cu"}

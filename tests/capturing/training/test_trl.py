@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.scripts import make
+from tests import warm
 
 FOLDER = Path(sys.prefix, "trl")
 """Where `make` puts it: see pyproject.toml."""
@@ -94,15 +95,10 @@ norms; the last norm."""
 def run(folder: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "memplan", "estimate", "--json", "--gpu", "24GiB:sm89"]
+    words = ("--gpu", "24GiB:sm89", "--steps", "2", str(script), *words)
     path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [*command, "--steps", "2", str(script), *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": path}
+    return warm.memplan(folder, "estimate", "--json", *words, env=environment)
 
 
 def estimated(folder: Path, program: str, *words: str) -> dict[str, Any]:
@@ -127,8 +123,7 @@ def test_generation_by_the_model_itself_is_a_stage(folder: Path) -> None:
     assert answer["engines"] == [] and answer["breakdown"]["engine"] == 0
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("sleep", [False, True])
+@pytest.mark.parametrize(("kind", "sleep"), [("GRPO", True), ("RLOO", False)])
 def test_vllm_shares_the_card(folder: Path, kind: str, sleep: bool) -> None:
     answer = estimated(folder, ONLINE, kind, "model", "vllm", *["sleep"] * sleep)
     [engine] = answer["engines"]

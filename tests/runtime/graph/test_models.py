@@ -157,8 +157,8 @@ def frozen() -> nn.Module:
 IMAGES = (4, 3, 6, 6)
 MODELS: dict[str, Callable[[], Job]] = {
     "norm": lambda: classifier(Norm, adam, IMAGES),
-    "lstm": lambda: classifier(lambda: Recurrent(nn.LSTM), adam),
-    "gru": lambda: classifier(lambda: Recurrent(nn.GRU, 64), adam),
+    "lstm": lambda: classifier(lambda: Recurrent(nn.LSTM), adam, (3, 6)),
+    "gru": lambda: classifier(lambda: Recurrent(nn.GRU, 64), adam, (3, 6)),
     "views": lambda: classifier(Written, adam),
     "halves": lambda: classifier(Halves, adam),
     "shared gradients": lambda: classifier(Shared, adam),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from memplan.runtime.planned.library import DRIVER_VARIABLE
 from memplan.types.plan_file import load_plan
+from tests import warm
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -49,8 +49,8 @@ class Trainings:
     def __call__(self, *runs: dict[str, Any]) -> list[dict[str, Any]]:
         job, out = self.folder / "job.json", self.folder / "out.json"
         job.write_text(json.dumps({**self._head, "runs": runs}), encoding="utf-8")
-        command = [sys.executable, str(HERE / "cpu_job.py"), str(job), str(out)]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        words = (str(HERE / "cpu_job.py"), str(job), str(out))
+        done = warm.run(ROOT, *words, env=self._environment)
         assert done.returncode == 0, done.stderr[-3000:]
         found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
         return found

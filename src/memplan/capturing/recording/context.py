@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import sys
 from pathlib import Path
@@ -237,12 +238,17 @@ def shown_path(filename: str) -> str:
         return ""
     if cell := _notebook_cell(filename):
         return cell
+    return _relative(filename, Path.cwd())
+
+
+@functools.cache
+def _relative(filename: str, here: Path) -> str:
     path = Path(filename)
     for folder in path.parents:
         if folder.name in ("site-packages", "dist-packages"):
             return str(path.relative_to(folder))
     try:
-        return str(path.relative_to(Path.cwd()))
+        return str(path.relative_to(here))
     except ValueError:
         return filename
 
