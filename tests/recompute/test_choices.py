@@ -38,7 +38,7 @@ def writes_only_what_it_makes(graph: StepGraph) -> bool:
 
 def test_replays_are_those_that_are_evaluated() -> None:
     looked_at = 0
-    for seed in range(400):
+    for seed in (*range(400), 3705):  # the last drops what an op that is not replayed changed
         rng = random.Random(seed)
         graph = arbitrary_graph(rng, 7, 6) if seed % 2 else chain(rng, 4)
         if not writes_only_what_it_makes(graph):

@@ -35,12 +35,19 @@ def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
     of: dict[int, list[int]] = defaultdict(list)
     for value, row in enumerate(alloc):
         of[row].append(value)
+    changed = {
+        value
+        for row in range(graph.forward_ops)
+        if not can[row]
+        for value in graph.ops.writes_of(row)
+    }
     there = {
         value
         for value, row in enumerate(alloc)
         if value not in selection.dropped
         and (
             not (0 <= row < graph.forward_ops and can[row])
+            or value in changed
             or value in first
             or value in selection.held
         )
