@@ -306,3 +306,9 @@ def test_recording_is_part_of_the_time_that_is_promised() -> None:
     assert timed.part.groups and timed.added_fraction > free.added_fraction
     unwanted = auto_checkpoint(network(), *SAMPLE, most_added=0.001)
     assert not unwanted.part.groups
+
+
+def test_a_default_device_is_not_the_module_s() -> None:
+    module = network()
+    with torch.device("meta"):
+        assert auto_checkpoint(module, *SAMPLE).plain_peak_bytes > 0

@@ -153,3 +153,23 @@ def test_a_write_that_is_not_recorded_is_noticed() -> None:
     with AppliedToModule(net, part):
         planned = steps(net, [as_it_is] * 4)
     assert all(same_bits(one, two) for one, two in zip(plain, planned, strict=True))
+
+
+def test_a_pass_without_backward_leaves_the_check_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is recomputed is compared with what was dropped, once."""
+    verified: list[bool] = []
+    leave = recording.Recording.__exit__
+
+    def left(self: recording.Recording, *error: Any) -> None:
+        verified.append(self.verify)
+        leave(self, *error)
+
+    monkeypatch.setattr(recording.Recording, leave.__name__, left)
+    net = Net()
+    with AppliedToModule(net, SIGMOIDS):
+        net(torch.full((5, 6), float("nan")))
+        step(net)
+        step(net)
+    assert verified == [True, True, False]

@@ -60,7 +60,11 @@ class _Calls:
         self._needed: dict[int, Needed] = {}
         """By call, as learned from the last one that was recorded whole."""
         self._surprises: Counter[int] = Counter()
+        self._met: set[int] = set()
+        """Calls that have been made."""
         self._verified: set[int] = set()
+        """Calls of which one was checked in a backward pass."""
+        self._to_verify: list[tuple[Recording, int]] = []
         self._on_cuda = False
         self._pass: list[Recording] = []
         self._offloaded: Pass | None = None
@@ -84,19 +88,21 @@ class _Calls:
             decisions = self._decisions.get(call)
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 decisions = None  # a CUDA graph takes no generator's state, and no check
-            first = call not in self._verified
-            self._verified.add(call)
+            first = call not in self._met
+            self._met.add(call)
             if self._offload is not None and (self._offloaded is None or self._every_call):
                 self._offloaded = Pass(self._offload)
             recording = Recording(
                 decisions or Decisions({}),
-                verify=first,
+                verify=call not in self._verified,
                 on_cuda=self._on_cuda,
                 needed=self._needed.get(call),
                 inputs=self._inputs,
                 of_pass=self._offloaded,
             )
             self._pass.append(recording)
+            if recording.verify:
+                self._to_verify.append((recording, call))
             if decisions is None:
                 recording = None
             elif first:
@@ -129,8 +135,9 @@ class _Calls:
         self._running.call = None
         if recording is not None:
             recording.abandon()
-            self._verified.discard(call)
+            self._met.discard(call)
             self._pass = [other for other in self._pass if other is not recording]
+            self._to_verify = [one for one in self._to_verify if one[0] is not recording]
 
     def _learn(self, recording: Recording, call: int) -> None:
         """Calls that keep changing what they do are recorded whole."""
@@ -151,6 +158,9 @@ class _Calls:
             )
 
     def new_pass(self) -> None:
+        # A pipeline tries its stages out, on memory as it is found, and without a backward pass.
+        self._verified |= {call for one, call in self._to_verify if one.backward_began}
+        self._to_verify.clear()
         self._pass.clear()
         self._offloaded = None
         self._inputs.forget_what_was_used()

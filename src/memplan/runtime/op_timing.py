@@ -135,9 +135,9 @@ _OPS, _GROUP, _ROUNDS = 60, 4, 5
 class _Chain(torch.nn.Module):
     """Tiny ops of three tensors, of which each saves the one that the last one made."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.weight = torch.nn.Parameter(torch.ones(8, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(_OPS):
@@ -162,7 +162,7 @@ def host_seconds(device: torch.device) -> HostSeconds:
         RecomputeGroup("", [OpOutput("aten.addcmul.default", at + n) for n in range(_GROUP)])
         for at in range(0, _OPS, _GROUP + 1)
     ]
-    chain = _Chain().to(device)
+    chain = _Chain(device)
     plain = _seconds(chain)
     found = []
     for some in (groups[:1], groups):
