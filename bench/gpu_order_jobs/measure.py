@@ -151,7 +151,7 @@ def measured(job: Job) -> dict[str, Any]:
             plain, ordered = _in_turns(job, compiled, options.steps)
         peaks = {"plain": job.peak(job.step), "compiled": job.peak(compiled)}
     report = compiled.report()
-    (program,) = report.programs
+    *earlier, program = report.programs
     return {
         "optimizer": options.optimizer,
         "codegen": options.codegen,
@@ -170,7 +170,8 @@ def measured(job: Job) -> dict[str, Any]:
             "program_order_bytes": program.plain_peak_bytes,
         },
         "added_fraction": statistics.median(b / a - 1 for a, b in zip(plain, ordered, strict=True)),
-        "compiled_calls": program.calls,
+        "compiled_calls": report.compiled_calls,
+        "captured_again": len(earlier),
         "identical": with_order == plainly,
         "loss_difference": max(
             abs(a - b) / abs(b)
