@@ -223,7 +223,7 @@ class _Planner:
             recorded = max(self._plain_seconds, ops * (host.plain + host.recorded))
             self._plain_seconds = max(self._plain_seconds, ops * host.plain)
         self._fixed_seconds = recorded - self._plain_seconds
-        if self._fixed_seconds:  # the step waits for its host
+        if self._fixed_seconds or self._device.type != "cuda":  # the step waits for its host
             self._graph = self._graph.with_replay_overhead(host.replayed)
 
     def plan(self, limit: int | None, most_added: float) -> _Plan:

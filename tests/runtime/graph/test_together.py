@@ -129,6 +129,23 @@ def test_gradients_of_earlier_calls(sizes: list[int]) -> None:
     assert sizes == [6, 6]
 
 
+def test_a_gradient_that_cannot_wait_does_not_end_the_wait_of_others(sizes: list[int]) -> None:
+    """That of a sum is expanded: it is copied, and used at once."""
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 64)
+            self.summed = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.last(self.first(x).tanh() * self.summed.sum())
+            return found
+
+    assert_as_plain(lambda: classifier(Summed, fused, shape=(512, 6), count=2))
+    assert sorted(sizes) == [1, 1, 4, 4]
+
+
 def test_an_error_while_gradients_wait(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step updates each parameter once."""
     job = many_logits(fused)

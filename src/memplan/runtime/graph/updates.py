@@ -61,7 +61,7 @@ class Updates:
         self._first_only = False
         """Whether that graph has updates which are others once there is a state."""
         self._waiting: list[torch.Tensor] = []
-        """Parameters whose gradients are there, and which the next update updates."""
+        """Parameters whose gradients are there, and which a later update updates, too."""
         self._begun: list[tuple[Optimizer, torch.Tensor]] = []
         """Whose state was made in this call."""
         self._in_pieces: list[SameArithmetic] | None = None
@@ -111,15 +111,19 @@ class Updates:
         )
 
     def update_later(self, parameter: torch.Tensor) -> None:
-        """In the next `update`."""
+        """In the next `update_all_that_wait`."""
         self._waiting.append(parameter)
+
+    def update_all_that_wait(self, parameter: torch.Tensor) -> None:
+        """And this one."""
+        waiting, self._waiting = self._waiting, []
+        self.update(*waiting, parameter)
 
     def update(self, *parameters: torch.Tensor) -> None:
         """The optimizers' step for parameters that have gradients: in pieces for one, if it can be,
         and else one step for all of a group."""
         of: dict[tuple[Optimizer, int], list[torch.Tensor]] = {}
-        waiting, self._waiting = self._waiting, []
-        for parameter in (*waiting, *parameters):
+        for parameter in parameters:
             if (found := self._groups.get(id(parameter))) is not None:
                 of.setdefault(found, []).append(parameter)
         for (optimizer, number), mine in of.items():
@@ -383,9 +387,12 @@ class TakeGradient(Added):
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self.hold(parameter, gradient)
-        if self._updates.in_graph:
-            then = self._updates.update_later if self.waits else self._updates.update
-            then(parameter)
+        if self._updates.in_graph and self.waits:
+            self._updates.update_later(parameter)
+        elif self._updates.in_graph and self.can_wait:
+            self._updates.update_all_that_wait(parameter)
+        elif self._updates.in_graph:
+            self._updates.update(parameter)
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Accumulate it in `parameter.grad`."""
