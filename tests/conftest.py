@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import warm
 
@@ -28,6 +29,10 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
 # Inductor's kernels for no vector unit are the same everywhere, and made sooner; what the processor
 # has need not be found out by compiling for it.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+# A change is judged by the same examples each time. Others are drawn with
+# `make test ARGS=--hypothesis-profile=default`.
+settings.register_profile("the same", derandomize=True, database=None)
+settings.load_profile("the same")
 
 
 @pytest.fixture(scope="session")

@@ -365,6 +365,12 @@ SEQUENCE = st.lists(OPERATION, min_size=3, max_size=12)
 @example([[("w", "a"), ("rmdir", "d/e"), ("rename", "d", "d/e/a")]])
 @example([[("rmdir", "d/e"), ("w", "d/e/a"), ("w", "d/e"), ("rmdir", "d/e/a")]])
 @example([[("rename", "d", "b"), ("w", "d/a"), ("w", "d"), ("w", "d/e/a")]])
+@example([[("rename", "d", "b"), ("w", "d/e/a"), ("x", "d"), ("unlink", "l/a")]])
+@example([[("rename", "d", "b"), ("rename", "l", "d"), ("rename", "l/a", "d/e")]])
+@example([[("rename", "d/a", "l"), ("rmdir", "d/e"), ("rename", "d/e/a", "l/a")]])
+@example(
+    [[("rename", "l", "d/a"), ("a", "d/a"), ("mkdir", "l/a"), ("link", "d/a", "l"), ("r", "l/a")]]
+)
 @given(st.lists(SEQUENCE, min_size=10, max_size=20))
 def test_any_sequence_does_as_it_would_on_the_disk(
     sequences: list[list[tuple[str, ...]]],

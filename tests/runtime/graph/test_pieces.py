@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.runtime.graph import pieces
-from memplan.runtime.graph.updates import TakeGradient, Updates
+from memplan.runtime.graph.update_nodes import TakeGradient
+from memplan.runtime.graph.updates import Updates
 
 PIECE = 64
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -187,6 +187,8 @@ def rename(view: View, source: str, target: str) -> None:
     """`os.rename` and `os.replace` on the view."""
     with view.lock:
         old = view.locate(source, follow=False)
+        if old.layer == ABSENT:
+            view.room_for(old.at, source)  # its folder is looked up before the target's
         new = view.locate(target, follow=False)
         if old.layer == ABSENT:
             raise error(errno.ENOENT, source, target)
@@ -268,6 +270,8 @@ def make_hard_link(view: View, source: str, path: str) -> None:
         if spot.layer == ABSENT:
             raise error(errno.ENOENT, source, path)
         make_node(view, path, link)
+        if stat.S_ISLNK(mode_of(spot.disk) or 0):
+            view.record([(jr.LINKS, "")])
 
 
 def make_node(view: View, path: str, make: Callable[[str], None]) -> None:

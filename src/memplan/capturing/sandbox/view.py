@@ -228,11 +228,10 @@ class View:
         raise error(errno.ELOOP, path)
 
     def _look_again(self, path: str) -> None:
-        """A file may stand by now where this process knew of a directory, or of nothing: at `path`
-        or above it. Raises NotADirectoryError."""
-        while path.strip("/"):
-            self._resolve(path, 0)
-            path = posixpath.dirname(path)
+        """A file may stand by now where this process knew of a directory, or of nothing: at `path`,
+        above it, or where a link on the way leads. Raises NotADirectoryError."""
+        self._places = {}
+        self.place(path or "/")
 
     def _directory_spot(self, place: Place) -> Spot:
         if place.at == "/" or place.real:

@@ -35,7 +35,8 @@ from memplan.runtime.graph.joint import (
     loss_gradient,
 )
 from memplan.runtime.graph.report import ProgramReport
-from memplan.runtime.graph.updates import TakeGradient, Updates
+from memplan.runtime.graph.update_nodes import TakeGradient
+from memplan.runtime.graph.updates import Updates
 
 _SMALL = 2**14
 """Elements of a parameter: a call of its own costs more than its update."""

@@ -40,7 +40,8 @@ from memplan.runtime.graph.program import (
     is_random_wrapper,
     program_of,
 )
-from memplan.runtime.graph.updates import Number, State, TakeGradient, Updates
+from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
+from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
 
 

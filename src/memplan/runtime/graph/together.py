@@ -14,7 +14,7 @@ import numpy as np
 from memplan.order.evaluate import held, lifetimes
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.program import facts_of
-from memplan.runtime.graph.updates import TakeGradient
+from memplan.runtime.graph.update_nodes import TakeGradient
 from memplan.types.graph import csr
 from memplan.types.trace import I64
 
