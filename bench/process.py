@@ -19,6 +19,8 @@ from bench.results import ROOT
 POLL_SECONDS = 0.02
 _EXACT_SECONDS = 0.2
 """Between looks at what processes share: the kernel walks through all their pages for one."""
+_WORTH_A_LOOK = 1.01
+"""By how much what is counted more than once has to exceed the peak so far."""
 _SIZES = (b"Rss:", b"Pss_Anon:", b"Pss_Shmem:", b"Anonymous:")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -60,7 +62,7 @@ def watch(
     timeout: float = 300.0,
 ) -> Run:
     """Run `command` to its end, polling memory every 20 ms; while there are several processes, what
-    they share every 200 ms.
+    they share at most every 200 ms, and not for the last percent of a peak.
 
     Raises subprocess.TimeoutExpired after `timeout` seconds; the command is killed first.
     """
@@ -81,10 +83,12 @@ def watch(
                 now = time.perf_counter()
                 if now - start > timeout:
                     raise subprocess.TimeoutExpired(command, timeout)
-                resident = tree_rss_bytes(process.pid)
+                resident = resident_in_tree(process.pid)
+                most = sum(rss - files for rss, files in resident.values())
+                most += max((files for _, files in resident.values()), default=0)
                 if len(resident) == 1:
-                    peak = max(peak, *resident.values())
-                elif sum(resident.values()) > peak and now >= next_exact:
+                    peak = max(peak, most)
+                elif most > peak * _WORTH_A_LOOK and now >= next_exact:
                     peak = max(peak, resident_together(resident))
                     next_exact = time.perf_counter() + _EXACT_SECONDS
                 time.sleep(POLL_SECONDS)
@@ -98,19 +102,21 @@ def watch(
         return Run(process.returncode, out.read(), err.read(), seconds, peak)
 
 
-def tree_rss_bytes(pid: int) -> dict[int, int]:
-    """Resident bytes of a process and each of its descendants now, without those that are gone.
+def resident_in_tree(pid: int) -> dict[int, tuple[int, int]]:
+    """Resident bytes of a process and each of its descendants now, without those that are gone: all
+    of them, and those that are of files.
 
     Looks at these processes alone: a walk through all of `/proc` at every poll would slow what is
     being timed.
     """
-    found: dict[int, int] = {}
+    found: dict[int, tuple[int, int]] = {}
     waiting = [pid]
     while waiting:
         number = waiting.pop()
         process = f"/proc/{number}"
         try:
-            found[number] = int(_words(f"{process}/statm")[1]) * _PAGE
+            rss, files = map(int, _words(f"{process}/statm")[1:3])
+            found[number] = rss * _PAGE, files * _PAGE
             for thread in os.listdir(f"{process}/task"):  # noqa: PTH208 - half the cost of Path's
                 waiting += map(int, _words(f"{process}/task/{thread}/children"))
         except OSError:

@@ -1,8 +1,13 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
+#include <bitset>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "caching/replay.hpp"
 #include "columns.hpp"
@@ -133,6 +138,34 @@ nb::dict replay_columns(const Column<std::uint8_t>& kind, const Column<std::int6
   return summary_dict(summary);
 }
 
+// The numbers of the modules that have one of these objects as an attribute. Each capture looks
+// through hundreds of thousands of attributes: nothing here creates an object for one.
+std::vector<std::size_t> modules_with(const nb::list& modules, const nb::dict& ids) {
+  std::unordered_set<std::uintptr_t> wanted;
+  std::bitset<1 << 14> filter;  // nearly all are told by it alone
+  const auto bit = [&](std::uintptr_t id) { return id / alignof(std::max_align_t) % filter.size(); };
+  for (auto [key, _] : ids) {
+    const auto id = nb::cast<std::uintptr_t>(key);
+    wanted.insert(id);
+    filter.set(bit(id));
+  }
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < modules.size(); ++i) {
+    const nb::object module = modules[i];
+    if (!PyModule_Check(module.ptr())) continue;
+    Py_ssize_t at = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(PyModule_GetDict(module.ptr()), &at, nullptr, &value)) {
+      const auto id = reinterpret_cast<std::uintptr_t>(value);
+      if (filter.test(bit(id)) && wanted.contains(id)) {
+        found.push_back(i);
+        break;
+      }
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -142,6 +175,8 @@ NB_MODULE(_native, m) {
         "aux"_a, "segments"_a, "blocks"_a, "settings"_a, "storages"_a, "device_index"_a,
         "reuse_early"_a, "requested"_a, "allocated"_a, "active"_a, "reserved"_a, "address"_a,
         "Replay the events of one device through the caching allocator's rules.");
+  m.def("modules_with", &modules_with, "modules"_a, "ids"_a,
+        "The numbers of the modules that have one of these objects, by their ids, as an attribute.");
   memplan::order::bind(m);
   memplan::order::bind_min_cut(m);
   memplan::packing::bind(m);

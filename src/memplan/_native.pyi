@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,10 @@ def replay(
     of (segment row, bytes, requested bytes, in use, storage or -1), those of a segment in order of
     address and filling it. Releases the GIL. Raises ValueError for events that cannot be.
     """
+
+def modules_with(modules: list[Any], ids: dict[int, Any]) -> list[int]:
+    """The numbers of the modules that have one of these objects, by their ids, as an attribute.
+    What is no module has none."""
 
 class Packing(TypedDict):
     """What `pack` found."""

@@ -128,7 +128,9 @@ def test_nothing_begins_once_the_budget_is_spent(tmp_path: Path, results: dict[s
     machine = Machine(slow=30.0)
     run(tmp_path, machine, budget=400.0)
     assert len(machine.commands) <= 14
-    assert results["gpu_run"]["jobs"]["moe"]["runs"]["native"]["error"] == "no time left"
+    runs = [run for job in results["gpu_run"]["jobs"].values() for run in job["runs"].values()]
+    assert sum("error" not in run for run in runs) <= 14
+    assert all("no time left" in run["error"] for run in runs if "error" in run)
     assert results["gpu_run_batches"]["jobs"]["moe"]["native"]["error"] == "no time left"
 
 

@@ -6,10 +6,9 @@ import importlib
 import os
 import sys
 import threading
-import types
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
@@ -37,7 +36,7 @@ from memplan.capturing.operators.recurrent import Recurrent
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.parity import formulas
 from memplan.capturing.parity.additions import InPlaceAdditions
-from memplan.capturing.patches.attributes import Patches, of_the_job
+from memplan.capturing.patches.attributes import Patches
 from memplan.capturing.patches.imports import ImportWatcher
 from memplan.capturing.patches.internals import require
 from memplan.capturing.patches.job_observer import JobObserver
@@ -60,9 +59,6 @@ from memplan.types.alloc_conf import conf_in
 from memplan.types.errors import CaptureError
 from memplan.types.step_time import InputTime
 from memplan.types.trace import KernelChoice, Role, Trace, TraceMeta
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 aten = torch.ops.aten
 
@@ -147,7 +143,7 @@ class CaptureSession:
             if torch.distributed.is_available():
                 importlib.import_module("torch.distributed.tensor")
             stack.callback(patches.undo)
-            stack.callback(self._forget_imports, frozenset(sys.modules))
+            stack.callback(patches.forget_in_the_job, frozenset(sys.modules))
             adapters.make_torchvision_importable()
             watcher = ImportWatcher(adapters.adapters(patches, self.ending))
             stack.callback(watcher.stop)
@@ -189,7 +185,7 @@ class CaptureSession:
             self._observer.on_backward(self.caught.noted)
             stack.callback(self._observer.close)
             self.steps.install(patches, self._observer)
-            patches.reach_into(_of_the_job(sys.modules))
+            patches.reach_into_the_job()
             stack.enter_context(constructors.known_to_torchscript(patches))
             lift_before = torch._C._only_lift_cpu_tensors()
             torch._C._set_only_lift_cpu_tensors(True)
@@ -222,9 +218,6 @@ class CaptureSession:
         """None for a rank that only answers another one, nor where somebody chose the steps."""
         chosen = options.steps is not None or peers.current().answering
         return 0.0 if chosen else options.scan_seconds
-
-    def _forget_imports(self, before: frozenset[str]) -> None:
-        self._patches.forget_in(_of_the_job(name for name in sys.modules if name not in before))
 
     def _patch_framework(self, patches: Patches) -> None:
         context = self.state.context
@@ -418,10 +411,6 @@ class CaptureSession:
         if place is None or self._cuda is None:
             return trace
         return cards.with_card(trace, place, self.state.devices, chosen=self._cuda.chosen)
-
-
-def _of_the_job(names: Iterable[str]) -> list[types.ModuleType]:
-    return [sys.modules[name] for name in list(names) if of_the_job(name, sys.modules[name])]
 
 
 def _deactivate() -> None:

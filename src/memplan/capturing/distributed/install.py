@@ -110,10 +110,10 @@ class Distributed:
             original = getattr(spawn_module, name)
             originals[name] = (original, make_spawn(self.state, self.options.place, original))
         stand_ins = {id(old): new for old, new in originals.values()}
-        replace_by_name(patches, stand_ins, _not_of_the_job())
+        replace_by_name(patches, stand_ins, _not_of_the_job)
         # Modules that are imported meanwhile take the stand-ins by name.
         back = {id(new): old for old, new in originals.values() if new is not LocalStore}
-        stack.callback(lambda: release_by_name(back, _not_of_the_job()))
+        stack.callback(lambda: release_by_name(back, _not_of_the_job))
         stack.callback(lambda: originals.clear())  # alive until then: they are known by their ids
         # The timer of DDP's statistics is CUDA's own, and absent from a build without it.
         patches.set(_distributed_c10d.Logger, "set_runtime_stats_and_log", lambda _logger: None)
@@ -128,9 +128,9 @@ class Distributed:
         return self._communicators.listed(rank)
 
 
-def _not_of_the_job() -> dict[str, Any]:
+def _not_of_the_job(name: str, module: object) -> bool:
     """The session itself looks through all others for what it patches."""
-    return {name: found for name, found in sys.modules.items() if not of_the_job(name, found)}
+    return not of_the_job(name, module)
 
 
 def _is_pinned(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from memplan._native import modules_with
 from memplan.capturing.patches.internals import MissingNameError, is_missing, torch_name
 
 _ABSENT = object()
@@ -21,6 +23,9 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
+        self.gathered: dict[int, Any] | None = None
+        """What takes the place of objects, by their ids, wherever modules name these: not done
+        yet. None where it is done at once."""
 
     def set(self, owner: Any, name: str, value: Any, *, new: bool = False) -> Any:
         """Replace `owner.name`; returns what stood there, or None.
@@ -58,15 +63,19 @@ class Patches:
         finally:
             taken_out.undo()
 
-    def reach_into(self, modules: Iterable[types.ModuleType]) -> None:
-        """Replace also what `from … import` took of the modules that were patched."""
-        for module, name, value in _taken(modules, self._of_modules()):
+    def reach_into_the_job(self) -> None:
+        """Replace also what `from … import` took of the modules that were patched, in the job's
+        modules."""
+        stand_ins = {id(real): patched for real, patched in self._of_modules()}
+        for module, name, value in named_by_modules(stand_ins, of_the_job):
             self.set(module, name, value, new=True)
 
-    def forget_in(self, modules: Iterable[types.ModuleType]) -> None:
-        """Put back what `from … import` took meanwhile, in modules that were not there before."""
-        ours = [(patched, real) for real, patched in self._of_modules()]
-        for module, name, value in _taken(modules, ours):
+    def forget_in_the_job(self, before: Container[str]) -> None:
+        """Put back what `from … import` took meanwhile, in the job's modules that were not there
+        `before`."""
+        originals = {id(patched): real for real, patched in self._of_modules()}
+        which = lambda name, module: name not in before and of_the_job(name, module)  # noqa: E731
+        for module, name, value in named_by_modules(originals, which):
             setattr(module, name, value)
 
     def _of_modules(self) -> list[tuple[Any, Any]]:
@@ -83,28 +92,23 @@ class Patches:
             _put(*self._undo.pop())
 
 
-def _taken(
-    modules: Iterable[types.ModuleType], pairs: list[tuple[Any, Any]]
-) -> Iterator[tuple[types.ModuleType, str, Any]]:
-    """Where in `modules` the first of a pair stands, and the second."""
-    others = {id(one): other for one, other in pairs}
-    for module in modules:
-        for name, other in named_here(module, others):
-            yield module, name, other
-
-
 def of_the_job(name: str, module: object) -> bool:
-    """Whether `Patches.reach_into` is for it: a plain module, neither PyTorch's nor ours."""
+    """Whether an imported module is a plain one, neither PyTorch's nor ours."""
     return type(module) is types.ModuleType and name.partition(".")[0] not in ("torch", "memplan")
 
 
-def named_here(module: types.ModuleType, others: dict[int, Any]) -> list[tuple[str, Any]]:
-    """A module's attributes whose values `others` knows by their ids, with what it has for them."""
-    # Hardly any module has one, and all of a job's are looked through: in C.
-    if others.keys().isdisjoint(map(id, list(vars(module).values()))):
-        return []
-    attributes = list(vars(module).items())
-    return [(name, others[id(value)]) for name, value in attributes if id(value) in others]
+def named_by_modules(
+    others: dict[int, Any], which: Callable[[str, object], bool]
+) -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """Attributes of the imported modules of which `which(name, module)`, where `others` knows the
+    value by its id: the module, the attribute's name, and what `others` has."""
+    imported = list(sys.modules.items())
+    for number in modules_with([module for _, module in imported], others):
+        if which(*imported[number]):
+            module = imported[number][1]
+            for name, value in list(vars(module).items()):
+                if id(value) in others:
+                    yield module, name, others[id(value)]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

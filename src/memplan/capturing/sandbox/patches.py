@@ -10,11 +10,11 @@ import io
 import os
 import shutil
 import sys
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from memplan.capturing.patches.attributes import Patches, named_here
+from memplan.capturing.patches.attributes import Patches, named_by_modules
 from memplan.capturing.sandbox.files import (
     make_directory_functions,
     make_listings,
@@ -26,6 +26,7 @@ from memplan.capturing.sandbox.files import (
 from memplan.capturing.sandbox.view import View
 
 _OWN = "memplan.capturing.sandbox"
+_KEEP = {"os", "posix", "_io", "io", "builtins", "_posixsubprocess"}
 _CAPABILITIES = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks")
 
 
@@ -100,22 +101,42 @@ def _patch_globber(patches: Patches, stand_ins: dict[int, Any]) -> None:
             patches.set(globber, name, staticmethod(stand_in))
 
 
+def _any_module(_name: str, _module: object) -> bool:
+    return True
+
+
 def replace_by_name(
-    patches: Patches, stand_ins: dict[int, Any], modules: Mapping[str, Any] = sys.modules
+    patches: Patches,
+    stand_ins: dict[int, Any],
+    which: Callable[[str, object], bool] = _any_module,
 ) -> None:
-    """Replace what modules took by `from os import …`; `stand_ins` by the id of the original."""
-    keep = {"os", "posix", "_io", "io", "builtins", "_posixsubprocess"}
-    for name, module in list(modules.items()):
-        if name in keep or name.startswith(_OWN) or not isinstance(module, types.ModuleType):
-            continue
-        for attribute, stand_in in named_here(module, stand_ins):
-            patches.set(module, attribute, stand_in)
+    """Replace what modules, of which `which(name, module)`, took by `from os import …`;
+    `stand_ins` by the id of the original. Within `in_one_pass`, that is done at its end."""
+    if patches.gathered is not None and which is _any_module:
+        patches.gathered |= stand_ins
+        return
+    for module, attribute, stand_in in named_by_modules(
+        stand_ins,
+        lambda name, module: (
+            name not in _KEEP and not name.startswith(_OWN) and which(name, module)
+        ),
+    ):
+        patches.set(module, attribute, stand_in)
 
 
-def release_by_name(originals: dict[int, Any], modules: Mapping[str, Any] = sys.modules) -> None:
+@contextmanager
+def in_one_pass(patches: Patches) -> Iterator[None]:
+    """Have the modules looked through once for all that is to be replaced by name."""
+    gathered: dict[int, Any] = {}
+    patches.gathered = gathered
+    yield
+    patches.gathered = None
+    replace_by_name(patches, gathered)
+
+
+def release_by_name(
+    originals: dict[int, Any], which: Callable[[str, object], bool] = _any_module
+) -> None:
     """Undo, in modules imported meanwhile, what they took by name: keyed by the stand-in's id."""
-    for module in list(modules.values()):
-        if not isinstance(module, types.ModuleType):
-            continue
-        for attribute, original in named_here(module, originals):
-            setattr(module, attribute, original)
+    for module, attribute, original in named_by_modules(originals, which):
+        setattr(module, attribute, original)
