@@ -54,7 +54,8 @@ class CompiledStep(Generic[P]):
         scaler: torch.amp.GradScaler | None,
         options: Options,
     ) -> None:
-        functools.update_wrapper(self, loss_fn)
+        # Attributes of a loss function that is an object may have names of a step's own.
+        functools.update_wrapper(self, loss_fn, updated=())
         self.__name__: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._loss_fn = loss_fn
         self._scaler = scaler
