@@ -124,6 +124,8 @@ def test_a_function_that_computes_nothing_is_refused() -> None:
         ({"deadline_seconds": "20"}, "deadline_seconds"),
         ({"scaler": True}, "scaler"),
         ({"seed": None}, "seed"),
+        ({"order": "no"}, "order"),
+        ({"keep_gradients": 1}, "keep_gradients"),
         ({"optimizer": []}, "optimizer"),
         ({"optimizer": 3}, "optimizer"),
     ],
