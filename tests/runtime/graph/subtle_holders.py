@@ -159,6 +159,40 @@ def order_of_an_ordered_dictionary() -> Holder:
     return lambda: next(iter(held.values())), put
 
 
+def first_of(**given: float) -> float:
+    return next(iter(given.values()))
+
+
+def order_of_a_dictionary(ask: Any) -> Holder:
+    held: dict[str, float] = {}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.update({"b": 2.0, "a": 1.0} if value > 1 else {"a": 1.0, "b": 2.0})
+
+    return lambda: ask(held), put
+
+
+@holder
+def order_of_keyword_arguments() -> Holder:
+    return order_of_a_dictionary(lambda held: first_of(**held))
+
+
+@holder
+def order_of_a_copy() -> Holder:
+    return order_of_a_dictionary(lambda held: next(iter(held.copy().values())))
+
+
+@holder
+def order_of_unpacked_keys() -> Holder:
+    return order_of_a_dictionary(lambda held: held[(*held,)[0]])
+
+
+@holder
+def item_that_is_popped() -> Holder:
+    return order_of_a_dictionary(lambda held: held.popitem()[1])
+
+
 @holder
 def closure_of_a_method_of_a_new_object() -> Holder:
     held = [1.0]

@@ -52,6 +52,22 @@ def changed_in_compiler() -> list[Any]:
     return [getattr(owner, name) for owner, name, _ in PATCHES]
 
 
+def test_attributes_of_a_loss_function_leave_those_of_the_step() -> None:
+    class Loss:
+        """What is trained."""
+
+        def __init__(self) -> None:
+            self.report = {"last": 0.0}
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x.sum()
+
+    weight = nn.Parameter(torch.ones(1))
+    step = memplan.compile(Loss(), optimizer=torch.optim.SGD([weight], lr=0.1))
+    assert step.report().compiled_calls == 0
+    assert step.__doc__ == Loss.__doc__
+
+
 LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a row": (lambda loss: loss * torch.ones(3), "no loss"),
     "a number": (lambda loss: 3.0, "depends on nothing"),
@@ -108,6 +124,8 @@ def test_a_function_that_computes_nothing_is_refused() -> None:
         ({"deadline_seconds": "20"}, "deadline_seconds"),
         ({"scaler": True}, "scaler"),
         ({"seed": None}, "seed"),
+        ({"order": "no"}, "order"),
+        ({"keep_gradients": 1}, "keep_gradients"),
         ({"optimizer": []}, "optimizer"),
         ({"optimizer": 3}, "optimizer"),
     ],

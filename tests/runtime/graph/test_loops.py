@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
+from memplan.capturing.patches.job_observer import JobObserver
 from memplan.runtime.graph.step import CompiledStep
 from tests.runtime.graph.test_models import IMAGES, Norm, Shared, adam
 from tests.runtime.graph.training import (
@@ -477,3 +478,48 @@ def test_a_kind_of_dict_whose_methods_call_super() -> None:
 
     step, _ = assert_as_plain(make)
     assert_captured(step, 4, programs=2)
+
+
+def test_lazy_modules_are_captured_from_the_second_call_on() -> None:
+    def make() -> Job:
+        model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyBatchNorm1d(), nn.Linear(8, 4))
+        return Job(
+            model,
+            [adam(model)],
+            lambda x, y: F.cross_entropy(model(x), y),
+            batches((5, 6), count=3),
+        )
+
+    step, _ = assert_as_plain(make)
+    report = step.report()
+    assert not report.fallback
+    assert (report.plain_calls, report.compiled_calls) == (1, 2)
+
+
+def test_a_loss_that_is_a_view_of_a_parameter_runs_plainly() -> None:
+    def make() -> Job:
+        model = nn.Linear(3, 1)
+        return Job(model, [adam(model)], lambda: model.weight[0, 0], [(), ()])
+
+    step, _ = assert_as_plain(make)
+    assert "no operator" in step.report().fallback
+
+
+def test_steps_are_told_once_to_those_who_count_them() -> None:
+    """Also where a call runs plainly after all, or updates nothing."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    observer, told = JobObserver(), list[Any]()
+    observer.on_steps(ends=told.append)
+    try:
+        for loss_fn in (
+            lambda: weight.sum(),
+            lambda: weight.sum() if weight.sum() > 0 else weight.sum() * 2,
+        ):
+            step = memplan.compile(loss_fn, optimizer=optimizer)
+            told.clear()
+            for calls in (1, 2):
+                step()
+                assert len(told) == calls
+    finally:
+        observer.close()

@@ -52,6 +52,9 @@ class Options:
             raise UsageError(f"clip_grad_norm={norm!r}", "the largest norm, such as 1.0")
         if not (_is_number(seconds) and seconds >= 0):
             raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
+        for name in ("keep_gradients", "order"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}", "True or False")
         if type(self.seed) is not int:
             raise UsageError(f"seed={self.seed!r}", "a whole number, such as 0")
         if self.codegen not in ("eager", "inductor"):

@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.patches.job_observer import tell_step
@@ -54,7 +55,8 @@ class CompiledStep(Generic[P]):
         scaler: torch.amp.GradScaler | None,
         options: Options,
     ) -> None:
-        functools.update_wrapper(self, loss_fn)
+        # Attributes of a loss function that is an object may have names of a step's own.
+        functools.update_wrapper(self, loss_fn, updated=())
         self.__name__: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._loss_fn = loss_fn
         self._scaler = scaler
@@ -96,7 +98,9 @@ class CompiledStep(Generic[P]):
         before = _Before(_generators(), [(p, p._version) for p in self._updates.parameters()])
         self._capture.ran = None
         try:
-            run = self._plainly if self._fallback else partial(self._run, last)
+            # A lazy module makes its parameters in the first call, and takes itself apart.
+            lazy = any(map(is_lazy, self._updates.parameters()))
+            run = self._plainly if self._fallback or lazy else partial(self._run, last)
             result = run(args, kwargs)
             if not any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)):
                 kind = type(result).__name__  # an iterator, of which PyTorch returns the items
@@ -112,7 +116,7 @@ class CompiledStep(Generic[P]):
             raise
         self._micro = 0 if last else self._micro + 1
         self._updates.in_their_order()
-        if last and self._updates.in_graph:
+        if last and self._updates.done:
             tell_step(self._updates.optimizers, self._updates.done)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 

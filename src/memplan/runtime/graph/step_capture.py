@@ -369,7 +369,8 @@ def _written(joint: fx.GraphModule) -> set[int]:
 
 
 def _without_gradient() -> NoReturn:
-    raise no_gradient()
+    """The plain call tells a loss that is an input, or a view of one, from one without gradient."""
+    raise UncapturedError("no operator of the graph has a gradient")
 
 
 def no_gradient() -> UsageError:

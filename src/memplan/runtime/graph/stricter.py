@@ -16,7 +16,7 @@ What is not there: a key or an attribute that a function looks for in vain, and 
 an object has, may be there at the next call.
 
 What `==` does not tell apart: the sign of a zero, whether a number is `1`, `True` or `1.0` in a set
-or as a key, and in which order a set or an `OrderedDict` gives what it holds.
+or as a key, and in which order a set or a dict gives what it holds.
 
 What Dynamo asks the system while it traces, and puts into the graph as a constant: whether a
 package is there, and its version; and what a function with a cache gives, which Dynamo would run
@@ -44,6 +44,7 @@ from torch._C._dynamo.guards import DictGuardManager
 from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import builder, builtin, functions, object_protocol
@@ -58,6 +59,7 @@ from torch._dynamo.variables.functions import (
 )
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import CommonListMethodsVariable
 from torch._dynamo.variables.misc import ObjectVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -75,6 +77,9 @@ _get_source: Callable[..., Any] = UserFunctionVariable.get_source
 _load: Callable[..., Any] = InstructionTranslatorBase._load_attr
 _get_attribute: Callable[..., Any] = GetAttrBuiltinVariable._call_getattr
 _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_if_absent
+_guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
+_mutate: Callable[..., None] = SideEffects.mutation
+_call_list: Callable[..., Any] = CommonListMethodsVariable.call_method
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
 _EQUAL = "is_python_equal"
 _equal: Any = getattr(UserDefinedObjectVariable, _EQUAL, None)
@@ -186,6 +191,28 @@ def _getitem(self: Any, tx: Any, key: VariableTracker) -> Any:
     if key not in self:
         self.install_dict_contains_guard(tx, [key])
     return _get_item(self, tx, key)
+
+
+def _guard_keys_in_order(self: Any) -> None:
+    """Dynamo guards their order where it iterates over a dict, not where it copies one."""
+    _guard_keys(self)
+    if self.source is not None:
+        InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)
+
+
+def _mutation(self: Any, of: VariableTracker) -> None:
+    """What is taken out, and what is left, depend on the keys."""
+    if isinstance(of, ConstDictVariable):
+        of.install_dict_keys_match_guard()
+    _mutate(self, of)
+
+
+def _call_of_a_list(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+    if name == "extend":
+        for one in args:
+            if isinstance(one, ConstDictVariable):
+                one.install_dict_keys_match_guard()
+    return _call_list(self, tx, name, args, kwargs)
 
 
 def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
@@ -334,6 +361,9 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (InstructionTranslatorBase, _load.__name__, _load_attr),
     (GetAttrBuiltinVariable, _get_attribute.__name__, _getattr),
     (ConstDictVariable, _get_item.__name__, _getitem),
+    (ConstDictVariable, _guard_keys.__name__, _guard_keys_in_order),
+    (CommonListMethodsVariable, _call_list.__name__, _call_of_a_list),
+    (SideEffects, _mutate.__name__, _mutation),
     (SkipFunctionVariable, _call_skip.__name__, _call_skipped),
     *((GuardBuilder, name, _exactly(vars(GuardBuilder)[name], of)) for name, of in _INEXACT_GUARDS),
     (DunderDictVariable, "install_dict_keys_match_guard", _guard_all_keys),
