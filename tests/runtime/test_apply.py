@@ -110,7 +110,8 @@ def test_after_an_interrupt_the_plan_is_in_effect_again(apply: Apply) -> None:
 def test_a_module_that_a_transform_calls(apply: Apply) -> None:
     """`torch.func.grad` refuses saved-tensor hooks, `vmap` alone does not."""
     net = Net().eval()
-    weights, rows = dict(net.named_parameters()), torch.randn(6, 1, 8)
+    weights: dict[str, Tensor] = dict(net.named_parameters())
+    rows = torch.randn(6, 1, 8)
 
     def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
         return torch.func.functional_call(net, weights, (row,)).square().mean()
