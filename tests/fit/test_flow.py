@@ -294,6 +294,25 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
         assert any(said in note for note in answer.notes)
 
 
+def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
+    chain = job("2600MiB")
+
+    def capture(
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
+    ) -> Captured:
+        if plan is not None and plan.recompute is not None:
+            raise not_captured("it fails")
+        return chain(program, plan, quiet=quiet)
+
+    answer = fit(program, chain.profile, capture, Greedy()).answer
+    assert not answer.fits and answer.changes[0].kind == "batch_size"
+    assert "With recomputation, the script fails: it fails." in answer.notes
+
+
 def lines(answer: Fit) -> str:
     return "\n".join(line.plain for line in fit_lines(answer))
 

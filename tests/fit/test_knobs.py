@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.knobs import Knob, find_knobs
+from memplan.fit.knobs import Knob, find_accumulation, find_knobs
+from memplan.fit.options import NumericOption
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,11 +84,26 @@ def test_the_examples(name: str, knobs: list[Knob]) -> None:
             (),
             [Knob("batch_size", "--bsz", 2)],
         ),
+        (
+            "",
+            ("train.micro_batch_size=4", "--data.seq-len", "64"),
+            [
+                Knob("batch_size", "train.micro_batch_size", 4),
+                Knob("sequence_length", "--data.seq-len", 64),
+            ],
+        ),
+        ("", ("train.bs=4", "eval.bs=8"), []),
+        ("", ("bs=4", "eval.bs=8"), [Knob("batch_size", "bs", 4)]),
         ("this is not Python", ("--batch", "3"), [Knob("batch_size", "--batch", 3)]),
     ],
 )
 def test_options(tmp_path: Path, source: str, argv: tuple[str, ...], knobs: list[Knob]) -> None:
     assert find_knobs(script(tmp_path, source, *argv)) == knobs
+
+
+def test_a_dotted_accumulation() -> None:
+    program = ScriptTarget("script", "no.py", ("--trainer.accumulate_grad_batches=2",))
+    assert find_accumulation(program) == NumericOption("--trainer.accumulate_grad_batches", 2)
 
 
 def test_fields_of_hugging_face(tmp_path: Path) -> None:

@@ -106,6 +106,29 @@ def test_after_an_interrupt_the_plan_is_in_effect_again(apply: Apply) -> None:
     assert nothing_left()
 
 
+@pytest.mark.parametrize("apply", [to_module, everywhere], ids=["module", "everywhere"])
+def test_a_module_that_a_transform_calls(apply: Apply) -> None:
+    """`torch.func.grad` refuses saved-tensor hooks, `vmap` alone does not."""
+    net = Net().eval()
+    weights: dict[str, Tensor] = dict(net.named_parameters())
+    rows = torch.randn(6, 1, 8)
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(net, weights, (row,)).square().mean()
+
+    def step() -> list[Tensor]:
+        net.zero_grad()
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, rows)
+        moved = {name: weights[name] - found[name].mean(0) for name in weights}
+        torch.func.vmap(loss, (None, 0))(moved, rows).mean().backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    plain = step()
+    with apply(net):
+        again = step()
+    assert plain and all(same_bits(one, two) for one, two in zip(plain, again, strict=True))
+
+
 def test_what_was_entered_after_an_interrupt_stays() -> None:
     def interrupt(_net: Any, _x: Tensor) -> Tensor:
         raise KeyboardInterrupt

@@ -234,14 +234,18 @@ class _Finder:
         return min(routes, key=lambda route: route.end.needed)
 
     def _first_route(self, base: State) -> _Route:
+        if base is not self._first:
+            try:
+                return self._route(base)
+            except CaptureFailedError:
+                self._routes.append(_Route(base, base))
+                self.notes.append("With updates in backward, recomputation fails.")
         try:
-            return self._route(base)
-        except CaptureFailedError:
-            if base is self._first:
-                raise
-        self._routes.append(_Route(base, base))
-        self.notes.append("With updates in backward, recomputation fails.")
-        return self._route(self._first)
+            return self._route(self._first)
+        except CaptureFailedError as error:
+            reason = error.outcome.reason.removesuffix(".")
+            self.notes.append(f"With recomputation, the script fails: {reason}.")
+            return _Route(self._first, self._first)
 
     def _try(self, lever: _Lever) -> None:
         self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES)

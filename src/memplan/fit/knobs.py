@@ -56,15 +56,24 @@ class Knob:
 
 
 def find_knobs(program: ScriptTarget) -> list[Knob]:
-    """At most one of each kind, the batch size first: one given on the command line, else the
-    first that the source declares with a whole number above 0 as its default."""
+    """At most one of each kind, the batch size first: one given on the command line, by the last
+    part of a dotted name (`train.batch_size=8`) where only one of them has it, else the first that
+    the source declares with a whole number above 0 as its default."""
     declared = list(_declared(program))
     aliases = {option: kind for kind, one in declared for option in one.names}
     found: dict[Kind, Knob] = {}
+    dotted: dict[Kind, dict[str, Knob]] = {}
     for option, text in given_options(program.argv):
-        kind = aliases.get(option) or kind_of([option])
+        kind = aliases.get(option) or kind_of([_last_part(option)])
         if kind is not None and text.isdecimal() and int(text) > 0:
-            found[kind] = Knob(kind, option, int(text))
+            knob = Knob(kind, option, int(text))
+            if "." in option:
+                dotted.setdefault(kind, {})[plain_name(option)] = knob
+            else:
+                found[kind] = knob
+    for kind, knobs in dotted.items():
+        if len(knobs) == 1:
+            found.setdefault(kind, *knobs.values())
     for kind, one in declared:
         if one.default > 0:
             found.setdefault(kind, Knob(kind, one.longest, one.default))
@@ -85,7 +94,11 @@ def find_accumulation(program: ScriptTarget) -> NumericOption | None:
 
 
 def _accumulates(options: list[str]) -> bool:
-    return not _ACCUMULATION.isdisjoint(plain_name(option) for option in options)
+    return not _ACCUMULATION.isdisjoint(plain_name(_last_part(option)) for option in options)
+
+
+def _last_part(option: str) -> str:
+    return option.rpartition(".")[2]
 
 
 def kind_of(options: list[str]) -> Kind | None:

@@ -20,6 +20,7 @@ from memplan.runtime.tape import (
     Pass,
     Recording,
     decisions_by_call,
+    hooks_are_refused,
 )
 from memplan.types.plan import OffloadPart, RecomputePart
 
@@ -88,6 +89,8 @@ class _Calls:
             decisions = self._decisions.get(call)
             if self._on_cuda and torch.cuda.is_current_stream_capturing():
                 decisions = None  # a CUDA graph takes no generator's state, and no check
+            if hooks_are_refused():
+                decisions = None  # `torch.func.grad` calls the module itself
             first = call not in self._met
             self._met.add(call)
             if self._offload is not None and (self._offloaded is None or self._every_call):

@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from memplan.capturing.sandbox import Sandbox
+from memplan.capturing.sandbox.scratch import remove_scratch
 from memplan.types.errors import CaptureError, InternalError
 
 MODULES = (os, builtins, io, shutil, subprocess, sqlite3, socket, tempfile, torch, torch.jit)
@@ -120,6 +121,21 @@ def test_what_a_killed_process_left_is_removed(
         with Sandbox() as box:
             assert box.scratch.parent == tmp_path
     assert sorted(os.listdir(tmp_path)) == ["memplan-alive", "memplan-foreign", "memplan-recent"]
+
+
+def test_two_processes_may_remove_the_same_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memplan-x/upper/run").mkdir(parents=True)
+    look = os.lstat
+
+    def too_late(path: str) -> os.stat_result:
+        shutil.rmtree(tmp_path / "memplan-x", ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr("posix.lstat", too_late)
+    remove_scratch(str(tmp_path / "memplan-x"))
+    assert not (tmp_path / "memplan-x").exists()
 
 
 def test_no_place_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey.FAKE
             _autograd._pop_saved_tensors_default_hooks
             _autograd._push_saved_tensors_default_hooks
+            _autograd._saved_tensors_hooks_get_disabled_error_message
             _autograd._top_saved_tensors_default_hooks _current_graph_task_id
             _disabled_torch_function_impl _dispatch_tls_is_dispatch_key_excluded
             _dispatch_tls_set_dispatch_key_excluded _dynamo.eval_frame _get_dispatch_mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -72,8 +73,9 @@ def remove_scratch(root: str) -> None:
     for directory, children, _ in os.walk(root):
         for name in children:
             path = f"{directory}/{name}"
-            if not stat.S_ISLNK(posix.lstat(path).st_mode):
-                posix.chmod(path, stat.S_IRWXU)
+            with contextlib.suppress(OSError):  # Another process may be deleting it as stale.
+                if not stat.S_ISLNK(posix.lstat(path).st_mode):
+                    posix.chmod(path, stat.S_IRWXU)
     shutil.rmtree(root, ignore_errors=True)
 
 

@@ -7,8 +7,18 @@ nothing of the user's Python: no module hook, no counter, no batch norm statisti
 """
 
 from memplan.runtime.tape.decisions import Decisions, Needed, decisions_by_call
+from memplan.runtime.tape.functions import hooks_are_refused
 from memplan.runtime.tape.offload import Offload, Pass
 from memplan.runtime.tape.recording import Recording
 from memplan.runtime.tape.storages import Inputs
 
-__all__ = ["Decisions", "Inputs", "Needed", "Offload", "Pass", "Recording", "decisions_by_call"]
+__all__ = [
+    "Decisions",
+    "Inputs",
+    "Needed",
+    "Offload",
+    "Pass",
+    "Recording",
+    "decisions_by_call",
+    "hooks_are_refused",
+]

@@ -14,6 +14,7 @@ from torch.autograd.function import _SingleLevelFunction
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 class Watcher(Protocol):
@@ -56,6 +57,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 def top_hooks() -> Any:
     """The saved-tensor hooks in force; None where there are none."""
     return _top_hooks(True)
+
+
+def hooks_are_refused() -> bool:
+    """Whether nobody may set saved-tensor hooks, as inside `torch.func.grad` and its kin."""
+    return _refusal() is not None
 
 
 def _use(change: int) -> None:

@@ -83,10 +83,11 @@ def _running_statistics(names: list[str]) -> tuple[int, int, int] | None:
 
 @cache
 def is_comparable(func: Any, output: int, dtype: torch.dtype) -> bool:
-    """Whether every bit of an output is defined: reserves and padded sums of attention are not."""
+    """Whether every bit of an output is defined: reserves, padded sums of attention, and of a CTC
+    loss what comes after the shorter targets of a batch are not."""
     if dtype == torch.uint8:
         return False
-    return output == 0 or "scaled_dot_product" not in func._opname
+    return output == 0 or not func._opname.startswith(("_scaled_dot_product", "_ctc_loss"))
 
 
 @dataclass(frozen=True)
