@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class RayCluster:
         self._stack.enter_context(stdout_to_stderr())
         self._stack.callback(ray.shutdown)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with _own_handlers():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
             self.close()
             said = str(error).partition("\n")[0]
@@ -85,6 +87,17 @@ class RayCluster:
 
     def close(self) -> None:
         self._stack.close()
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Ray takes SIGTERM for a crash from its start on, and aborts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check_reachable(address: str) -> None:
