@@ -50,6 +50,8 @@ def read_prices(
         meant = [gpu for gpu, profile in profiles.items() if profile.name == card]
         if not meant:
             raise UsageError(f"--price {name}={price:g}: no such --gpu", f"--gpu …,{name}")
+        if meant[0] in found:
+            raise UsageError(f"--price of {meant[0]} is given twice", "one of them")
         found[meant[0]] = price
     unpriced = [gpu for gpu in profiles if gpu not in found]
     if found and unpriced:
