@@ -263,7 +263,7 @@ def test_captures_in_processes_of_this_machine(
     }
     reasons = {row["values"]["heads"]: row["reason"] for row in found["rows"]}
     assert "ValueError: 64 is no multiple of 3" in reasons["3"] and "SIGKILL" in reasons["9"]
-    assert reasons["many"].endswith("argument --heads: invalid int value: 'many'")
+    assert reasons["many"].endswith("argument -H/--heads: invalid int value: 'many'")
 
 
 def test_nothing_fits_and_nothing_is_known(

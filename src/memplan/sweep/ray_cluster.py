@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan import __version__
-from memplan.sweep.execute import Ended, StoppedError, with_output
+from memplan.sweep.execute import Ended, StoppedError, command
 from memplan.types.errors import UsageError
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import Outcome
@@ -126,7 +125,7 @@ def _run_there(
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:
         output = Path(temporary) / "output"
         done = subprocess.run(
-            [sys.executable, "-m", *with_output(words, output)],
+            command(words, output),
             input=given,
             capture_output=True,
             cwd=folder,
