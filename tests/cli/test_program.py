@@ -42,6 +42,8 @@ def module(name: str, *argv: str) -> ScriptTarget:
         ("-fo t.trace train.py", "-fo t.trace", script("train.py")),
         ("--steps 3 -m pkg.train -m y", "--steps 3", module("pkg.train", "-m", "y")),
         ("-mpkg.train --json", "", module("pkg.train", "--json")),
+        ("--gpu --x=8 train.py", "--gpu=--x=8", script("train.py")),
+        ("--gpu --steps=8 train.py", "--gpu --steps=8", script("train.py")),
         ("--json -- -odd.py --x", "--json", script("-odd.py", "--x")),
         ("train.py a -- b", "", script("train.py", "a", "--", "b")),
         ("train.py --gpu h100", "", script("train.py", "--gpu", "h100")),

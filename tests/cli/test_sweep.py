@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from memplan.cli import main
+from memplan.fit import options
 from memplan.fit.answer import Fit
 from memplan.sweep.execute import Ended
 from tests.placement.answers import answer_of
@@ -23,7 +25,7 @@ import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8)
-parser.add_argument("--heads", type=int, default=4)
+parser.add_argument("-H", "--heads", type=int, default=4)
 options = parser.parse_args()
 """
 _TRAINING = """
@@ -207,12 +209,34 @@ def test_bad_input(script: str, recorded: Recorded, capfd: pytest.CaptureFixture
         (["--price", "l4=1/h", "--samples", "5"], "l4=1: no such --gpu"),
         (["--json", "--csv"], "contradict"),
         (["-o", script], "is no folder"),
+        (["-o", "/proc/none"], "/proc/none cannot be made"),
+        (["--vary", "heads=1", "--vary", "H=2"], "heads and --vary H are the same option"),
     ):
         assert main(["sweep", "--gpu", "h100", *words, script]) == 2, words
         assert said in capfd.readouterr().err
     assert main(["sweep", "--vary", "heads=1", script]) == 2
     assert "--gpu" in capfd.readouterr().err
     assert not recorded.asked
+
+
+def test_an_option_may_be_named_with_its_dashes(
+    script: str, recorded: Recorded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = _json(["--gpu", "h100", "--vary", "--heads=2,4", "--", script], capfd)
+    assert [row["command"] for row in found["rows"]] == [
+        [script, "--heads", "2"],
+        [script, "--heads", "4"],
+    ]
+
+
+def test_the_source_is_parsed_once_for_all_combinations(
+    script: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(script).write_text(_SCRIPT + "# that no other test has")
+    parse = Mock(side_effect=options._parsed)
+    monkeypatch.setattr(options, "_parsed", parse)
+    assert main(["sweep", "--gpu", "h100", "--vary", "heads=1,2,4,8", script]) == 0
+    parse.assert_called_once()
 
 
 def test_a_ranking_that_cannot_be_by_samples_says_so(
@@ -239,7 +263,7 @@ def test_captures_in_processes_of_this_machine(
     }
     reasons = {row["values"]["heads"]: row["reason"] for row in found["rows"]}
     assert "ValueError: 64 is no multiple of 3" in reasons["3"] and "SIGKILL" in reasons["9"]
-    assert reasons["many"].endswith("argument --heads: invalid int value: 'many'")
+    assert reasons["many"].endswith("argument -H/--heads: invalid int value: 'many'")
 
 
 def test_nothing_fits_and_nothing_is_known(

@@ -107,6 +107,29 @@ def test_what_is_no_answer(text: bytes) -> None:
         demand_of_answer(text)
 
 
+def test_an_answer_without_an_estimate_says_why() -> None:
+    text = (
+        b'{"status": "impossible", "fits": false, "before": null, "after": null, "reason": "odd"}'
+    )
+    with pytest.raises(FormatError, match="an answer without an estimate: odd"):
+        demand_of_answer(text)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "sharing", "hint"),
+    [
+        (12, 8, 1, "--gpus-per-node 6 or another --world-size"),
+        (8, 8, 3, "another --world-size"),
+        (12, 7, 2, "--gpus-per-node 6 or another --world-size"),
+    ],
+)
+def test_nodes_that_are_advised_would_do(world: int, local: int, sharing: int, hint: str) -> None:
+    answer = answer_of("h100", GIB, card_processes=sharing, host_processes=sharing)
+    with pytest.raises(UsageError) as caught:
+        _placed(answer, world=world, per_node=local)
+    assert caught.value.hint == hint
+
+
 def test_slices_are_smaller_than_their_card_and_named_by_their_memory() -> None:
     found = {card.name: slices_of(card) for card in known_profiles()}
     assert {name for name, slices in found.items() if slices} == {

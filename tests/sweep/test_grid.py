@@ -101,6 +101,7 @@ def test_cards_and_prices() -> None:
     for texts, samples, said in (
         (["l4=1/h"], 1, "l4=1: no such --gpu"),
         (["h100=2"], 1, "no price for a100-80gb"),
+        (["h100=2,a100-80gb=1", "H100=3"], 1, "H100 is given twice"),
         (["h100=2,a100-80gb=1"], None, "--price without --samples"),
         *((["h100=" + price], 1, "is no price of an hour") for price in ("free", "-1", "nan", "")),
         *(([text], 1, "names no card") for text in ("2.5/h", "=2.5/h", "h100=1,")),

@@ -108,3 +108,11 @@ def test_a_table_and_a_csv_have_every_row() -> None:
     assert [row["batch-size"] for row in read] == ["8", "16", "32"]
     assert read[0]["high_bytes"] == str(GIB) and read[1]["high_bytes"] == ""
     assert [row["status"] for row in read] == ["fits", "impossible", "not_done"]
+
+
+def test_small_figures_keep_their_digits() -> None:
+    cells = [_cell("h100", 8, samples=8)]
+    done = Done({0: _kept("h100", GIB, step=0.0004)})
+    rows, _ = ranked(cells, done, None, samples=80, prices={"h100": 9.0})
+    row = list(table_lines(_sweep(rows)))[3]
+    assert "0.4 ms (" in row and " 4 ms  1e-05  fits" in row

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,17 @@ def _lose_when_busy(cluster: Any, node: Any) -> None:
     while ray.available_resources().get("CPU", 0) > 0:
         time.sleep(0.1)
     cluster.remove_node(node, allow_graceful=False)
+
+
+def test_signals_are_still_those_of_the_command(cluster: Any) -> None:
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        with closing(ray_cluster.RayCluster(cluster.address)):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:train", "127.0.0.1:99999"])

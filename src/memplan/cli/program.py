@@ -25,6 +25,7 @@ def split_program(
     The program begins at the first word that is neither an option of ours nor an option's value,
     at `-m MODULE`, or after `--`; argparse alone would look for our options behind it as well.
     """
+    own: list[str] = []
     index = 0
     while index < len(words):
         word = words[index]
@@ -32,13 +33,25 @@ def split_program(
             index += 1
             break
         if word.startswith("-m") and not word.startswith("--"):
-            return words[:index], _module(word[2:], words[index + 1 :])
+            return own, _module(word[2:], words[index + 1 :])
         if not word.startswith("-") or word == "-":
             break
-        index += _option_length(parser, word)
-    own = [word for word in words[:index] if word != "--"]
+        taken = words[index : index + _option_length(parser, word)]
+        own += _attached(parser, taken)
+        index += len(taken)
     rest = words[index:]
     return own, ScriptTarget("script", rest[0], tuple(rest[1:])) if rest else None
+
+
+def _attached(parser: argparse.ArgumentParser, option: list[str]) -> list[str]:
+    """`--vary --tp=1,2` as `--vary=--tp=1,2`: argparse takes a word with a dash in front for an
+    option of its own, whatever stands before it."""
+    *name, value = option
+    dashed = value.startswith("--") and "=" in value
+    known = {known for action in parser._actions for known in action.option_strings}
+    if name and name[0].startswith("--") and dashed and value.partition("=")[0] not in known:
+        return [f"{name[0]}={value}"]
+    return option
 
 
 def _module(attached: str, rest: list[str]) -> ScriptTarget:

@@ -8,6 +8,7 @@ that cannot be is a row that says why. Exit code 3: none fits.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from contextlib import closing
 from pathlib import Path
@@ -120,7 +121,12 @@ def _folder(text: str) -> Path:
     folder = Path(text).absolute()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{text} is no folder", "another name after -o")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{text} cannot be made: {error.strerror}", "another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{text} may not be written to", "another folder")
     return folder
 
 

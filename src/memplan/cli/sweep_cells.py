@@ -45,6 +45,7 @@ def cells_of(
     grid = combinations(list(profiles), dimensions, most)
     base = read_job(args, usage).launch
     changes = [_find(base, args.gpus_per_node, one) for one in dimensions]
+    _refuse_same(base, dimensions, changes)
     cells = []
     for gpu, values in grid:
         launch = base
@@ -53,6 +54,18 @@ def cells_of(
         named = {one.name: value for one, value in zip(dimensions, values, strict=True)}
         cells.append(_cell(args, profiles[gpu], gpu, named, launch.words(), usage))
     return cells
+
+
+def _refuse_same(base: Launch, dimensions: Sequence[Dimension], changes: Sequence[Change]) -> None:
+    """Raises UsageError for two names of one option, whose values would replace one another."""
+    found: dict[tuple[str, ...], str] = {}
+    for one, change in zip(dimensions, changes, strict=True):
+        other = found.setdefault(tuple(change(base, "1").words()), one.name)
+        if other != one.name:
+            raise UsageError(
+                f"--vary {other} and --vary {one.name} are the same option of the command",
+                f"--vary {other}=… with all values",
+            )
 
 
 def _cell(

@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
@@ -66,9 +67,16 @@ def given_options(argv: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def declared_options(program: ScriptTarget) -> Iterator[Declared]:
     """Options that the source declares, in its order."""
-    tree = _parsed(program)
-    if tree is None:
-        return
+    yield from _declared_in(_source(program))
+
+
+@lru_cache(maxsize=1)
+def _declared_in(source: bytes) -> tuple[Declared, ...]:
+    """Kept, for the combinations of a sweep are asked about one by one."""
+    return tuple(_read_off(_parsed(source)))
+
+
+def _read_off(tree: ast.Module) -> Iterator[Declared]:
     nodes = list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Call):
@@ -108,14 +116,23 @@ def _whole(node: ast.expr | None) -> int:
     return 0
 
 
-def _parsed(program: ScriptTarget) -> ast.Module | None:
+def _source(program: ScriptTarget) -> bytes:
+    """Nothing where it cannot be read."""
     path = Path(program.name) if program.kind == "script" else _module_file(program.name)
     try:
         if path is None or path.stat().st_size > _MOST_BYTES:
-            return None
-        return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+            return b""
+        return path.read_bytes()
+    except (OSError, ValueError):
+        return b""
+
+
+def _parsed(source: bytes) -> ast.Module:
+    """An empty one of what is no Python."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _module_file(name: str) -> Path | None:
@@ -195,8 +212,7 @@ def find_switches(program: ScriptTarget, names: frozenset[str]) -> Iterator[Swit
 
 def calls(program: ScriptTarget) -> Iterator[ast.Call]:
     """All of the source."""
-    tree = _parsed(program)
-    for node in ast.walk(tree) if tree is not None else ():
+    for node in ast.walk(_parsed(_source(program))):
         if isinstance(node, ast.Call):
             yield node
 

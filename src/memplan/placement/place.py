@@ -63,16 +63,25 @@ def demand_of_answer(encoded: bytes) -> Demand:
 
 class _Fit(msgspec.Struct):
     fits: bool
-    before: Estimate
+    before: Estimate | None
     after: Estimate | None
+    reason: str = ""
+    """Of a sweep's combination that has no estimate."""
 
 
 def _estimate_in(encoded: bytes) -> Estimate:
     try:
         fit = msgspec.json.decode(encoded, type=_Fit)
-        return fit.after if fit.fits and fit.after is not None else fit.before
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
+    else:
+        found = fit.after if fit.fits and fit.after is not None else fit.before
+        if found is None:
+            raise FormatError(
+                f"an answer without an estimate: {fit.reason}",
+                "the answer about another combination",
+            )
+        return found
     try:
         return msgspec.json.decode(encoded, type=Estimate)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -108,10 +117,12 @@ def place(
     size = answer.world_size or world or answer.host_processes
     local = per_node or min(answer.host_processes, size)
     if size % local or local % answer.card_processes:
+        smaller = range(local - local % answer.card_processes, 0, -answer.card_processes)
+        even = [f"--gpus-per-node {one}" for one in smaller if size % one == 0]
         raise UsageError(
             f"{size} processes do not divide into nodes of {local} "
             f"with {answer.card_processes} on each GPU",
-            f"--gpus-per-node {max(local // answer.card_processes, 1)}, or another --world-size",
+            " or ".join([*even[:1], "another --world-size"]),
         )
     if named is not None and named.capability != demand.seen.capability:
         raise UsageError(

@@ -43,9 +43,7 @@ def step_line(estimate: Estimate) -> str:
     )  # fmt: skip
     if seconds is None or low is None or high is None:
         return ""
-    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-    middle, least, most = (_three_digits(one * scale) for one in (seconds, low, high))
-    text = f"step {middle} {unit} ({least}–{most})"
+    text = f"step {seconds_interval_text(low, seconds, high)}"
     if estimate.model_flops_utilisation is not None:
         text += f", {estimate.model_flops_utilisation:.0%} of {estimate.peak_rate} peak"
         text = text.replace("%", " %")
@@ -66,6 +64,12 @@ def seconds_text(seconds: float) -> str:
     """`1.2 s`, `412 ms`, `0.05 ms`."""
     unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
     return f"{_three_digits(seconds * scale)} {unit}"
+
+
+def seconds_interval_text(low: float, middle: float, high: float) -> str:
+    """`412 ms (360–480)`."""
+    scale = 1.0 if middle >= 1 else 1e3
+    return f"{seconds_text(middle)} ({_three_digits(low * scale)}–{_three_digits(high * scale)})"
 
 
 def _three_digits(number: float) -> str:

@@ -30,12 +30,16 @@ def hourly(text: str) -> float:
 
 def price_list(texts: list[str]) -> list[tuple[str, float]]:
     """`h100=2.5/h,l4=0.7/h`, with names as they are given. Raises UsageError."""
-    found = []
+    found: list[tuple[str, float]] = []
+    cards: list[str] = []
     for text in (part for one in texts for part in one.split(",")):
         name, equals, price = (word.strip() for word in text.partition("="))
         if not name or not equals:
             raise UsageError(f"--price {text!r} names no card", "--price h100=2.5/h")
         found.append((name, hourly(price)))
+        cards.append(find_profile(name).name)
+        if cards.count(cards[-1]) > 1:
+            raise UsageError(f"--price of {name} is given twice", "one price for each card")
     return found
 
 

@@ -73,7 +73,7 @@ class LocalProcesses:
             asked.write(given)
             asked.seek(0)
             with tempfile.TemporaryFile() as wrote:
-                process = self._start(with_output(words, output), asked, out, wrote)
+                process = self._start(command(words, output), asked, out, wrote)
                 try:
                     code = process.wait()
                 finally:
@@ -106,7 +106,7 @@ class LocalProcesses:
                 raise StoppedError
             # In a session of its own: Ctrl-C is for this process, which then ends those.
             process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                words,
                 stdin=asked,
                 stdout=out,
                 stderr=wrote,
@@ -116,8 +116,10 @@ class LocalProcesses:
         return process
 
 
-def with_output(words: Sequence[str], output: Path) -> list[str]:
-    return [str(output) if word == OUTPUT else word for word in words]
+def command(words: Sequence[str], output: Path) -> list[str]:
+    """That of a process which ends with the thread that starts it."""
+    asked = [str(output) if word == OUTPUT else word for word in words]
+    return [sys.executable, "-m", "memplan.worker.tied", *asked]
 
 
 def capture(executor: Executor, request: CaptureRequest, path: Path) -> Trace:

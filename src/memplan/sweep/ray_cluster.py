@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from memplan import __version__
-from memplan.sweep.execute import Ended, StoppedError, with_output
+from memplan.sweep.execute import Ended, StoppedError, command
 from memplan.types.errors import UsageError
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.request import Outcome
@@ -44,7 +44,8 @@ class RayCluster:
         self._stack.enter_context(stdout_to_stderr())
         self._stack.callback(ray.shutdown)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with _own_handlers():
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
             self.close()
             said = str(error).partition("\n")[0]
@@ -87,6 +88,17 @@ class RayCluster:
         self._stack.close()
 
 
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Ray takes SIGTERM for a crash from its start on, and aborts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _check_reachable(address: str) -> None:
     """Ray itself tries for minutes, and then ends the process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -113,7 +125,7 @@ def _run_there(
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:
         output = Path(temporary) / "output"
         done = subprocess.run(
-            [sys.executable, "-m", *with_output(words, output)],
+            command(words, output),
             input=given,
             capture_output=True,
             cwd=folder,

@@ -7,7 +7,13 @@ import io
 import shlex
 from collections.abc import Iterator, Sequence
 
-from memplan.report.text import clean, format_bytes, interval_text
+from memplan.report.text import (
+    clean,
+    format_bytes,
+    interval_text,
+    seconds_interval_text,
+    seconds_text,
+)
 from memplan.sweep.answer import Row, Sweep
 
 _SAID = {"fits_with_plan": "plan", "too_large": "too large", "not_done": "not done"}
@@ -81,14 +87,14 @@ def _cells(row: Row) -> dict[str, str]:
     if row.total_bytes is not None:
         cells["of"] = format_bytes(row.total_bytes)
     if row.step_seconds is not None:
-        low, high = (row.step_low_seconds or 0) * 1000, (row.step_high_seconds or 0) * 1000
-        cells["step"] = f"{row.step_seconds * 1000:.0f} ms ({low:.0f}–{high:.0f})"
+        low, high = row.step_low_seconds or 0, row.step_high_seconds or 0
+        cells["step"] = seconds_interval_text(low, row.step_seconds, high)
     if row.samples_per_second is not None:
         cells["samples/s"] = f"{row.samples_per_second:,.1f}"
     if row.seconds is not None:
         cells["time"] = _duration(row.seconds)
     if row.cost is not None:
-        cells["cost"] = f"{row.cost:,.2f}"
+        cells["cost"] = f"{row.cost:,.2f}" if row.cost >= 1 else f"{row.cost:.2g}"
     if row.added_fraction is not None:
         cells["plan adds"] = f"{row.added_fraction:.1%}"
     cells[""] = _SAID.get(row.status, row.status)
@@ -96,6 +102,8 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return seconds_text(seconds)
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
