@@ -112,7 +112,8 @@ NAMES: dict[str, tuple[str, ...]] = {
             config.skip_tensor_guards_with_matching_dict_tags config.trace_numpy
             exc.BackendCompilerFailed exc.ObservedAttributeError exc.TorchDynamoException
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
-            source.GlobalSource symbolic_convert symbolic_convert.InstructionTranslator
+            side_effects.SideEffects source.GlobalSource symbolic_convert
+            symbolic_convert.InstructionTranslator
             symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
             utils.preserve_rng_state variables.base.VariableTracker variables.builder
@@ -123,6 +124,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.functions.UserFunctionVariable
             variables.functions.WrapperUserFunctionVariable
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
+            variables.lists.CommonListMethodsVariable
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
             variables.object_protocol variables.tensor.SymNodeVariable
             variables.tensor.TensorVariable variables.user_defined.UserDefinedObjectVariable
