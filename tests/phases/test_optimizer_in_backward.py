@@ -117,6 +117,26 @@ def test_what_forbids_them(between: str, says: str) -> None:
         assert says in found.reason
 
 
+def differentiate(loop: Loop) -> None:
+    """`torch.autograd.grad` of an input: no parameter gets a gradient."""
+    loop.forward()
+    loop.op(Phase.BACKWARD, "mul", loop.value, loop.weight)
+    loop.builder.append(EventKind.FREE, loop.value, 16)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_script_that_differentiates_by_itself(after: bool) -> None:
+    loop = Loop()
+    for _ in range(3):
+        parts = [lambda: differentiate(loop), loop.forward, loop.backward]
+        for part in (*(parts[1:] + parts[:1] if after else parts), loop.update, loop.stepped):
+            part()
+        loop.release()
+    reason = updates_in_backward(loop.trace()).reason
+    assert ("uses weights before the optimizer" in reason) is after
+    assert bool(reason) is after
+
+
 def test_other_jobs_that_have_none() -> None:
     trace = plain().trace()
     meta = msgspec.structs.replace(trace.meta, communicators=[Communicator(2, 2, 1)])

@@ -59,6 +59,12 @@ class _Step:
         made = storage[(kind == EventKind.ALLOC) & (storage >= 0)]
         self._made = made[is_gradient[made]]
         self._is_gradient = is_gradient
+        backward = self._phase == Phase.BACKWARD
+        working = backward | (self._phase == Phase.FORWARD) | (self._phase == Phase.OPTIMIZER)
+        begins = np.diff(backward[working].astype(np.int8), prepend=np.int8(0)) == 1
+        self._passes = np.zeros(len(self._phase), np.int64)
+        """Of each operator, the number of its backward pass; 0 of others."""
+        self._passes[working] = np.cumsum(begins) * backward[working]
 
     def judged(self) -> UpdatesInBackward:
         if not len(self._made):
@@ -68,15 +74,18 @@ class _Step:
         return UpdatesInBackward(reason, len(self._made), total)
 
     def _accumulates(self) -> str:
-        backward = self._phase == Phase.BACKWARD
-        working = backward | (self._phase == Phase.FORWARD) | (self._phase == Phase.OPTIMIZER)
-        runs = int(np.count_nonzero(np.diff(backward[working].astype(np.int8)) == 1))
-        if runs > 1:
-            return f"gradients are accumulated over {runs} backward passes"
+        passes = self._passes_with_gradients()
+        if len(passes) > 1:
+            return f"gradients are accumulated over {len(passes)} backward passes"
         kept = self._is_gradient[self._storage] & ~np.isin(self._storage, self._made)
-        if (kept & backward[self._row]).any():
+        if (kept & (self._phase == Phase.BACKWARD)[self._row]).any():
             return "gradients are kept from step to step"
         return ""
+
+    def _passes_with_gradients(self) -> I64:
+        """Others are a script's own, of `torch.autograd.grad` or `torch.func`."""
+        passes = np.unique(self._passes[self._row[self._is_gradient[self._storage]]])
+        return passes[passes > 0]
 
     def _used_elsewhere(self) -> str:
         allowed = np.isin(self._phase, (Phase.BACKWARD, Phase.OPTIMIZER))
@@ -85,7 +94,7 @@ class _Step:
 
     def _weights_used(self) -> str:
         """Between the backward pass and the optimizer's step."""
-        backward = np.flatnonzero(self._phase == Phase.BACKWARD)
+        backward = np.flatnonzero(np.isin(self._passes, self._passes_with_gradients()))
         optimizer = np.flatnonzero(self._phase == Phase.OPTIMIZER)
         if not len(backward) or not len(optimizer):
             return "a step has no backward pass or no optimizer"
