@@ -52,6 +52,8 @@ def test_exit_codes_say_no_and_usage(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_bad_input(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["place", "--queue", "a", trace]) == 2
     assert "--queue with --format text" in capsys.readouterr().err
+    assert main(["place", "--format", "kueue", "--queue", "a b", trace]) == 2
+    assert "--queue 'a b' is no name" in capsys.readouterr().err
     assert main(["place", "--format", "slrum", trace]) == 2
     bad = tmp_path / "bad.json"
     bad.write_text("{}")

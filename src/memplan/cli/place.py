@@ -7,6 +7,7 @@ FILE is a trace (`memplan estimate -o job.trace …`) or an answer (`memplan est
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 TAKES_PROGRAM = False
 FORMATS = ("text", "json", "slurm", "kubernetes", "dra", "kueue", "skypilot", "hami", "kai")
 _LARGEST_ANSWER = 64 << 20
+_OBJECT_NAME = re.compile(r"(?=.{1,63}$)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +42,11 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.queue is not None and args.format not in ("kueue", "kai"):
         raise UsageError(f"--queue with --format {args.format}", "--format kueue, or --format kai")
+    if args.queue is not None and not _OBJECT_NAME.fullmatch(args.queue):
+        raise UsageError(
+            f"--queue {args.queue!r} is no name of a Kubernetes object",
+            "lower-case letters, digits, - and ., as kubectl lists it",
+        )
     path = input_path(args.file)
     named = find_profile(args.gpu) if args.gpu else None
     from memplan.placement.place import place

@@ -69,7 +69,10 @@ def _smaller_jobs(lowest: State) -> tuple[list[Change], list[str]]:
         tried += [reason] if reason else []
     if missing:
         words = " or ".join(missing)
-        tried.append(f"no option for the {words} was found in {job.program.name} or after it")
+        tried.append(
+            f"no option for the {words} was found in {job.program.name} or after it (if the "
+            "script has one, type it after its name)"
+        )
     changes.sort(key=lambda change: -change.after / change.before)
     return changes, tried
 
