@@ -107,7 +107,12 @@ def test_a_plan_for_other_arguments_sets_none() -> None:
             ("--micro-batches", "8"),
             ("--micro-batches", 8),
         ),
-        ("", ("trainer.accumulate_grad_batches=3",), None),
+        (
+            "",
+            ("trainer.accumulate_grad_batches=3",),
+            ("trainer.accumulate_grad_batches", 3),
+        ),
+        ("", ("accumulate_grad_batches.trainer=3",), None),
         ('add_argument("--steps", default=4)', (), None),
     ],
 )
