@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memplan.capturing.fake.plain_class import is_fake
 from memplan.capturing.patches.attributes import Patches
@@ -87,10 +88,11 @@ class HostDraws:
         return True
 
     def _miss(self, _state: CaptureState, _func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [one for one in (result, *args) if isinstance(one, torch.Tensor)]
-        if kwargs.get("generator") is None and any(
-            is_fake(one) and one.device.type == "cpu" for one in tensors
-        ):
+        # What comes first is where the numbers are drawn; attention on a card also has its seed, a
+        # tensor on the host.
+        tensors = (one for one in tree_leaves((result, args)) if isinstance(one, torch.Tensor))
+        first: Any = next(tensors, None)
+        if kwargs.get("generator") is None and is_fake(first) and first.device.type == "cpu":
             self.missed = True
 
     def _draw(self, _state: CaptureState, func: Any, args: Any, kwargs: Any, _result: Any) -> None:
