@@ -112,7 +112,7 @@ def replace_by_name(
 ) -> None:
     """Replace what modules, of which `which(name, module)`, took by `from os import …`;
     `stand_ins` by the id of the original. Within `in_one_pass`, that is done at its end."""
-    if patches.gathered is not None and which is _any_module:
+    if patches.gathered is not None:
         patches.gathered |= stand_ins
         return
     for module, attribute, stand_in in named_by_modules(
