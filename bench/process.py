@@ -18,7 +18,9 @@ from bench.results import ROOT
 
 POLL_SECONDS = 0.02
 _EXACT_SECONDS = 0.2
-"""Between looks at what processes share: the kernel walks through all their pages for one."""
+"""Between looks at what processes share, at least: the kernel walks through all their pages."""
+_REST = 20
+"""So many times what such a look took, too: what is watched runs on the same cores."""
 _WORTH_A_LOOK = 1.01
 """By how much what is counted more than once has to exceed the peak so far."""
 _SIZES = (b"Rss:", b"Pss_Anon:", b"Pss_Shmem:", b"Anonymous:")
@@ -90,7 +92,8 @@ def watch(
                     peak = max(peak, most)
                 elif most > peak * _WORTH_A_LOOK and now >= next_exact:
                     peak = max(peak, resident_together(resident))
-                    next_exact = time.perf_counter() + _EXACT_SECONDS
+                    ended = time.perf_counter()
+                    next_exact = ended + max(_EXACT_SECONDS, _REST * (ended - now))
                 time.sleep(POLL_SECONDS)
         finally:
             if process.poll() is None:
