@@ -189,10 +189,6 @@ def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["train.py"], "no card to fit"),
         (
-            ["--gpu", "24GiB", "--rank", "all", "torchrun", "--nproc-per-node", "2", "train.py"],
-            "--rank all: a plan is made from one rank",
-        ),
-        (
             ["--gpu", "24GiB", "PYTORCH_ALLOC_CONF=x:1", "python", "train.py"],
             "PYTORCH_ALLOC_CONF=x:1 of the environment: unknown key 'x'",
         ),

@@ -49,7 +49,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME|SIZE", help="the card: h100, rtx4090, 24GiB, 24GiB:sm90")
     add_calibration_option(parser)
     add("--steps", type=_count, metavar="N", help="optimizer steps to run, 0 for forward only")
-    add_capture_options(parser, several_ranks=True)
+    add_capture_options(parser)
     add_maximize_options(parser)
     add("--from-snapshot", metavar="FILE",
         help="no script: why the job of a PyTorch memory snapshot ran out of memory")  # fmt: skip

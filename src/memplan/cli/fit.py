@@ -12,6 +12,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from memplan.types.device import DeviceProfile
     from memplan.types.estimate import Estimate
     from memplan.worker.pool import Workers
+    from memplan.worker.request import Question
 
 TAKES_PROGRAM = True
 _USAGE = "memplan fit --gpu 24GiB -o job.plan train.py"
@@ -67,7 +69,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="of this card and of others: what a step costs here with the plan, and there without",
     )
-    add_capture_options(parser, several_ranks=False)
+    add_capture_options(parser)
     add("-o", "--output", metavar="PLAN", help="write the plan to this file")
     add("-f", "--force", action="store_true", help="write over an existing file")
     add("--json", action="store_true", help="the answer as JSON on stdout")
@@ -88,13 +90,16 @@ def _run(args: argparse.Namespace) -> int:
 
     prices = _prices(args.price, args.gpu or profile.name, profile)
     check_settings(args.alloc_conf or "", os.environ | job.environment)
-    fitted, answer = _fitted(args, job, profile, prices)
-    answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
-    if path is not None and fitted.plan is not None:
-        save_plan(fitted.plan, path, overwrite=args.force)
-        answer = msgspec.structs.replace(answer, plan=args.output)
-    if folder is not None:
-        answer = _with_frontier_saved(fitted, answer, folder, args)
+    if args.rank == ALL_RANKS and job.world is not None and job.world.size > 1:
+        answer = _of_all_ranks(args, job, profile, path)
+    else:
+        fitted, answer = _fitted(args, job, profile, prices)
+        answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
+        if path is not None and fitted.plan is not None:
+            save_plan(fitted.plan, path, overwrite=args.force)
+            answer = msgspec.structs.replace(answer, plan=args.output)
+        if folder is not None:
+            answer = _with_frontier_saved(fitted, answer, folder, args)
     if args.json:
         write_json(answer)
     else:
@@ -107,11 +112,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> Job:
     """The job, of which a plan can be made. Raises UsageError."""
-    if args.rank == ALL_RANKS:
-        raise UsageError(
-            "--rank all: a plan is made from one rank, and all of them apply it",
-            "memplan estimate --rank all names the rank that needs most; --rank N for that one",
-        )
+    if args.rank == ALL_RANKS and (args.frontier or args.price):
+        option = "--frontier" if args.frontier else "--price"
+        raise UsageError(f"{option} is about one rank", f"{option} … --rank 0")
     job = read_job(args, _USAGE)
     if args.steps is not None and args.steps < 1:
         raise UsageError(f"--steps {args.steps}: a plan needs a training step", "--steps 3")
@@ -142,43 +145,86 @@ def _fitted(
     args: argparse.Namespace, job: Job, profile: DeviceProfile, prices: dict[str, float]
 ) -> tuple[Fitted, Fit]:
     """What was found, and the answer with its prices."""
+    from memplan.worker.pool import Workers
+
+    with Workers() as workers, progress_line(stages=True) as progress:
+        fitted = _of_rank(args, job, profile, workers, progress)
+        answer = fitted.answer
+        if prices and answer.after is not None and answer.complete:
+            answer = _priced(args, job, answer, prices, workers, progress)
+    return fitted, answer
+
+
+def _of_all_ranks(
+    args: argparse.Namespace, job: Job, profile: DeviceProfile, path: Path | None
+) -> Fit:
+    """The answer about all ranks that can differ, whose plans are written."""
+    from memplan.cli.fit_ranks import check_names, fit_ranks, save_plans
+    from memplan.worker.pool import Workers
+    from memplan.worker.ranks import RankCaptures
+
+    assert job.world is not None
+    size = job.world.size
+    if path is not None:
+        check_names(path, size, force=args.force)
+
+    def question(rank: int) -> Question:
+        return job.question(args, profile, rank=rank)
+
+    with Workers() as workers, progress_line(stages=True) as progress:
+        with RankCaptures(size, question, workers=workers) as captures:
+            captures.capture(progress)
+
+        def fit_rank(rank: int) -> Fitted:
+            def say(text: str) -> None:
+                progress(f"rank {rank}: {text}")
+
+            return _of_rank(args, replace(job, rank=rank), profile, workers, say)
+
+        answer, plans = fit_ranks(captures.seen, fit_rank)
+    if path is not None and plans:
+        save_plans(plans, path, size=size, force=args.force)
+        answer = msgspec.structs.replace(answer, plan=args.output)
+    return answer
+
+
+def _of_rank(
+    args: argparse.Namespace,
+    job: Job,
+    profile: DeviceProfile,
+    workers: Workers,
+    progress: Callable[[str], None],
+) -> Fitted:
     from memplan.fit.choice import Limits
     from memplan.fit.flow import fit
     from memplan.fit.state import MoreNodes
     from memplan.recompute.solve import Solver
     from memplan.worker.captures import RankCapture
-    from memplan.worker.pool import Workers
 
-    program = job.launch.target
     limits = Limits(args.allow, args.at_most, args.frontier, _host_bytes(args.host_memory, job))
-    with Workers() as workers, progress_line(stages=True) as progress:
-        capture = RankCapture(job.question(args, profile), workers, goes_on=True)
+    capture = RankCapture(job.question(args, profile), workers, goes_on=True)
 
-        def more_nodes(times: int) -> MoreNodes | None:
-            wider = job.with_more_nodes(times, args.gpus_per_node)
-            if wider is None or wider.world is None:
-                return None
-            words = tuple(wider.launch.words()) if wider.launch.world else ()
-            question = RankCapture(wider.question(args, profile), workers)
-            return MoreNodes(wider.world.size, question, words)
+    def more_nodes(times: int) -> MoreNodes | None:
+        wider = job.with_more_nodes(times, args.gpus_per_node)
+        if wider is None or wider.world is None:
+            return None
+        words = tuple(wider.launch.words()) if wider.launch.world else ()
+        question = RankCapture(wider.question(args, profile), workers)
+        return MoreNodes(wider.world.size, question, words)
 
-        ranks = job.world.size if job.world else 1
-        fitted = fit(
-            program,
-            profile,
-            capture,
-            Solver(),
-            progress,
-            limits,
-            capture.ahead,
-            ranks,
-            more_nodes,
-        )
-        answer = fitted.answer
-        raise_second_interrupt()  # by the first one, the answer came early
-        if prices and answer.after is not None and answer.complete:
-            answer = _priced(args, job, answer, prices, workers, progress)
-    return fitted, answer
+    fitted = fit(
+        job.launch.target,
+        profile,
+        capture,
+        Solver(),
+        progress,
+        limits,
+        capture.ahead,
+        job.world.size if job.world else 1,
+        more_nodes,
+    )
+    raise_second_interrupt()  # by the first one, the answer came early
+    return fitted
 
 
 def _priced(
@@ -257,7 +303,7 @@ def _notes(job: Job) -> list[str]:
         return []
     return [
         f"The plan is made from rank {job.rank or 0} of {job.world.size}, and every rank applies "
-        "it: memplan estimate --rank all shows whether another needs more, --rank N plans for it."
+        "it: --rank all makes one for each that differs, as stages of a pipeline do."
     ]
 
 

@@ -99,9 +99,9 @@ class Job:
         return Question(request, profile, (*self.launch.notes, *of_one_gpu))
 
 
-def add_capture_options(parser: argparse.ArgumentParser, *, several_ranks: bool) -> None:
+def add_capture_options(parser: argparse.ArgumentParser) -> None:
     """Options of the commands that capture a job, whichever way they look at it."""
-    add_job_options(parser, several_ranks=several_ranks)
+    add_job_options(parser, several_ranks=True)
     add = parser.add_argument
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--whole-run", action="store_true",

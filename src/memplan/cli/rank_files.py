@@ -13,13 +13,16 @@ def rank() -> int | None:
     return int(number) if several and number.isdecimal() else None
 
 
-def of_rank(path: str) -> str:
-    """`job.trace` of rank 3 is `job.rank3.trace`; the name as it is in a job of one process."""
-    number = rank()
-    if number is None:
-        return path
+def named_for(path: str, number: int) -> str:
+    """`job.trace` of rank 3 is `job.rank3.trace`."""
     whole = Path(path)
     return str(whole.with_name(f"{whole.stem}.rank{number}{whole.suffix}"))
+
+
+def of_rank(path: str) -> str:
+    """The name for this process's rank; as it is in a job of one process."""
+    number = rank()
+    return path if number is None else named_for(path, number)
 
 
 def plan_of_rank(path: str) -> str:

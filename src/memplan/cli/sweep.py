@@ -52,7 +52,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=positive, metavar="N", help="captures at a time (CPUs, and memory)")
     add("--ray", metavar="ADDRESS|auto", help="capture on this Ray cluster")
     add("--steps", type=positive, metavar="N", help="optimizer steps to run in each capture")
-    add_capture_options(parser, several_ranks=True)
+    add_capture_options(parser)
     add("-o", "--output", metavar="FOLDER", help="keep each answer; what is there is not repeated")
     add("--json", action="store_true", help="the answer as JSON on stdout")
     add("--csv", action="store_true", help="the answer as CSV on stdout")

@@ -67,6 +67,23 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """Path of the plan, where it was written."""
 
 
+class RankFit(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank with its plan, and the ranks like it."""
+
+    rank: int
+    """The one that was captured."""
+    ranks: list[int]
+    """All that its plan is for."""
+    fits: bool
+    peak_bytes: int
+    """With the plan in effect; so are the bounds."""
+    low_bytes: int
+    high_bytes: int
+    added_seconds: float
+    added_fraction: float
+    levers: list[Lever]
+
+
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
     """A card and what a step costs on it, in the currency of the prices."""
 
@@ -175,6 +192,9 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Of the plans that were captured, the one that needs the least memory."""
     frontier: list[Alternative] = []
     """Where it was asked for: rising added time, falling peak."""
+    ranks: list[RankFit] = []
+    """Where plans for all ranks were asked for, those that need most first. The rest of the answer
+    is about the rank that does not fit, or else about the one whose plan adds most time."""
     priced: list[Priced] = []
     """Where prices were given: this card with the plan first, then the others without."""
     captures: int = 1

@@ -40,6 +40,7 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     if answer.after is not None:
         yield from _difference(answer.before.breakdown, answer.after.breakdown)
     yield from _others(answer)
+    yield from _ranks(answer)
     yield from _worth(answer)
     yield from _changes(answer)
     for text in (*answer.notes, *(answer.after or answer.before).notes):
@@ -141,6 +142,18 @@ def _others(answer: Fit) -> Iterator[Text]:
         fits = "fits" if plan.fits else "does not fit"
         path = f"  {clean(plan.plan)}" if plan.plan else ""
         yield Text(f"  {name:<14}{peak:<32}{more:<18}{fits:<14}{kinds}{path}")
+
+
+def _ranks(answer: Fit) -> Iterator[Text]:
+    """The plan of each rank, where they were asked for."""
+    if answer.ranks:
+        yield Text()
+    for row in answer.ranks:
+        one = f"rank {row.rank}" + (f" and {len(row.ranks) - 1} like it" if row.ranks[1:] else "")
+        peak = interval_text(row.low_bytes, row.peak_bytes, row.high_bytes)
+        kinds = ", ".join(dict.fromkeys(lever.kind for lever in row.levers)) or "no levers"
+        fits = "fits" if row.fits else "does not fit"
+        yield Text(f"  {one:<24}{peak:<32}{percent(row.added_fraction):<10}{fits:<14}{kinds}")
 
 
 def _worth(answer: Fit) -> Iterator[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -56,6 +57,22 @@ def next_ranks(seen: Mapping[int, Requests], size: int) -> dict[int, str]:
         return {}
     _, a, b = max(gaps, key=lambda gap: (gap[0], -gap[1]))
     return {(a + b) // 2: f"between ranks {a} and {b}, which differ"}
+
+
+def alike(seen: Mapping[int, Requests], size: int) -> dict[int, list[int]]:
+    """All ranks of the job, by the first captured one that asks for the same. A rank that was not
+    captured counts to the larger of its captured neighbours."""
+    captured = sorted(seen)
+    firsts: dict[Requests, int] = {}
+    for rank in captured:
+        firsts.setdefault(seen[rank], rank)
+    found: dict[int, list[int]] = {first: [] for first in firsts.values()}
+    for rank in range(size):
+        place = bisect_left(captured, rank)
+        near = captured[place : place + 1] if rank in seen else captured[place - 1 : place + 1]
+        largest = max((seen[one] for one in near), key=lambda one: one.high_bytes)
+        found[firsts[largest]].append(rank)
+    return found
 
 
 def uncaptured(seen: Mapping[int, Requests], size: int) -> list[str]:

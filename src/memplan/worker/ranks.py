@@ -17,7 +17,7 @@ from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError, complaint
 from memplan.worker.pool import Workers
 from memplan.worker.process import WorkerProcess
-from memplan.worker.rank_choice import Requests, next_ranks, requests_of, uncaptured
+from memplan.worker.rank_choice import Requests, alike, next_ranks, requests_of, uncaptured
 from memplan.worker.rank_host import node_host
 from memplan.worker.request import Question
 
@@ -81,7 +81,7 @@ class SeenRanks:
         """The estimate of the rank that needs most, with all of them in `ranks`."""
         best = self.largest()
         listed = [self._listed(self.captured[rank]) for rank in sorted(self.captured)]
-        notes = [*best.estimate.notes, *uncaptured(self._requests(), self.size)]
+        notes = [*best.estimate.notes, *self.taken_for_granted()]
         answer = msgspec.structs.replace(best.estimate, ranks=listed, notes=notes)
         estimates = {rank: one.estimate for rank, one in self.captured.items()}
         node = node_host(estimates, self.size, answer.host_processes)
@@ -104,6 +104,17 @@ class SeenRanks:
 
         return max(self.captured.values(), key=order)
 
+    def alike(self) -> dict[int, list[int]]:
+        """As `rank_choice.alike`, the ranks that need most first."""
+        found = alike(self._requests(), self.size)
+        return dict(
+            sorted(found.items(), key=lambda one: -self.captured[one[0]].estimate.high_bytes)
+        )
+
+    def taken_for_granted(self) -> list[str]:
+        """Of the ranks that were not captured."""
+        return uncaptured(self._requests(), self.size)
+
     def _requests(self) -> dict[int, Requests]:
         return {rank: captured.requests for rank, captured in self.captured.items()}
 
@@ -123,25 +134,34 @@ class RankCaptures:
     """Captures of the distinct ranks of a job of `size`.
 
     A context manager: leaving it ends what still runs and removes the traces. `question`: about a
-    rank. What rank 0 writes to stderr passes through unless `quiet`.
+    rank. What rank 0 writes to stderr passes through unless `quiet`. `workers`: those of somebody
+    who has entered them, and who makes other captures with them.
     """
 
     def __init__(
-        self, size: int, question: Callable[[int], Question], *, quiet: bool = False
+        self,
+        size: int,
+        question: Callable[[int], Question],
+        *,
+        quiet: bool = False,
+        workers: Workers | None = None,
     ) -> None:
         self.size = size
         self.seen = SeenRanks(size, question)
         self._question = question
         self._quiet = quiet
-        self._workers = Workers()
+        self._workers = workers or Workers()
+        self._owns_workers = workers is None
         self._running: dict[WorkerProcess, tuple[int, str]] = {}
 
     def __enter__(self) -> RankCaptures:
-        self._workers.__enter__()
+        if self._owns_workers:
+            self._workers.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._workers.__exit__(*error)
+        if self._owns_workers:
+            self._workers.__exit__(*error)
 
     def capture(self, progress: Callable[[str], None]) -> None:
         """Capture until no rank is left that may need more. Raises CaptureFailedError."""
