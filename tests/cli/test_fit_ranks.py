@@ -10,6 +10,7 @@ import pytest
 from memplan.capturing.options import ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
+from memplan.cli.estimate import plans_of_ranks
 from memplan.cli.rank_files import plan_of_rank
 from memplan.fit import offload
 from memplan.recompute import solve
@@ -116,6 +117,7 @@ def test_each_rank_has_a_plan_of_its_own(
     heavy, *light = (plan_for(monkeypatch, rank) for rank in range(4))
     assert heavy.recompute is not None
     assert light[0] != heavy and light[1:] == [light[0]] * 2
+    assert plans_of_ranks("job.plan", 4) == [heavy, *light]
     assert not Path("job.plan").exists()
 
 

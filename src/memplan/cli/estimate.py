@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from memplan.cli.from_snapshot import explain_snapshot
 from memplan.cli.job import add_capture_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.maximize import add_maximize_options, maximize_option
+from memplan.cli.rank_files import named_for
 from memplan.cli.streams import write_json, write_report
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
@@ -33,6 +35,7 @@ from memplan.worker.streams import progress_line
 
 if TYPE_CHECKING:
     from memplan.types.estimate import Estimate
+    from memplan.types.plan import Plan
 
 TAKES_PROGRAM = True
 _USAGE = "memplan estimate --gpu 24GiB train.py"
@@ -72,12 +75,13 @@ def _run(args: argparse.Namespace) -> int:
     path = output_path(args.output, force=args.force, reads=script) if args.output else None
     named = find_profile(args.gpu) if args.gpu else machine_profile()
     named = calibrated(args.calibration, named)
-    plan = load_plan(plan_path(args.plan)) if args.plan else None
+    plans = plans_of_ranks(args.plan, job.world.size if job.world else 1)
     check_settings(args.alloc_conf or "", os.environ | job.environment)
     if args.multiple_of is not None and args.maximize is None:
         raise UsageError("--multiple-of without --maximize", "--maximize batch-size")
 
     def question(rank: int | None = None) -> Question:
+        plan = plans[(job.rank if rank is None else rank) or 0] if plans else None
         return job.question(args, named, rank=rank, plan=plan)
 
     if args.maximize is not None:
@@ -92,6 +96,15 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print(result, next_command(result, args.own_words, job.launch.words(), args.output))
     return EXIT_NO if result.fits is False else EXIT_YES
+
+
+def plans_of_ranks(path: str | None, size: int) -> list[Plan]:
+    """Of each rank: its own where there is one, as `memplan run` takes it. Empty without a path."""
+    if not path:
+        return []
+    load = cache(lambda path: load_plan(plan_path(path)))
+    own = [named_for(path, rank) if size > 1 else path for rank in range(size)]
+    return [load(name if Path(name).is_file() else path) for name in own]
 
 
 def _estimate_rank(args: argparse.Namespace, question: Question, path: Path | None) -> Estimate:
