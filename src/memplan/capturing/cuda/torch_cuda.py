@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capturing.cuda import generators
+from memplan.capturing.cuda import generators, tensor_types
 from memplan.capturing.cuda.fake_cuda import FakeCuda, FakeStream
 from memplan.capturing.cuda.graphs import FakeGraph, FakeMemPool, use_mem_pool
 from memplan.types.trace import EventKind
@@ -93,6 +93,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
             if part is not None and name in vars(part):
                 patches.set(part, name, answer)
     generators.install(patches, api)
+    tensor_types.install(patches)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
         number = api.state.number_of(tensor)
