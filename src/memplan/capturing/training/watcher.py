@@ -41,9 +41,9 @@ class StepWatcher:
     A step is everything between the ends of two calls of the first optimizer that stepped. It is
     steady when it asked for the same bytes on the same streams in the same order as the one before
     (and let go of them in whatever order), or the last few did as the few before them: another
-    optimizer may step every other time. The first makes the optimizer's state and is like no other, so that takes three; of a long one (many
-    micro-batches) the second will do, where its passes asked for what those of the first did and it
-    left as much alive.
+    optimizer may step every other time. The first makes the optimizer's state and is like no
+    other, so that takes three; of a long one (many micro-batches) the second will do, where its
+    passes asked for what those of the first did and it left as much alive.
     """
 
     def __init__(self, state: CaptureState, max_steps: int | None, ending: Ending | None) -> None:
