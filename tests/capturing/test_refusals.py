@@ -25,6 +25,10 @@ def sparse_tensor() -> None:
     torch.eye(2, device="cuda").to_sparse()
 
 
+def sparse_tensor_of_the_host() -> None:
+    torch.eye(2).to_sparse().cuda()
+
+
 def second_device() -> None:
     torch.ones(1, device="cuda:1")
 
@@ -36,6 +40,7 @@ def operator_without_a_rule() -> None:
 REFUSED: dict[str, tuple[Callable[[], None], str, str]] = {
     "sparse gradient": (sparse_gradient, "torch.sparse_coo", "sparse=False"),
     "sparse tensor": (sparse_tensor, "torch.sparse_coo", "sparse=False"),
+    "sparse tensor of the host": (sparse_tensor_of_the_host, "torch.sparse_coo", "sparse=False"),
     "second device": (second_device, "cuda:1", "cuda:0"),
     "operator without a rule": (
         operator_without_a_rule,

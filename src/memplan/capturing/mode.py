@@ -104,6 +104,9 @@ class CaptureMode(TorchDispatchMode):
             or (func in _FACTORIES and _holds_no_data(args, kwargs, sys._getframe().f_back))
         )
         if not ours:
+            if self._is_made_of_others(func):  # in inference mode; a part may be `to("cuda")`
+                with self:
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
             if state.on_real_op is not None:
                 state.on_real_op()
             if state.on_foreign_op is not None and _looks_or_writes(func):

@@ -234,6 +234,7 @@ class CaptureState:
                 if isinstance(item, (list, tuple)):
                     return type(item)([convert(inner) for inner in item])
                 return item
+            self.refuse_sparse(item)
             fake = self.fakify(item)
             made.append(fake)
             return fake

@@ -372,14 +372,14 @@ def _dims(run: Batches, numbers: list[int]) -> np.ndarray:
 def _models(trace: Trace, run: Batches, samples: list[_Sample]) -> dict[bytes, _Model]:
     """By kind. Steps of another kind, with scratch memory that others do not ask for, tell of what
     they have in common."""
-    of = _by_size(samples)
-    at = np.array([one.size for one in of])
-    dims = _dims(run, [one.batch for one in of])
-    places = {one.size: _places(trace, one) for one in of}
+    places = {one.begin: _places(trace, one) for one in samples}
     models = {}
     for like in {one.kind: one for one in samples}.values():
-        here = _places(trace, like)[like.stays]
-        known = np.stack([_asked_at(trace, one, places[one.size], here) for one in of])
+        of = _by_size([*samples, like])  # of its size itself: some requests are its own
+        at = np.array([one.size for one in of])
+        dims = _dims(run, [one.batch for one in of])
+        here = places[like.begin][like.stays]
+        known = np.stack([_asked_at(trace, one, places[one.begin], here) for one in of])
         sizes = Sizes(at, dims, known.reshape(len(at), -1))
         models[like.kind] = _Model(run, sizes, _batches_before(trace, like))
     return models

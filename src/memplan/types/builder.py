@@ -257,6 +257,15 @@ class TraceBuilder:
         columns = (self._events[name][start:stop] for name in ("kind", "bytes", "stream", "device"))
         return b"".join(column.tobytes() for column in columns)
 
+    def requests_of_step(self, start: int, stop: int) -> bytes:
+        """The same, whatever the order of releases: threads of the autograd engine let go of a
+        pass when they come to it."""
+        names = ("kind", "bytes", "stream", "device")
+        rows = np.array([self._events[name][start:stop] for name in names], np.int64)
+        gone = rows[0] == EventKind.FREE
+        released = rows[:, gone][:, np.lexsort(rows[:, gone])]
+        return rows[:, ~gone].tobytes() + released.tobytes()
+
     def allocations(self, start: int, stop: int, *, gone_by: int | None = None) -> bytes:
         """What events `[start, stop)` allocated, in order; with `gone_by` only what was let go
         again before that event. Equal bytes, equal allocations."""

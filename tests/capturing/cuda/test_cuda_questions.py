@@ -54,6 +54,21 @@ def test_every_device_property_that_pytorch_documents() -> None:
     record(job)
 
 
+def test_profilers_see_the_host() -> None:
+    def job() -> None:
+        linear = nn.Linear(4, 4).cuda()
+        activity = torch.profiler.ProfilerActivity
+        for activities in ([activity.CPU, activity.CUDA], [activity.CUDA]):
+            with torch.profiler.profile(activities=activities, with_stack=True) as profile:
+                linear(torch.ones(2, 4, device="cuda"))
+            assert profile.key_averages()
+        with torch.autograd.profiler.emit_nvtx(), torch.cuda.profiler.profile():
+            linear(torch.ones(2, 4, device="cuda"))
+        assert torch.cuda.cudart().cudaProfilerStop() == torch.cuda.cudart().cudaError.success
+
+    record(job)
+
+
 def test_memory_questions_follow_the_record() -> None:
     def job() -> None:
         cuda = torch.cuda

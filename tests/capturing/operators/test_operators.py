@@ -279,3 +279,14 @@ def test_inference_asks_for_what_a_run_without_gradients_does() -> None:
     without, inference = (record(partial(job, m)) for m in (torch.no_grad, torch.inference_mode))
     assert sizes(inference) == sizes(without)
     assert operators(inference) == operators(without)
+
+
+def test_data_are_moved_in_inference_mode() -> None:
+    def job() -> None:
+        with torch.inference_mode():
+            made = torch.zeros(2, 3, 4, 4).to("cuda", torch.float16)
+            assert made.is_cuda
+            moved = torch.zeros(2, 3, 4, 4).to(device="cuda", memory_format=torch.channels_last)
+            assert moved.is_contiguous(memory_format=torch.channels_last)
+
+    record(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -322,3 +323,19 @@ def test_events_never_free_what_is_not_alive() -> None:
             alive.add(event.storage)
         elif event.kind == EventKind.FREE:
             alive.remove(event.storage)
+
+
+def test_steps_repeat_whatever_the_order_in_which_they_let_go() -> None:
+    def job() -> None:
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters())
+        draw = random.Random(1)
+        for _ in range(50):
+            model(batch()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held = [torch.empty(size, device="cuda") for size in (1000, 2000, 3000, 4000)]
+            while held:
+                held.pop(draw.randrange(len(held)))
+
+    assert record(job).meta.optimizer_steps == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from memplan.capturing.training.scan import LoaderScan
 from memplan.estimation import estimate
 from memplan.simulate import AllocatorSettings, settled, simulate
 from memplan.types.trace import Trace
@@ -345,3 +348,31 @@ def test_layers_that_are_trained_later_get_their_largest_batch() -> None:
     # In the order that the job will have: the first epoch drew from the generator to its end.
     assert peaks(foretold)[1:] == peaks(complete)[1:]
     assert peaks(foretold)[0] == pytest.approx(peaks(complete)[0], rel=0.005)
+
+
+def test_batches_of_one_size_that_run_different_operators() -> None:
+    def run() -> None:
+        torch.manual_seed(1)
+        loader = DataLoader(Texts(ragged(5)), 8, collate_fn=padded)
+        model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 8)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for batch in loader:
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        looked_at = itertools.cycle(("erf", "tanh", "sin", "cos", "exp", "log", "sqrt", "abs"))
+        for batch in DataLoader(Texts(ragged(5)), 8, collate_fn=padded):
+            with torch.no_grad():
+                getattr(model(batch.cuda()), next(looked_at))()
+
+    trace = record(run, scan_seconds=LONG_ENOUGH)
+    assert settled(trace, AllocatorSettings()).turns > 0
+
+
+def test_a_scan_closes_its_own_files_once() -> None:
+    scan = LoaderScan(DataLoader(Texts([2])), iter)
+    assert scan.result(LONG_ENOUGH).complete
+    others = os.pipe()
+    scan.end()
+    for number in others:
+        os.close(number)

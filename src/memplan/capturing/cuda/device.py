@@ -37,9 +37,9 @@ _CUDA_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _TIMERS = "_ZN4c10d13TimerRegistryEv"
 
 # Layout of the hooks' vtable: two words before the address point (offset to top, type info), two
-# destructors, then isBuilt, isAvailable and hasPrimaryContext.
+# destructors, then isBuilt, isAvailable, hasPrimaryContext and init.
 _WORDS_BEFORE = 2
-_PATCHED_SLOTS = (2, 3, 4)
+_PATCHED_SLOTS = (2, 3, 4, 5)
 _COPIED_WORDS = 96
 
 _GUARD_HEADER = "c10/core/impl/DeviceGuardImplInterface.h"
@@ -157,7 +157,8 @@ def _hooks_object() -> Any:
 
 @functools.cache
 def _patched_vtable(original: int) -> int:
-    """Address point of a copy of the hooks' vtable that says yes to 'is there a device?'."""
+    """Address point of a copy of the hooks' vtable that says yes to 'is there a device?', and has
+    nothing to start."""
     word = ctypes.sizeof(ctypes.c_void_p)
     table = ctypes.c_void_p * _COPIED_WORDS
     copy = table(*table.from_address(original - _WORDS_BEFORE * word))

@@ -8,11 +8,12 @@ synchronisation, `empty_cache`) is recorded.
 from __future__ import annotations
 
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memplan.capturing.cuda import generators
+from memplan.capturing.cuda import generators, tensor_types
 from memplan.capturing.cuda.fake_cuda import FakeCuda, FakeStream
 from memplan.capturing.cuda.graphs import FakeGraph, FakeMemPool, use_mem_pool
 from memplan.types.trace import EventKind
@@ -42,7 +43,7 @@ def install(
     cuda = torch.cuda
     for name, answer in _answers(api).items():
         patches.set(cuda, name, answer, new=True)  # some are of a build for CUDA, or of a release
-        for part in (cuda.memory, cuda.random, cuda.graphs):
+        for part in (cuda.memory, cuda.random, cuda.graphs, cuda.profiler):
             if name in vars(part):
                 patches.set(part, name, answer)
     patches.set(cuda.graphs.graph, "default_capture_stream", None)
@@ -93,6 +94,7 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
             if part is not None and name in vars(part):
                 patches.set(part, name, answer)
     generators.install(patches, api)
+    tensor_types.install(patches)
 
     def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
         number = api.state.number_of(tensor)
@@ -108,10 +110,27 @@ def _install_neighbours(patches: Patches, api: FakeCuda) -> None:
         with api.stream_context(streams[0] if streams else None):
             return (tensor.to("cuda", non_blocking=True),)
 
+    _install_profilers(patches)
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch, "Stream", api.Stream)
     patches.set(torch, "Event", api.Event)
     patches.set(torch._C, "_scatter", scatter, new=True)  # of a build for CUDA
+
+
+def _install_profilers(patches: Patches) -> None:
+    """Profilers of the script see the host alone: of the device each operator would fail to record
+    an event. Nor do they keep stacks, most of which are of the capture."""
+    profiler = torch.autograd.profiler
+    start = profiler.profile.__init__
+
+    def start_on_host(profile: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_cuda") or kwargs.get("use_device") == "cuda":
+            kwargs |= {"use_cuda": False, "use_device": None, "use_cpu": True}
+        start(profile, *args, **kwargs | {"with_stack": False})
+
+    patches.set(profiler.profile, "__init__", start_on_host)
+    patches.set(profiler.emit_nvtx, "__enter__", lambda emitting: emitting)
+    patches.set(profiler.emit_nvtx, "__exit__", lambda _emitting, *_error: None)
 
 
 def _answers(api: FakeCuda) -> dict[str, Any]:
@@ -195,11 +214,22 @@ def _device(api: FakeCuda) -> dict[str, Any]:
         "_sleep": _constant(None),
         "is_current_stream_capturing": lambda: api.pools.capturing,
         "check_error": _constant(None),
+        "cudart": _constant(_runtime(api)),
         "current_blas_handle": _constant(1),
         "current_solver_handle": _constant(1),
         "get_sync_debug_mode": _constant(0),
         "set_sync_debug_mode": _constant(None),
     }
+
+
+def _runtime(api: FakeCuda) -> Any:
+    """What `torch.cuda.cudart()` gives: each call succeeds."""
+    calls = ("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister")
+    return types.SimpleNamespace(
+        **dict.fromkeys(calls, _constant(0)),
+        cudaMemGetInfo=api.mem_get_info,
+        cudaError=types.SimpleNamespace(success=0),
+    )
 
 
 def _streams(api: FakeCuda) -> dict[str, Any]:

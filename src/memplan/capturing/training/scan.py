@@ -89,12 +89,14 @@ class LoaderScan:
     def __init__(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> None:
         """`read`: PyTorch's own `DataLoader.__iter__`."""
         self.answered = False
-        asked, self._ask = os.pipe()
-        self._answer, answer = os.pipe()
+        asked, ask = os.pipe()
+        answered, answer = os.pipe()
+        # Files, which are closed once: a number may be another file's by the second time.
+        self._ask, self._answer = os.fdopen(ask, "wb", 0), os.fdopen(answered, "rb", 0)
         self._pid = os.fork()
         if self._pid == 0:
-            os.close(self._ask)
-            os.close(self._answer)
+            self._ask.close()
+            self._answer.close()
             _serve(asked, answer, loader, read)
         os.close(asked)
         os.close(answer)
@@ -102,24 +104,22 @@ class LoaderScan:
     def result(self, seconds: float) -> Scan:
         """What was read until the loader's end, or for so many seconds."""
         self.answered = True
+        answer = b""
         with _offsets_kept(), suppress(BrokenPipeError):
-            os.write(self._ask, str(seconds).encode() + _GO)
-            os.close(self._ask)
-            pieces = []
-            while piece := os.read(self._answer, 1 << 20):
-                pieces.append(piece)
+            self._ask.write(str(seconds).encode() + _GO)
+            self._ask.close()
+            answer = self._answer.read()
         self.end()
         try:
-            found: Scan = pickle.loads(b"".join(pieces))
+            found: Scan = pickle.loads(answer)
         except (EOFError, pickle.UnpicklingError):
             return Scan(failed="the process that read it ended")
         return found
 
     def end(self) -> None:
         """Also where nothing was asked."""
-        for end in (self._ask, self._answer):
-            with suppress(OSError):
-                os.close(end)
+        self._ask.close()
+        self._answer.close()
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 

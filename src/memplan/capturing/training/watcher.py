@@ -39,11 +39,11 @@ class StepWatcher:
     """Follows calls of `Optimizer.step`.
 
     A step is everything between the ends of two calls of the first optimizer that stepped. It is
-    steady when it asked for the same bytes on the same streams in the same order as the one before,
-    or the last few did as the few before them: another optimizer may step every other time. The
-    first makes the optimizer's state and is like no other, so that takes three; of a long one (many
-    micro-batches) the second will do, where its passes asked for what those of the first did and it
-    left as much alive.
+    steady when it asked for the same bytes on the same streams in the same order as the one before
+    (and let go of them in whatever order), or the last few did as the few before them: another
+    optimizer may step every other time. The first makes the optimizer's state and is like no
+    other, so that takes three; of a long one (many micro-batches) the second will do, where its
+    passes asked for what those of the first did and it left as much alive.
     """
 
     def __init__(self, state: CaptureState, max_steps: int | None, ending: Ending | None) -> None:
@@ -170,7 +170,7 @@ class StepWatcher:
         recorder.builder.step = self.completed
         self.state.answers.new_step()
         end = len(recorder.builder)
-        requests = recorder.builder.requests(self._start, end)
+        requests = recorder.builder.requests_of_step(self._start, end)
         self._history.append((blake2b(requests).digest(), recorder.live_bytes))
         self._round = self._steps_that_repeat()
         self.steady = self._round > 0 and (
