@@ -90,7 +90,9 @@ class HostDraws:
     def _miss(self, _state: CaptureState, _func: Any, args: Any, kwargs: Any, result: Any) -> None:
         # What comes first is where the numbers are drawn; attention on a card also has its seed, a
         # tensor on the host.
-        tensors = (one for one in pytree.tree_leaves((result, args)) if isinstance(one, torch.Tensor))
+        tensors = (
+            one for one in pytree.tree_leaves((result, args)) if isinstance(one, torch.Tensor)
+        )
         first: Any = next(tensors, None)
         if kwargs.get("generator") is None and is_fake(first) and first.device.type == "cpu":
             self.missed = True
