@@ -205,13 +205,15 @@ def _become(words: list[str], folder: str) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     del sys.path[0]  # of this file
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if words[0] == "-m":
+    if words[:2] == ["-P", "-m"]:
+        del words[0]
+    elif words[0] in ("-m", "-c"):
         sys.path.insert(0, folder)
+    if words[0] == "-m":
         sys.argv = words[1:]
         as_main: Any = runpy
         as_main._run_module_as_main(words[1])
     elif words[0] == "-c":
-        sys.path.insert(0, folder)
         sys.argv = ["-c", *words[2:]]
         exec(words[1], vars(main))
     else:

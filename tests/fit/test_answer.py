@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from functools import cache
@@ -93,6 +94,12 @@ def test_least_possible_names_the_levers() -> None:
     assert fitted.answer.levers_tried == ["allocator", "order", "recompute", "offload"]
     assert "least possible peak" in first_line(fitted)
     assert "by allocator, order, recompute, offload; a card of" in first_line(fitted)
+    card = re.search(r"a card of (\d+) MiB would do", first_line(fitted))
+    assert card and int(card[1]) * MIB >= (fitted.answer.least_card_bytes or 0)
+    assert fitted.answer.notes[-1] == (
+        "Levers that change numbers were not tried: the loss in chunks (--allow rounding), "
+        "smaller batches (--allow rounding), optimizer state in 8 bits (--allow numbers)."
+    )
 
 
 @pytest.mark.parametrize(("card", "shares"), [("2600MiB", (0, 2, 3)), ("1250MiB", (2,))])

@@ -108,6 +108,10 @@ def test_a_frontier_with_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
         assert added == pytest.approx(point["added_seconds"])
     assert fit(*words) == 2, "they are not written over"
     assert "curve/0.plan exists" in capsys.readouterr().err
+    Path("curve/0.plan").unlink()
+    FakeCapture.asked = []
+    assert fit(*words) == 2 and not FakeCapture.asked
+    assert "curve/1.plan exists" in capsys.readouterr().err
     assert fit("-f", *words) == 0
 
 
@@ -199,6 +203,7 @@ def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "24GiB", "--at-most", "5", "train.py"], "'5' is not a percentage"),
         (["--gpu", "24GiB", "--at-most=-1%", "train.py"], "'-1%' is not a percentage"),
         (["--gpu", "24GiB", "--plans", "x", "train.py"], "--plans without --frontier"),
+        (["--gpu", "24GiB", "-f", "--frontier", "--plans", "train.py", "train.py"], "is a file"),
         (["--gpu", "24GiB", "--alloc-conf", "x:1", "train.py"], "x"),
         (["--gpu", "24GiB", "-o", "no/job.plan", "train.py"], "does not exist"),
         (["--gpu", "24GiB", "-f", "-o", "train.py", "train.py"], "is what this command reads"),

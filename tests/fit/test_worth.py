@@ -64,6 +64,15 @@ def test_other_cards_cost_what_their_steps_take(answer: Fit) -> None:
     )
     assert any(line.endswith("without a plan: 0.250 for 1,000 steps, not dearer") for line in said)
     assert "  small         0.1/h without a plan: does not fit" in said
+    few = msgspec.structs.replace(answer, priced=priced(answer, "ours", 0.00036, []))
+    assert "  ours          0.00036/h with the plan: 0.00025 for 1,000 steps" in [
+        line.plain for line in fit_lines(few)
+    ]
+
+
+def test_a_plan_that_adds_more_than_it_may_has_its_price(answer: Fit) -> None:
+    beyond = msgspec.structs.replace(answer, fits=False, at_most=0.2)
+    assert priced(beyond, "ours", 1.44, []) == priced(answer, "ours", 1.44, [])
 
 
 def test_the_command(

@@ -228,6 +228,33 @@ def test_what_runs_outside_the_calls_does_not_tell_passes_apart() -> None:
     assert step_graph(record(job)).passes == 2
 
 
+def test_what_one_pass_alone_begins_with_does_not_tell_passes_apart() -> None:
+    """As buckets that DDP builds anew, or weights that FSDP2 gathers for the first micro-batch."""
+
+    class Begins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.calls = mlp(), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls % 2:
+                torch.cumsum(self.body.get_parameter("0.weight").detach(), 0)
+            out: torch.Tensor = self.body(x)
+            return out
+
+    def job() -> None:
+        model = Begins().to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(512, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert step_graph(record(job)).passes == 2
+
+
 def test_passes_that_differ_count_as_the_rest() -> None:
     def job() -> None:
         large, small = mlp().to("cuda"), nn.Sequential(nn.Linear(64, 256), nn.GELU()).to("cuda")

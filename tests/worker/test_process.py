@@ -64,8 +64,12 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
     assert load_trace(trace).meta.command == [request.program.name, "--lr", "3 4"]
 
 
-def test_one_that_waited_captures_the_same(tmp_path: Path) -> None:
+def test_one_that_waited_captures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the command is typed in may hold modules named like some that it imports."""
     request = asked(tmp_path, TRAINS)
+    (tmp_path / "typed_in").mkdir()
+    (tmp_path / "typed_in" / "copy.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path / "typed_in")
     traces = []
     for first in (request, None):
         with WorkerProcess(first, tmp_path / "job.trace", quiet=True) as process:

@@ -136,8 +136,10 @@ def _frontier_folder(args: argparse.Namespace) -> Path | None:
     if not args.plans:
         return None
     folder = Path(args.plans).absolute()
-    # A file that is there is refused, too.
-    output_path(str(folder / "0.plan" if folder.is_dir() else folder), force=args.force)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{args.plans} is a file", "--plans FOLDER: one plan for each point")
+    there = min(folder.glob("[0-9]*.plan"), default=folder / "0.plan")
+    output_path(str(there if folder.is_dir() else folder), force=args.force)
     return folder
 
 

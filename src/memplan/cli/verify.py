@@ -128,7 +128,7 @@ def _measure(
     out, snapshot = work / "measured.json", work / "snapshot.pickle"
     words = ["--steps", str(steps), *(["--plan", str(plan)] if plan else []), str(out)]
     words += [str(snapshot), *(["-m"] if program.kind == "module" else [])]
-    command = [sys.executable, "-m", "memplan.runtime.measure", *words, program.name]
+    command = [sys.executable, "-P", "-m", "memplan.runtime.measure", *words, program.name]
     done = subprocess.run([*command, *program.argv], stdout=sys.stderr, env=dict(os.environ))
     if not out.exists() or not snapshot.exists():
         raise NoAnswerError(

@@ -159,6 +159,7 @@ def fit(
         if not any(one.fits for one in search.found):
             best = finder.best()
             changes, tried = nearest_changes(first, best.base, best.end)
+            finder.notes += _not_allowed(limits)
     except KeyboardInterrupt:
         complete = False
         progress("ending early, with what is known; Ctrl-C once more ends it at once")
@@ -338,6 +339,13 @@ class _Finder:
         return end.fits and end.added_seconds <= min(worth, self._limits.most) * (
             self.plain_seconds or 0.0
         )
+
+
+def _not_allowed(limits: Limits) -> list[str]:
+    """What else there is, where nothing fits."""
+    levers = [one for one in _LEVERS if not limits.allows(one.numbers)]
+    named = ", ".join(f"{one.words} (--allow {one.numbers})" for one in levers)
+    return [f"Levers that change numbers were not tried: {named}."] if levers else []
 
 
 def _is_hopeless(state: State) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ from memplan.report.text import (
     shorten,
     step_line,
 )
+from memplan.types.device import MIB
 from memplan.types.estimate import Breakdown
 
 _LEVERS = 8
@@ -86,7 +88,8 @@ def verdict(answer: Fit) -> str:
     peak, more = peak_text(answer.after), percent(answer.added_fraction)
     if answer.fits:
         return f"fits with a plan: {peak}, {more} time{so_far}"
-    card = format_bytes(answer.least_card_bytes or 0)
+    # Rounded up, for it has to do, and as fine as to differ from the card that is too small.
+    card = f"{math.ceil((answer.least_card_bytes or 0) / MIB)} MiB"
     if answer.after.fits and answer.at_most is not None:
         limit = percent(answer.at_most)
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
@@ -162,7 +165,9 @@ def _worth(answer: Fit) -> Iterator[Text]:
         plan = "with the plan" if row.plan else "without a plan"
         said = "does not fit" if not row.fits else "of an unknown step time"
         if row.step_cost is not None:
-            said = f"{row.step_cost * 1000:,.3f} for 1,000 steps"
+            cost = row.step_cost * 1000
+            said = f"{cost:,.3f}" if cost >= 0.01 else f"{cost:.2g}"
+            said += " for 1,000 steps"
         yield Text(f"  {clean(row.gpu):<14}{row.per_hour:g}/h {plan}: {said}{_paid(answer, row)}")
 
 

@@ -27,7 +27,8 @@ def priced(answer: Fit, gpu: str, per_hour: float, others: Sequence[Other]) -> l
     """Rows for `Fit.priced`. Finding the plan counts as if the card were rented meanwhile."""
     plain = answer.before.step_seconds
     step = None if plain is None else plain * (1 + answer.added_fraction)
-    ours = _priced(gpu, per_hour, answer.fits, answer.after is not None, step)
+    fits = bool((answer.after or answer.before).fits)  # whatever time the plan may add
+    ours = _priced(gpu, per_hour, fits, answer.after is not None, step)
     rows = [ours]
     planning = answer.seconds * per_hour / _SECONDS_PER_HOUR
     for other in others:

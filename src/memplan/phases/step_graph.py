@@ -148,13 +148,16 @@ def _dearest(found: StepPasses, alive: I64) -> Pass:
     return found.passes[peaks.index(max(peaks))]
 
 
-def _alike(trace: Trace, one: Pass, other: Pass) -> bool:
-    """Whether the calls of two passes run the same operators, so that one plan serves both."""
-    calls = (_calls(trace, one), _calls(trace, other))
-    names = (trace.ops.name[p.start : p.stop] for p in (one, other))
-    (a, one_names), (b, other_names) = zip(calls, names, strict=True)
-    return np.array_equal(a[a >= 0], b[b >= 0]) and np.array_equal(
-        one_names[a >= 0], other_names[b >= 0]
+def _alike(trace: Trace, one: Pass, chosen: Pass) -> bool:
+    """Whether the calls of a pass run the same operators as the chosen one's, so that a plan made
+    from that serves both. Kinds of operators that only the other one runs (it gathers weights
+    first, say) move none of the numbers by which a plan names operators."""
+    calls, chosen_calls = _calls(trace, one), _calls(trace, chosen)
+    names, chosen_names = (trace.ops.name[p.start : p.stop] for p in (one, chosen))
+    inside = chosen_calls >= 0
+    also = (calls >= 0) & np.isin(names, chosen_names[inside])
+    return np.array_equal(calls[also], chosen_calls[inside]) and np.array_equal(
+        names[also], chosen_names[inside]
     )
 
 

@@ -176,8 +176,8 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
         source = shorten(clean(peak.source, ascii_only=ascii_only), width - 13)
         yield Text(" " * 13 + source, style="dim")
     yield Text(
-        f"PyTorch      reserved {format_bytes(estimate.reserved_peak_bytes)}, of it "
-        f"allocated to tensors {format_bytes(estimate.allocated_peak_bytes)}",
+        f"PyTorch      at most {format_bytes(estimate.reserved_peak_bytes)} reserved, at "
+        f"most {format_bytes(estimate.allocated_peak_bytes)} allocated to tensors",
         style="dim",
     )
 

@@ -151,10 +151,10 @@ class _Calls:
             self._needed[call] = recording.learned
 
     def _compare(self, recording: Recording, decisions: Decisions) -> None:
-        if self._on_note is not None and recording.found < decisions.named:
+        if self._on_note is not None and recording.found < decisions.moved:
             sends = " or offloads" if self._offload is not None else ""
             self._on_note(
-                f"{recording.found} of the {decisions.named} values that the plan drops{sends} "
+                f"{recording.found} of the {decisions.moved} values that the plan drops{sends} "
                 "were met in this forward pass: was the plan made for other arguments? This "
                 "changes no number; the peak may be higher than the plan "
                 "promises. `memplan fit` makes a plan for this job"

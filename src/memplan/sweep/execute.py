@@ -119,7 +119,7 @@ class LocalProcesses:
 def command(words: Sequence[str], output: Path) -> list[str]:
     """That of a process which ends with the thread that starts it."""
     asked = [str(output) if word == OUTPUT else word for word in words]
-    return [sys.executable, "-m", "memplan.worker.tied", *asked]
+    return [sys.executable, "-P", "-m", "memplan.worker.tied", *asked]
 
 
 def capture(executor: Executor, request: CaptureRequest, path: Path) -> Trace:

@@ -42,7 +42,7 @@ class WorkerProcess:
         waits, self._go = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "memplan.worker", str(self.path), str(waits)],
+                [sys.executable, "-P", "-m", "memplan.worker", str(self.path), str(waits)],
                 stdin=self._asked,
                 stdout=self._out,
                 stderr=self._kept,

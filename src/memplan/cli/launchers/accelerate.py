@@ -89,7 +89,7 @@ def read_accelerate_launch(words: list[str], context: Context) -> Step:
 
 def _ask(words: list[str], context: Context) -> Reading:
     asked = subprocess.run(
-        [sys.executable, "-m", _READER],
+        [sys.executable, "-P", "-m", _READER],
         input=msgspec.json.encode(Question(words, context.gpus_per_node)),
         capture_output=True,
         env={**os.environ, **context.environment},

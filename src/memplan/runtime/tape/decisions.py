@@ -26,8 +26,13 @@ class Decisions:
         """`recomputes`: whether it may drop values, of which ops are recorded."""
         self._choices = choices
         self.recomputes = recomputes
-        self.named = sum(len(o) for by_nth in choices.values() for o in by_nth.values())
-        """How many values the plan names in this call."""
+        self.moved = sum(
+            choice is not HOLD
+            for by_nth in choices.values()
+            for by_output in by_nth.values()
+            for choice in by_output.values()
+        )
+        """How many values the plan drops or offloads in this call."""
         self._by_op: dict[Any, dict[int, dict[int, Choice]]] = {}
 
     def of(self, func: Any, nth: int) -> Mapping[int, Choice] | None:

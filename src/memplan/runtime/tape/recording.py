@@ -98,7 +98,7 @@ class Recording(TorchDispatchMode):
         self.backward_began = False
         """Whether something of this call has been asked for by backward."""
         self.found = 0
-        """Values that the plan names and that the call made."""
+        """Values that the plan drops or offloads and that the call made."""
         self.learned: Needed | None = None
         """Once left: what the replays of this call need; None where not every op was recorded, or
         where some were replayed already."""
@@ -364,7 +364,7 @@ class Recording(TorchDispatchMode):
                 continue
             choice = decided.get(allocated) if decided else None
             allocated += 1
-            self.found += choice is not None
+            self.found += choice not in (None, HOLD)
             value = Value(record, position) if can else None
             self.storages.set(tensor, value)
             if isinstance(choice, int):
@@ -389,7 +389,6 @@ class Recording(TorchDispatchMode):
         value = Value(OpRecord(again, number, nth, (), {}), 0)
         self.storages.set(block, value)
         if HOLD in (self._decisions.of(FETCH, nth) or {}).values():
-            self.found += 1
             self.storages.keep(value, block)
 
     # Functions with a backward of their own: what they do inside is not to be repeated.
