@@ -284,6 +284,23 @@ def test_a_checkpoint_around_batch_norm_runs_plainly() -> None:
     assert "a checkpoint around what changes a buffer" in step.report().fallback
 
 
+def test_a_buffer_that_moves_after_it_was_read() -> None:
+    """As a codebook does that follows what is assigned to it."""
+    weight, buffer = nn.Parameter(torch.randn(4)), torch.ones(4)
+
+    def loss() -> Tensor:
+        read = weight * buffer.clone()
+        buffer.mul_(0.5)
+        return read.square().sum()
+
+    start = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    step = memplan.compile(loss, optimizer=optimizer, codegen="inductor")
+    step()
+    torch.testing.assert_close(weight.detach(), start - 0.1 * 2 * start)
+    assert not step.report().fallback
+
+
 def test_bad_codegen() -> None:
     model = Net()
     with pytest.raises(UsageError, match="codegen='triton'"):
