@@ -301,6 +301,21 @@ def test_a_buffer_that_moves_after_it_was_read() -> None:
     assert not step.report().fallback
 
 
+def test_an_lstm_of_what_needs_no_gradient() -> None:
+    """PyTorch takes it for inference."""
+    model = nn.LSTM(3, 4)
+    theirs, x = copy.deepcopy(model), torch.randn(1, 2, 3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, theirs)]
+    step = memplan.compile(
+        lambda: model(x)[0].square().sum(), optimizer=optimizers[0], codegen="inductor"
+    )
+    step()
+    theirs(x)[0].square().sum().backward()
+    optimizers[1].step()
+    close(model, theirs)
+    assert not step.report().fallback
+
+
 def test_bad_codegen() -> None:
     model = Net()
     with pytest.raises(UsageError, match="codegen='triton'"):

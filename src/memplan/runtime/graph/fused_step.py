@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
@@ -97,7 +98,10 @@ class _Take:
 def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: StepParts) -> Any:
     """What runs a step, as PyTorch's compiler takes it. Raises InfeasibleError for a budget that
     cannot be met, UsageError for one of a graph of which not all is known."""
-    with uncached(), config.patch(custom_partitioner_fn=parts):
+    # PyTorch takes an LSTM whose input needs no gradient for inference, and traces oneDNN's kernel
+    # of that, whose backward fails.
+    lstm = mock.patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm)
+    with uncached(), config.patch(custom_partitioner_fn=parts), lstm:
         return compile_fx(module, primals, inner_compile=parts.compile)
 
 
