@@ -316,6 +316,17 @@ def test_an_lstm_of_what_needs_no_gradient() -> None:
     assert not step.report().fallback
 
 
+def test_an_operator_with_effects_runs_plainly() -> None:
+    """PyTorch checks a factorized matrix, and hands on a token that it did."""
+    weight = nn.Parameter(torch.eye(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    step = memplan.compile(
+        lambda: torch.linalg.cholesky(weight).sum(), optimizer=optimizer, codegen="inductor"
+    )
+    assert step() == 2
+    assert "an operator with effects" in step.report().fallback
+
+
 def test_bad_codegen() -> None:
     model = Net()
     with pytest.raises(UsageError, match="codegen='triton'"):

@@ -29,6 +29,7 @@ from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
 from memplan.runtime.graph.joint import (
     Joint,
     LossGradient,
+    UncapturedError,
     copied,
     forward_alone,
     is_tangent,
@@ -139,6 +140,7 @@ class StepParts(Parts):
         self._without_gradient = without_gradient
         self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
         """Until the code is there."""
+        self._given = len(primals)
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._primals: list[fx.Node] = []
@@ -159,6 +161,8 @@ class StepParts(Parts):
         self._refuse_graph(gm, kwargs["num_fwd_outputs"])
         places = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self._primals = places[: len(places) - len([one for one in places if is_tangent(one)])]
+        if len(self._primals) != self._given:
+            raise UncapturedError("an operator with effects, which PyTorch keeps in their order")
         self._start = LossGradient(loss_gradient(gm), self._scaler)
         gradients = len(returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
