@@ -189,6 +189,7 @@ def test_measured_peaks_are_within_budgets_and_never_invert(name: str) -> None:
         ({"budget": 1.5}, r"a budget of 1\.5"),
         ({"codegen": "triton"}, "codegen='triton'"),
         ({"deadline_seconds": "soon"}, "deadline_seconds='soon'"),
+        ({"deadline_seconds": True}, "deadline_seconds=True"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -284,6 +284,49 @@ def test_a_checkpoint_around_batch_norm_runs_plainly() -> None:
     assert "a checkpoint around what changes a buffer" in step.report().fallback
 
 
+def test_a_buffer_that_moves_after_it_was_read() -> None:
+    """As a codebook does that follows what is assigned to it."""
+    weight, buffer = nn.Parameter(torch.randn(4)), torch.ones(4)
+
+    def loss() -> Tensor:
+        read = weight * buffer.clone()
+        buffer.mul_(0.5)
+        return read.square().sum()
+
+    start = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    step = memplan.compile(loss, optimizer=optimizer, codegen="inductor")
+    step()
+    torch.testing.assert_close(weight.detach(), start - 0.1 * 2 * start)
+    assert not step.report().fallback
+
+
+def test_an_lstm_of_what_needs_no_gradient() -> None:
+    """PyTorch takes it for inference."""
+    model = nn.LSTM(3, 4)
+    theirs, x = copy.deepcopy(model), torch.randn(1, 2, 3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, theirs)]
+    step = memplan.compile(
+        lambda: model(x)[0].square().sum(), optimizer=optimizers[0], codegen="inductor"
+    )
+    step()
+    theirs(x)[0].square().sum().backward()
+    optimizers[1].step()
+    close(model, theirs)
+    assert not step.report().fallback
+
+
+def test_an_operator_with_effects_runs_plainly() -> None:
+    """PyTorch checks a factorized matrix, and hands on a token that it did."""
+    weight = nn.Parameter(torch.eye(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    step = memplan.compile(
+        lambda: torch.linalg.cholesky(weight).sum(), optimizer=optimizer, codegen="inductor"
+    )
+    assert step() == 2
+    assert "an operator with effects" in step.report().fallback
+
+
 def test_bad_codegen() -> None:
     model = Net()
     with pytest.raises(UsageError, match="codegen='triton'"):

@@ -171,6 +171,25 @@ def test_step_hooks_are_called_once_for_each_step() -> None:
     assert calls == ["before", "after"] * 8
 
 
+def test_a_step_hook_that_comes_later_is_in_the_promise() -> None:
+    """All gradients are then there at once."""
+
+    def make() -> Job:
+        job = classifier(make=of(torch.optim.AdamW, fused=True))
+
+        def between(number: int) -> None:
+            if number == 2:
+                job.optimizers[0].register_step_post_hook(lambda *_: None)
+
+        job.between = between
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4, programs=2)
+    before, after = step.report().programs
+    assert after.ordered_peak_bytes > before.ordered_peak_bytes
+
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),

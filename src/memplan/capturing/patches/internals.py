@@ -134,6 +134,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             scheduler scheduler.NopKernelSchedulerNode virtualized.V
         torch._functorch: aot_autograd.aot_module_simplified config
             partitioners.default_partition partitioners.min_cut_rematerialization_partition
+        torch._decomp: decompositions
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _python_dispatch.is_traceable_wrapper_subclass _pytree
         torch.ops.aten: _cudnn_rnn.default _local_scalar_dense _local_scalar_dense.default

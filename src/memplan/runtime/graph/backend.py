@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
-from memplan.runtime.graph.compile import parse_budget
+from memplan.runtime.graph.compile import is_number, parse_budget
 from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
 from memplan.runtime.graph.execute import Executable
@@ -60,7 +60,7 @@ class Options:
         if options.codegen not in (None, *CODEGENS):
             raise UsageError(f"codegen={options.codegen!r}", f"one of {', '.join(CODEGENS)}")
         seconds = options.deadline_seconds
-        if not isinstance(seconds, (int, float)) or not seconds >= 0:
+        if not (is_number(seconds) and seconds >= 0):
             raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
         return options
 

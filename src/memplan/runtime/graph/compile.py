@@ -48,9 +48,9 @@ class Options:
         norm, seconds = self.clip_grad_norm, self.deadline_seconds
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise UsageError(f"accumulate={self.accumulate!r}", "calls for one update, such as 4")
-        if norm is not None and not (_is_number(norm) and norm > 0):
+        if norm is not None and not (is_number(norm) and norm > 0):
             raise UsageError(f"clip_grad_norm={norm!r}", "the largest norm, such as 1.0")
-        if not (_is_number(seconds) and seconds >= 0):
+        if not (is_number(seconds) and seconds >= 0):
             raise UsageError(f"deadline_seconds={seconds!r}", "seconds, such as 20")
         for name in ("keep_gradients", "order"):
             if not isinstance(getattr(self, name), bool):
@@ -148,7 +148,7 @@ def parse_budget(given: int | str | None) -> Budget:
     return limit
 
 
-def _is_number(given: object) -> bool:
+def is_number(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 

@@ -134,7 +134,9 @@ class Parts(CustomPartitionerFn):
         """Before backward is compiled, when forward's code is known."""
 
     def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return cut(joint, module)
+        forward, backward = cut(joint, module)
+        _save_before_writes(forward, backward, joint.results)
+        return forward, backward
 
     def _choose(self, joint: Joint) -> _Attempt:
         def attempt(replays: tuple[Again, ...]) -> _Attempt:
@@ -305,6 +307,54 @@ def cut(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphM
     return min_cut_rematerialization_partition(
         module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
     )
+
+
+def _save_before_writes(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
+    """Have inputs that forward writes be saved as they were before, which is what backward wants.
+
+    PyTorch's partitioner saves the inputs themselves, such as a codebook that forward moves.
+    """
+    writes = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    saved = [one for one in returned(forward)[results:] if isinstance(one, fx.Node)]
+    given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    for write in writes:
+        source = write.args[0]
+        if source.op != "placeholder" or not any(_share_memory(one, source) for one in saved):
+            continue
+        *_, last = forward.graph.find_nodes(op="placeholder")
+        with forward.graph.inserting_after(last):
+            before = forward.graph.call_function(torch.ops.aten.clone.default, (source,))
+        before.meta = {**source.meta, "val": source.meta["val"].clone()}
+        for user in {*source.users} - {before, write}:
+            user.replace_input_with(source, before)
+        if source in saved:
+            place = placed(before.name, source, given[source.name])
+            given[source.name].replace_all_uses_with(place)
+            backward.graph.erase_node(given[source.name])
+    forward.recompile()
+    backward.recompile()
+
+
+def _share_memory(one: fx.Node, other: fx.Node) -> bool:
+    of, held = one.meta.get("val"), other.meta["val"]
+    return isinstance(of, torch.Tensor) and _storage(of) == _storage(held)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def placed(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
+    """A new input of the graph of `after`."""
+    with after.graph.inserting_after(after):
+        place = after.graph.placeholder(name)
+    place.meta = dict(like.meta)
+    return place
+
+
+def returned(module: fx.GraphModule) -> Any:
+    return module.graph.output_node().args[0]
 
 
 def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:

@@ -17,17 +17,19 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
+from torch._decomp import decompositions
 from torch._guards import TracingContext
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts
+from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts, placed, returned
 from memplan.runtime.graph.inductor import compiled, uncached
 from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
 from memplan.runtime.graph.joint import (
     Joint,
     LossGradient,
+    UncapturedError,
     copied,
     forward_alone,
     is_tangent,
@@ -97,7 +99,10 @@ class _Take:
 def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: StepParts) -> Any:
     """What runs a step, as PyTorch's compiler takes it. Raises InfeasibleError for a budget that
     cannot be met, UsageError for one of a graph of which not all is known."""
-    with uncached(), config.patch(custom_partitioner_fn=parts):
+    # PyTorch takes an LSTM whose input needs no gradient for inference, and traces oneDNN's kernel
+    # of that, whose backward fails.
+    lstm = mock.patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm)
+    with uncached(), config.patch(custom_partitioner_fn=parts), lstm:
         return compile_fx(module, primals, inner_compile=parts.compile)
 
 
@@ -135,6 +140,7 @@ class StepParts(Parts):
         self._without_gradient = without_gradient
         self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
         """Until the code is there."""
+        self._given = len(primals)
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._primals: list[fx.Node] = []
@@ -155,8 +161,10 @@ class StepParts(Parts):
         self._refuse_graph(gm, kwargs["num_fwd_outputs"])
         places = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self._primals = places[: len(places) - len([one for one in places if is_tangent(one)])]
+        if len(self._primals) != self._given:
+            raise UncapturedError("an operator with effects, which PyTorch keeps in their order")
         self._start = LossGradient(loss_gradient(gm), self._scaler)
-        gradients = len(_returned(gm)) - kwargs["num_fwd_outputs"]
+        gradients = len(returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
         self._written = [one.name for one in _written(forward)]
         assert self._results is not None
@@ -237,13 +245,14 @@ class StepParts(Parts):
             views.setdefault(memory.lie_in(node.name), []).append(node)
         known = {node.name: node for node in places}
         last = places[-1]
-        gradients = dict(enumerate(_returned(backward)))
+        gradients = dict(enumerate(returned(backward)))
         for together in self._together(gradients):
             written, others = [], []
             for place in together:
                 name = self._primals[place].name
                 if PARAMETER + name not in known:
-                    known[PARAMETER + name] = last = _placed(self._primals[place], last)
+                    last = placed(PARAMETER + name, self._primals[place], last)
+                    known[PARAMETER + name] = last
                 written.append(known[PARAMETER + name])
                 others += [one for one in views.get(name, []) if one is not written[-1]]
             taker = self._takers.get(together)
@@ -351,27 +360,19 @@ def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int
     What Inductor's forward saves of a weight may be a copy that lies as convolutions want it.
     """
     written = _written(forward)
-    returned = _returned(forward)
-    saved: list[fx.Node] = list(returned[results:])
+    outputs = returned(forward)
+    saved: list[fx.Node] = list(outputs[results:])
     taken = [node for node in saved if node.op == "placeholder" and node not in written]
     kept = [node for node in saved if node not in taken]
-    forward.graph.output_node().args = ((*returned[:results], *kept),)
+    forward.graph.output_node().args = ((*outputs[:results], *kept),)
     forward.recompile()
     places = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     last = next(reversed(places.values()))
     for node in taken:
-        last = _placed(node, last)
+        last = placed(PARAMETER + node.name, node, last)
         places[node.name].replace_all_uses_with(last)
         backward.graph.erase_node(places[node.name])
     backward.recompile()
-
-
-def _placed(primal: fx.Node, after: fx.Node) -> fx.Node:
-    """An input of a backward pass that is one of forward."""
-    with after.graph.inserting_after(after):
-        placed = after.graph.placeholder(PARAMETER + primal.name)
-    placed.meta = dict(primal.meta)
-    return placed
 
 
 def _written(forward: fx.GraphModule) -> set[fx.Node]:
@@ -389,10 +390,6 @@ def _writes(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
     return target is not operator.getitem
-
-
-def _returned(module: fx.GraphModule) -> Any:
-    return module.graph.output_node().args[0]
 
 
 def _trains(value: Any) -> bool:

@@ -167,7 +167,8 @@ class CompiledStep(Generic[P]):
     def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
         capture = self._capture
         self._updates.begin()
-        self._updates.in_graph = last and self._capture.can_update_in_graph()
+        in_graph = capture.can_update_in_graph()
+        self._updates.in_graph = last and in_graph
         # PyTorch's compiler detaches what it is given.
         given = Leaves().refusal(pytree.tree_leaves((args, kwargs)))
         if why := given or self._leaves.refusal(self._updates.parameters()):
@@ -179,10 +180,11 @@ class CompiledStep(Generic[P]):
         if not capture.programs and (why := of_several(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(capture.programs)
-        if capture.guarded.changed():
+        if capture.is_out_of_date(updates_in_graph=in_graph):
             self._captures += 1
             if self._captures > torch._dynamo.config.recompile_limit:
-                return self._give_up("what its functions and classes do changes", args, kwargs)
+                why = "what its functions, classes and hooks do changes"
+                return self._give_up(why, args, kwargs)
             self._past += self._reports()
             capture.begin_anew()
         try:

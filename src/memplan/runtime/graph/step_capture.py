@@ -76,11 +76,18 @@ class StepCapture:
         self.only_looks = False
         """Whether a graph is wanted and no run: it comes as a LookedError."""
         self.guarded = Guarded()
+        self._updates_in_graph: bool | None = None
+        """Of the graphs that are there; None where none is."""
         self._graph: Callable[..., Any] = self._captured()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the loss function returns, forward, backward and updates done."""
         return self._graph(*args, **kwargs)
+
+    def is_out_of_date(self, *, updates_in_graph: bool) -> bool:
+        """Whether what was captured rests on something that has changed and that no guard sees."""
+        known = self._updates_in_graph in (None, updates_in_graph)
+        return not known or self.guarded.changed()
 
     def begin_anew(self) -> None:
         """What the next call runs is captured then."""
@@ -90,7 +97,7 @@ class StepCapture:
     def forget(self) -> None:
         """Let go of what was compiled; Dynamo keeps it with a function's code."""
         self.programs = []
-        self.ran = None
+        self.ran = self._updates_in_graph = None
         reset_code(self._code)
 
     def can_update_in_graph(self) -> bool:
@@ -135,6 +142,7 @@ class StepCapture:
         if why := self._not_trained(primals):
             raise UncapturedError(why)
 
+        self._updates_in_graph = self.can_update_in_graph()
         written: set[int] = set()
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
