@@ -130,7 +130,7 @@ def _install_profilers(patches: Patches) -> None:
 
     patches.set(profiler.profile, "__init__", start_on_host)
     patches.set(profiler.emit_nvtx, "__enter__", lambda emitting: emitting)
-    patches.set(profiler.emit_nvtx, "__exit__", lambda _emitting, *_error: None)
+    patches.set(profiler.emit_nvtx, "__exit__", lambda _emitting, exc_type, exc_val, exc_tb: None)
 
 
 def _answers(api: FakeCuda) -> dict[str, Any]:
