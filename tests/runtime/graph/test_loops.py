@@ -178,6 +178,36 @@ def test_checkpointed_layers(reentrant: bool) -> None:
     assert_as_plain(make)
 
 
+@pytest.mark.parametrize("drops", [0.0, 0.2])
+def test_checkpointed_attention_and_dropout(drops: float) -> None:
+    """Random numbers that backward draws again, or might: attention is marked as drawing some."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed, self.drop = nn.Linear(12, 36), nn.Dropout(drops)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.mixed(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=drops, is_causal=True)
+            return x + self.drop(out.transpose(1, 2).flatten(-2))
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+            self.last = nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            out: Tensor = self.last(x.mean(1))
+            return out
+
+    step, _ = assert_as_plain(lambda: classifier(Layers, adam, (4, 5, 12)))
+    assert_captured(step, 4)
+
+
 def test_evaluation_mode_in_some_calls() -> None:
     def make() -> Job:
         job = classifier(Norm, adam, IMAGES, count=6)

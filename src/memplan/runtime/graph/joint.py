@@ -37,7 +37,6 @@ from memplan.runtime.graph.program import (
     UPDATE,
     Added,
     facts_of,
-    is_random_wrapper,
     program_of,
 )
 from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
@@ -161,8 +160,6 @@ def whole_step(
     that of one number.
     """
     forward, backward = joint.parts(replays)
-    if any(map(is_random_wrapper, forward.graph.nodes)):
-        raise ValueError("random numbers that a checkpoint draws a second time")
     graph = fx.Graph()
     outputs = add_forward(graph, forward)
     like = loss_gradient(joint.module)
