@@ -27,7 +27,8 @@ with open("pipe", "w", buffering=1) as told:
 def test_what_a_sweep_began_ends_with_it_however_it_ends(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(_WAITS)
     os.mkfifo(tmp_path / "pipe")
-    sweep = subprocess.Popen([sys.executable, "-c", _SWEEPS], cwd=tmp_path)
+    path = os.environ | {"PYTHONPATH": str(tmp_path)}
+    sweep = subprocess.Popen([sys.executable, "-c", _SWEEPS], cwd=tmp_path, env=path)
     with (tmp_path / "pipe").open() as told:
         assert told.readline() == "began\n"
         sweep.kill()
