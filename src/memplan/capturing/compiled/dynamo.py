@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from memplan.capturing.state import CaptureState
 
 _CAPTURE = str(Path(__file__).parents[1]) + "/"
+_TRACES = str(Path(__file__).parents[2] / "types") + "/"
+"""What the capture writes and compares its events with."""
 _ANSWERING = ("torch.cuda", "torch.backends", "torch.version", "torch.accelerator")
 _SETTINGS = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
 _AUTOGRAD_SETTINGS = {
@@ -137,8 +139,9 @@ def install(stack: ExitStack, patches: Patches, of_capture: Patches, state: Capt
 
     patches.set(proxy_tensor, "unset_fake_temporarily", real_on_host)
     traced = re.escape(str(PACKAGES.relative_to(_CAPTURE)) + "/")
-    pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|^{re.escape(_CAPTURE)}(?!{traced})"
-    patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE])
+    ours = f"^{re.escape(_CAPTURE)}(?!{traced})|^{re.escape(_TRACES)}"
+    pattern = f"{trace_rules.SKIP_DIRS_RE.pattern}|{ours}"
+    patches.set(trace_rules, "SKIP_DIRS", [*trace_rules.SKIP_DIRS, _CAPTURE, _TRACES])
     patches.set(trace_rules, "SKIP_DIRS_RE", re.compile(pattern))
 
 
