@@ -25,7 +25,8 @@ def fit_ranks(seen: SeenRanks, fit_rank: Callable[[int], Fitted]) -> tuple[Fit, 
     rows: list[RankFit] = []
     answers: list[Fit] = []
     plans: dict[int, Plan] = {}
-    for rank, ranks in seen.alike().items():
+    kinds = seen.alike()
+    for rank, ranks in kinds.items():
         raise_received()  # by a signal the last answer came early, and this one is missing
         fitted = fit_rank(rank)
         answers.append(fitted.answer)
@@ -43,7 +44,7 @@ def fit_ranks(seen: SeenRanks, fit_rank: Callable[[int], Fitted]) -> tuple[Fit, 
         seconds=sum(one.seconds for one in answers),
         notes=[
             *answers[place].notes,
-            *[f"the answer is about rank {rows[place].rank}, {why}"] * (len(seen.alike()) > 1),
+            *[f"the answer is about rank {rows[place].rank}, {why}"] * (len(kinds) > 1),
             *seen.taken_for_granted(),
         ],
     )

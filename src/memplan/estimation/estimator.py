@@ -332,6 +332,6 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
             *notes,
             "It fits, but the card fills up: PyTorch then has to free memory that it keeps for "
             "reuse, and kernels get smaller workspaces. Expect slower steps. No answer is less "
-            "sure: of 43 image models of which this was said, 31 had run (docs/accuracy.md).",
+            "sure (docs/accuracy.md).",
         ]
     return notes
