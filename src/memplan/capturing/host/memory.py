@@ -82,7 +82,7 @@ class HostMemory:
             return None
         with self._lock:
             self.flush()
-            self._process.sample(self._locked_here())
+            self._process.sample(self._locked_here)
         return HostCapture(self._process.growth_peak(), local_processes)
 
     def tick(self) -> None:
@@ -90,7 +90,7 @@ class HostMemory:
         if self.enabled and self._process.due():
             with self._lock:
                 self.flush()
-                self._process.sample(self._locked_here())
+                self._process.sample(self._locked_here)
 
     @contextmanager
     def not_the_jobs(self) -> Iterator[None]:

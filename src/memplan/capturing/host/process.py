@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import process as processes
 from pathlib import Path
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 _INTERVAL_SECONDS = 0.05
 _WORKERS_INTERVAL_SECONDS = 0.5
-_WORKERS_SHARE = 0.02
-"""Of the processor's time at most: the kernel walks all pages of a worker to answer."""
+_SHARE = 0.02
+"""Of the processor's time at most: the kernel walks all pages of a worker, or of page-locked
+memory, to answer."""
 _NOTEWORTHY = 1 << 20
 """Changes below this are not recorded."""
 _PRIVATE = (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")
@@ -62,18 +63,19 @@ class HostProcess:
         """Whether it is time for another sample."""
         return self._next.passed
 
-    def sample(self, counted: int = 0) -> None:
-        """Append what has changed since the last sample, less the resident bytes that are
-        `counted` elsewhere."""
-        self._next = Deadline(_INTERVAL_SECONDS)
+    def sample(self, count: Callable[[], int] = int) -> None:
+        """Append what has changed since the last sample, less the resident bytes that by `count`
+        are counted elsewhere."""
+        began = thread_time()
+        counted = count()
         grown = self._statm.resident_bytes() - self._baseline - self._builder.nbytes()
         self._counted_peak = max(self._counted_peak, counted)
         self._append(HostEventKind.RESIDENT, max(grown - counted, 0))
+        self._next = _pause(_INTERVAL_SECONDS, began)
         if self._next_workers.passed:
             began = thread_time()
             self._append(HostEventKind.WORKERS, _workers_bytes())
-            pause = (thread_time() - began) / _WORKERS_SHARE
-            self._next_workers = Deadline(max(_WORKERS_INTERVAL_SECONDS, pause))
+            self._next_workers = _pause(_WORKERS_INTERVAL_SECONDS, began)
 
     def growth_peak(self) -> int:
         """The largest growth since the job began, also between samples, less the most that is
@@ -87,6 +89,11 @@ class HostProcess:
         if abs(nbytes - self._last.get(kind, 0)) >= _NOTEWORTHY:
             self._last[kind] = nbytes
             self._builder.append_host(kind, -1, nbytes)
+
+
+def _pause(at_least: float, began: float) -> Deadline:
+    """Until the next sample, of one that began at this thread's time."""
+    return Deadline(max(at_least, (thread_time() - began) / _SHARE))
 
 
 class _Statm:

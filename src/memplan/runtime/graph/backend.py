@@ -202,11 +202,12 @@ class _Parts:
             return _plainly(module)
         ordering = self._ordering(graph)
         limit = self._options.budget
-        if isinstance(limit, int) and ordering.ordered_peak_bytes > limit:
+        peak = ordering.ordered_peak_bytes
+        if isinstance(limit, int) and peak > limit:
             raise InfeasibleError(
-                f"forward alone needs {format_bytes(ordering.ordered_peak_bytes)} "
-                f"of {format_bytes(limit)}",
-                f"budget={ordering.ordered_peak_bytes}, or a smaller batch",
+                f"forward alone needs {format_bytes(peak)}, "
+                f"{format_bytes(peak - limit)} more than its budget",
+                f"budget={peak}, or a smaller batch",
             )
         inputs = [
             node for node in graph.program.graph_module.graph.nodes if node.op == "placeholder"

@@ -121,7 +121,8 @@ class Parts(CustomPartitionerFn):
         limit = self._budget
         if isinstance(limit, int) and peak > limit:
             raise InfeasibleError(
-                f"a graph needs {format_bytes(peak)} of {format_bytes(limit)}",
+                f"a graph needs {format_bytes(peak)}, "
+                f"{format_bytes(peak - limit)} more than its budget",
                 f"budget={peak}, or a smaller batch",
             )
         log.info("memplan: a graph in fused kernels needs %s", format_bytes(peak))

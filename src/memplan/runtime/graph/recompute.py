@@ -49,8 +49,9 @@ def within_budget(
         return found
     lowest = search.lowest()
     raise InfeasibleError(
-        f"no order and recomputation found keeps the step within {format_bytes(budget)}; "
-        f"the least found is {format_bytes(lowest.peak_bytes)} "
+        f"no order and recomputation found keeps within {format_bytes(budget)}; "
+        f"the least found is {format_bytes(lowest.peak_bytes)}, "
+        f"{format_bytes(lowest.peak_bytes - budget)} more "
         f"(it is {format_bytes(search.attempt(0).peak_bytes)} without recomputation)",
         f"budget={lowest.peak_bytes}, a smaller batch or shorter sequences",
     )

@@ -179,7 +179,7 @@ class CompiledStep(Generic[P]):
             return self._give_up("hooks on saved tensors around the call", args, kwargs)
         if not capture.programs and (why := of_several(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
-        known = len(capture.programs)
+        known = len(self._past) + len(capture.programs)
         if capture.is_out_of_date(updates_in_graph=in_graph):
             self._captures += 1
             if self._captures > torch._dynamo.config.recompile_limit:
@@ -199,8 +199,10 @@ class CompiledStep(Generic[P]):
             return self._give_up(_reason(inner), args, kwargs)
         if capture.ran is None:  # nothing was computed
             raise no_gradient()
-        if known and len(capture.programs) > known:
-            log.warning("memplan: %s is captured again, for other shapes or values", self.__name__)
+        if 0 < known < len(self._past) + len(capture.programs):
+            log.warning(
+                "memplan: %s is captured again, for other shapes, values or code", self.__name__
+            )
         return result
 
     def _undo(self, before: _Before, error: BaseException) -> None:
