@@ -229,6 +229,27 @@ def test_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("captured again" in record.message for record in caplog.records) == 1
 
 
+def test_what_no_guard_compares(caplog: pytest.LogCaptureFixture) -> None:
+    """The code of a hook of all modules, here."""
+    hooks = []
+
+    def make() -> Job:
+        def between(number: int) -> None:
+            if number == 2:
+                hooks.append(nn.modules.module.register_module_forward_hook(lambda *_args: None))
+
+        job = classifier(make=adam)
+        job.between = between
+        return job
+
+    try:
+        assert_as_plain(make)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert sum("captured again" in record.message for record in caplog.records) == 1
+
+
 def test_another_dtype_between_calls() -> None:
     def make() -> Job:
         job = classifier(make=lambda m: torch.optim.SGD(m.parameters(), 0.1), count=4)
