@@ -7,6 +7,7 @@ import decimal
 import locale
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,6 +170,31 @@ def test_operators_of_ones_own_are_captured() -> None:
 
 
 @captures_steps
+def test_what_another_thread_calls_is_not_the_capture_s() -> None:
+    done = threading.Event()
+
+    def turn() -> None:
+        pass
+
+    def work() -> None:
+        while not done.is_set():
+            turn()
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = memplan.compile(lambda x: model(x).mean(), optimizer=optimizer, order=False)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        step(torch.randn(5, 4))
+    finally:
+        done.set()
+        thread.join()
+    assert not step.report().fallback
+
+
+@captures_steps
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there it is not in the way")
 def test_a_step_that_is_captured_under_a_profiler_runs_plainly() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -13,9 +13,11 @@ import cProfile
 import functools
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,35 +47,92 @@ def of_user(file: str) -> bool:
     return _PACKAGES.isdisjoint(path.parts) and not any(map(path.is_relative_to, _ROOTS))
 
 
+class _Profile:
+    """Functions that this thread calls, by a profiler that knows one thread only."""
+
+    def __init__(self) -> None:
+        self._profile = cProfile.Profile(builtins=False, subcalls=False)
+
+    def begin(self) -> None:
+        """Raises ValueError where another profiler is at work."""
+        if sys.getprofile() is not None:
+            raise ValueError
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._profile.enable(builtins=False, subcalls=False)
+
+    def pause(self) -> None:
+        self._profile.disable()
+
+    def end(self) -> list[CodeType]:
+        self._profile.disable()
+        called = [entry.code for entry in self._profile.getstats()]
+        return [code for code in called if not isinstance(code, str) and of_user(code.co_filename)]
+
+
+class _Monitor:
+    """The same from Python 3.12 on, where a profiler sees all threads."""
+
+    _TOOL = 4  # of six; Python names no use for it
+
+    def __init__(self) -> None:
+        self._python: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+        self._thread = 0
+        self._called: list[CodeType] = []
+
+    def begin(self) -> None:
+        """Raises ValueError where another tool has the number."""
+        self._python.use_tool_id(self._TOOL, "memplan")
+        events = self._python.events
+        for event in (events.PY_START, events.PY_RESUME):
+            self._python.register_callback(self._TOOL, event, self._enter)
+        self._python.set_events(self._TOOL, events.PY_START | events.PY_RESUME)
+        self.go_on()
+
+    def _enter(self, code: CodeType, _offset: int) -> Any:
+        if not of_user(code.co_filename):
+            return self._python.DISABLE  # from now on it costs nothing
+        if threading.get_ident() == self._thread:
+            self._called.append(code)
+        return None
+
+    def go_on(self) -> None:
+        self._thread = threading.get_ident()
+
+    def pause(self) -> None:
+        self._thread = 0
+
+    def end(self) -> list[CodeType]:
+        self._python.set_events(self._TOOL, 0)
+        self._python.free_tool_id(self._TOOL)
+        return self._called
+
+
+_Calls = _Profile if sys.version_info < (3, 12) else _Monitor
+
+
 class _Watch:
     def __init__(self) -> None:
-        self._profile: cProfile.Profile | None = None
+        self._calls: _Profile | _Monitor | None = None
         self._blind = False
 
     def begin(self) -> None:
-        self._profile = cProfile.Profile(builtins=False, subcalls=False)
-        self._blind = sys.getprofile() is not None
-        if not self._blind:
-            try:
-                self._profile.enable()
-            except ValueError:  # as Python has it since 3.12
-                self._blind = True
+        calls = _Calls()
+        try:
+            calls.begin()
+            self._calls = calls
+        except ValueError:
+            self._blind = True
 
     def end(self) -> str:
         """Why what was traced since `begin` may be another next time; empty where it is not."""
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return ""
-        if self._blind:
+        calls, blind = self._calls, self._blind
+        self._calls, self._blind = None, False
+        if blind:
             return "another profiler is at work while the step is captured"
-        profile.disable()
-        for entry in profile.getstats():
-            code = entry.code
-            if (
-                not isinstance(code, str)
-                and code.co_name != "__del__"
-                and of_user(code.co_filename)
-            ):
+        for code in calls.end() if calls is not None else ():
+            if code.co_name != "__del__":
                 return (
                     "a function that PyTorch does not follow, but calls for its answer: "
                     f"{code.co_qualname}"
@@ -82,14 +141,14 @@ class _Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        profile = None if self._blind else self._profile
-        if profile is not None:
-            profile.disable()
+        calls = self._calls
+        if calls is not None:
+            calls.pause()
         try:
             yield
         finally:
-            if profile is not None and profile is self._profile:
-                profile.enable(builtins=False, subcalls=False)
+            if calls is not None and calls is self._calls:
+                calls.go_on()
 
 
 WATCH = _Watch()
