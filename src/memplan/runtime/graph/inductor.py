@@ -48,7 +48,6 @@ from memplan.runtime.graph.inductor_buffers import (
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
-from memplan.types.solution import Solved
 from memplan.types.trace import I64
 
 _NEARLY = 1.01
@@ -263,9 +262,8 @@ def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[An
     order = early if peak(graph, early) < theirs.peak_bytes else own
     if peak(graph, order) > _NEARLY * cut_bound(graph, order).bytes:
         found = solve(graph, deadline=Deadline(deadline_seconds), baselines=lambda: [theirs])
-        best = found.solution if isinstance(found, Solved) else found.best
-        if best is not None and best.peak_bytes < peak(graph, order):
-            order = best.order
+        if found.best is not None and found.best.peak_bytes < peak(graph, order):
+            order = found.best.order
     ordered = [nodes[int(row)] for row in order]
     less = _peak(graph, order, ordered) < _peak(graph, own, nodes)
     return ordered if less else nodes

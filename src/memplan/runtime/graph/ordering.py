@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from torch import fx
 
 from memplan.order.allocated import allocated_peak
@@ -20,7 +19,6 @@ from memplan.runtime.graph.together import updated_together
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError
-from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
 
 
@@ -50,18 +48,15 @@ def choose_order(
     program's own order."""
     began = time.perf_counter()
     graph = operators.graph
-    plain = program_order(graph)
     if not search or not len(graph):
-        return _ordering(operators, plain, 0, 0.0)
+        return _ordering(operators, program_order(graph), 0, 0.0)
     importlib.import_module("torch._inductor.memory")  # seconds, once: not the search's
     found = solve(graph, deadline=Deadline(deadline_seconds), seed=seed)
-    best = found.solution if isinstance(found, Solved) else found.best
-    bound = int(found.bound) if isinstance(found, (Solved, TimedOut)) else 0
-    order, least = (plain, peak(graph, plain)) if best is None else (best.order, best.peak_bytes)
-    if fault := order_fault(graph, np.asarray(order).tolist(), least):
+    assert found.best is not None  # program order is one
+    order = found.best.order
+    if fault := order_fault(graph, order.tolist(), found.best.peak_bytes):
         raise InternalError(f"the order that was found is wrong: {fault}")
-    seconds = time.perf_counter() - began
-    return _ordering(operators, order, bound, seconds)
+    return _ordering(operators, order, int(found.bound), time.perf_counter() - began)
 
 
 def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> Ordering:
