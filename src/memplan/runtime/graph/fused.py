@@ -19,14 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.dependencies import operators
-from memplan.runtime.graph.inductor import Kernels, compiled, looked_at, uncached
+from memplan.runtime.graph.inductor import Kernels, compiled, uncached
 from memplan.runtime.graph.inductor_buffers import Given, given_of
-from memplan.runtime.graph.joint import Joint, copied
-from memplan.runtime.graph.passes import Pass, pass_of
+from memplan.runtime.graph.joint import Joint, copied, returned
+from memplan.runtime.graph.passes import Pass, pass_without_saves
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
-from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
@@ -148,8 +146,7 @@ class Parts(CustomPartitionerFn):
 
         def plain() -> Pass:
             try:
-                module = region(joint, saves=False).module
-                return pass_of(operators(program_of(module)))
+                return pass_without_saves(joint)
             except ValueError as error:
                 self._refuse(str(error))
                 raise
@@ -171,12 +168,13 @@ class Parts(CustomPartitionerFn):
             ]
             part = Part(mine, inputs)
             given = memory.given(part, backward=backward)
-            kernels = looked_at(
+            _, kernels = compiled(
                 mine,
                 inputs,
                 given,
                 beside=memory.beside(given),
                 deadline_seconds=self._seconds,
+                look=True,
                 is_backward=backward,
             )
             if kernels is None:
@@ -351,10 +349,6 @@ def placed(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
         place = after.graph.placeholder(name)
     place.meta = dict(like.meta)
     return place
-
-
-def returned(module: fx.GraphModule) -> Any:
-    return module.graph.output_node().args[0]
 
 
 def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:

@@ -15,6 +15,7 @@ from memplan.order.evaluate import peak, program_order
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.together import updated_together
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
@@ -24,21 +25,10 @@ from memplan.types.trace import I64
 
 @dataclass(frozen=True)
 class Ordering:
-    """An order of a program's operators, and what it needs. Bytes are those of storages, and of
-    kernels' own memory as far as it is known (`call_memory`); on CUDA peaks are of whole blocks."""
+    """An order of a program's operators, and what it needs."""
 
     nodes: Sequence[fx.Node]
-    operators: int
-    program_peak_bytes: int
-    """Of the order in which the step was written, each storage freed at its last use."""
-    ordered_peak_bytes: int
-    high_peak_bytes: int
-    """The same with the largest workspaces that libraries may choose."""
-    lower_bound_bytes: int
-    """No order needs less, be its blocks no larger than what is asked for; 0 where none was looked
-    for."""
-    seconds: float
-    """Of the search."""
+    report: ProgramReport
 
 
 def choose_order(
@@ -66,15 +56,15 @@ def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> O
     graph = operators.graph
     ordered = _peak(operators, order)
     high = peak(replace(graph, scratch=operators.scratch_high), order) - peak(graph, order)
-    return Ordering(
-        nodes=operators.schedule(order),
+    report = ProgramReport(
         operators=len(graph),
-        program_peak_bytes=program_peak,
+        plain_peak_bytes=program_peak,
         ordered_peak_bytes=ordered,
         high_peak_bytes=ordered + high,
         lower_bound_bytes=bound,
-        seconds=seconds,
+        order_seconds=seconds,
     )
+    return Ordering(operators.schedule(order), report)
 
 
 def _peak(operators: Operators, order: I64) -> int:
