@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive_seconds
 from memplan.cli.files import input_path, output_path
-from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import parse_size
 from memplan.types.solution import Infeasible, Solved

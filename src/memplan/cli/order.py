@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_YES
+from memplan.cli.command import EXIT_YES, positive_seconds
 from memplan.cli.files import input_path
 from memplan.cli.layout import interrupts_end, status
-from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.errors import FormatError
 

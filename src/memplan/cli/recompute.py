@@ -8,13 +8,12 @@ allocated bytes against time added. To have a script run within a budget: `mempl
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive_seconds
 from memplan.cli.files import input_path
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import DEFAULT_PROFILE, find_profile, parse_size
@@ -119,13 +118,3 @@ def _text(plain: int, points: list[Point], budget: int | None, least: int | None
         for point in points
     ]
     return "\n".join(lines) + "\n"
-
-
-def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
