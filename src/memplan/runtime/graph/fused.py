@@ -20,7 +20,7 @@ from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.inductor import Kernels, compiled, uncached
-from memplan.runtime.graph.inductor_buffers import Given, given_of
+from memplan.runtime.graph.inductor_buffers import Given
 from memplan.runtime.graph.joint import Joint, copied, returned
 from memplan.runtime.graph.passes import Pass, pass_without_saves
 from memplan.runtime.graph.program import facts_of, program_of
@@ -202,7 +202,12 @@ class Part:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         nodes = list(module.graph.nodes)
         places = [node for node in nodes if node.op == "placeholder"]
-        self.inputs = given_of(inputs, [str(node.target) for node in places], lasts=True)
+        self.inputs = [
+            Given(str(node.target), int(one.untyped_storage().nbytes()), True)
+            if isinstance(one, torch.Tensor)
+            else None
+            for one, node in zip(inputs, places, strict=True)
+        ]
         self.layouts = [_layout(one) for one in inputs]
         outputs = [one if isinstance(one, fx.Node) else None for one in nodes[-1].args[0]]
         self.outputs = [None if one is None else one.name for one in outputs]

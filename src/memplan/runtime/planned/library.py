@@ -87,15 +87,7 @@ class Statistics(ctypes.Structure):
     retries: int
     ooms: int
     waits: int
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in (
-            "allocated", "allocated_peak", "requested", "requested_peak", "reserved",
-            "reserved_peak", "arena_mapped", "arena_peak", "upstream_reserved", "mallocs", "frees",
-            "hits", "dynamic", "adopted", "misses", "fallback_bytes", "fallback_peak", "resyncs",
-            "retries", "ooms", "waits",
-        )
-    )  # fmt: skip
+    _fields_ = tuple((name, c_int64) for name in __annotations__)
 
     def as_dict(self) -> dict[str, int]:
         return {field[0]: int(getattr(self, field[0])) for field in self._fields_}
