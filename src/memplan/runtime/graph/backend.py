@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.ordering import Ordering, choose_order
-from memplan.runtime.graph.passes import Pass, pass_without_saves
+from memplan.runtime.graph.passes import pass_without_saves
 from memplan.runtime.graph.program import is_symbolic, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.region import Region, region
@@ -212,15 +213,13 @@ class _Parts:
         )
 
     def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
-        def plain() -> Pass:
-            return pass_without_saves(joint)
-
-        def attempt(replays: tuple[Again, ...]) -> _Attempt:
-            one = region(joint, replays)
-            return _Attempt(one, self._ordering(operators(in_place(program_of(one.module)))))
-
+        plain, attempt = partial(pass_without_saves, joint), partial(self._attempt, joint)
         chosen = within_budget(plain, attempt, self._options.budget)
         return chosen.region, chosen.ordering
+
+    def _attempt(self, joint: Joint, replays: tuple[Again, ...]) -> _Attempt:
+        one = region(joint, replays)
+        return _Attempt(one, self._ordering(operators(in_place(program_of(one.module)))))
 
     def _ordering(self, graph: Any) -> Ordering:
         return choose_order(
