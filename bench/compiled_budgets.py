@@ -199,7 +199,7 @@ class Traced:
         return {
             "peak_bytes": peak,
             "flops": int(counter.get_total_flops()),
-            "promised_bytes": ordering.ordered_peak_bytes,
+            "promised_bytes": ordering.report.ordered_peak_bytes,
         }
 
 

@@ -14,7 +14,6 @@
 
 #include "planned/device.hpp"
 #include "planned/driver.hpp"
-#include "planned/request_log.hpp"
 
 namespace {
 
@@ -254,10 +253,6 @@ void memplan_set_limit(int number, int64_t bytes) {
   on_device(number, [bytes](Device& one) { one.set_limit(bytes); });
 }
 
-int memplan_log_to(const char* path) {
-  return memplan::planned::request_log::open(path) ? 0 : -1;
-}
-
 void memplan_fail_at(int number, int64_t n) {
   on_device(number, [n](Device& one) { one.fail_at(n); });
 }
@@ -265,5 +260,3 @@ void memplan_fail_at(int number, int64_t n) {
 void memplan_use_driver(const char* path) {
   guarded(0, [path] { return memplan::planned::use_driver(path), 0; });
 }
-
-const char* memplan_driver_error(void) { return memplan::planned::driver_error(); }

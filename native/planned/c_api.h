@@ -154,14 +154,10 @@ void memplan_mark_stream(int device, int64_t number, memplan_stream stream);
 
 /* No more than so many bytes are taken from the device; -1 for what it has. */
 void memplan_set_limit(int device, int64_t bytes);
-/* Every request is written to the file as CSV; NULL ends it. 0, or -1 when it cannot be written. */
-int memplan_log_to(const char* path);
 /* From now on the n-th allocation of device memory fails (n = 1: the next), once; 0 for none. */
 void memplan_fail_at(int device, int64_t n);
 /* The library of the CUDA driver to load instead of libcuda.so.1; before the first request. */
 void memplan_use_driver(const char* path);
-/* Why the driver cannot be used; empty when it can, or when nothing has needed it yet. */
-const char* memplan_driver_error(void);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <utility>
 
-#include "planned/request_log.hpp"
 
 namespace memplan::planned {
 
@@ -65,7 +64,7 @@ bool Device::free(void* pointer) {
 }
 
 inline void* Device::malloc_as_planned(std::int64_t bytes, Stream handle) {
-  if (current_ == nullptr || recorder_.on() || request_log::on()) return nullptr;
+  if (current_ == nullptr || recorder_.on()) return nullptr;
   Range& range = *current_;
   if (range.pages == nullptr || !range.uses.empty()) return nullptr;
   const std::int32_t stream = hardware_->streams.number(handle);
@@ -86,7 +85,7 @@ inline void* Device::malloc_as_planned(std::int64_t bytes, Stream handle) {
 }
 
 inline bool Device::free_as_planned(std::uint64_t address) {
-  if (current_ == nullptr || recorder_.on() || request_log::on()) return false;
+  if (current_ == nullptr || recorder_.on()) return false;
   Range& range = *current_;
   Owner* owner = range.holder(address);
   if (owner == nullptr || owner->shared) return false;
@@ -112,7 +111,6 @@ void* Device::malloc_otherwise(std::int64_t bytes, Stream handle, bool planned_o
     if (pointer == nullptr && !planned_only) pointer = fall_back(bytes, stream);
   }
   if (pointer == nullptr && !planned_only) out_of_memory(bytes, stream);
-  if (request_log::on()) request_log::write("malloc", number_, pointer, bytes, handle);
   return pointer;
 }
 
@@ -206,7 +204,9 @@ bool Device::free_otherwise(std::uint64_t address) {
   Owner* owner = find(address);
   if (owner == nullptr) return false;
   ++frees_;
-  if (request_log::on() || recorder_.on()) note_free(*owner);
+  if (recorder_.on()) {
+    recorder_.add(MEMPLAN_EVENT_FREE, owner->requested, owner->storage, owner->stream);
+  }
   allocated_.remove(owner->size());
   requested_.remove(owner->requested);
   if (owner->block == nullptr) {
@@ -217,16 +217,6 @@ bool Device::free_otherwise(std::uint64_t address) {
   hardware_->upstream.free(owner->block);
   owners_.erase(owner);
   return true;
-}
-
-void Device::note_free(const Owner& owner) {
-  if (request_log::on()) {
-    request_log::write("free", number_, pointer_to(owner.address), owner.requested,
-                       hardware_->streams.handle(owner.stream));
-  }
-  if (recorder_.on()) {
-    recorder_.add(MEMPLAN_EVENT_FREE, owner.requested, owner.storage, owner.stream);
-  }
 }
 
 // A place of an arena is free again, and nobody its owner.

@@ -83,7 +83,6 @@ class Device {
   void for_each_owner(Visit visit);
   Owner& new_owner(Range& range, const Place& place);
   void admit(Owner& owner, std::int64_t bytes, std::int32_t stream);
-  void note_free(const Owner& owner);
 
   bool order(Range& range, const Place& place, std::int64_t upper, std::int32_t stream);
   bool map(Range& range, std::int64_t lower, std::int64_t upper);

@@ -1,9 +1,7 @@
-// What a device tells: statistics, the log of requests, marks in it.
+// What a device tells: statistics, what is recorded of it, marks in that.
 #include "planned/device.hpp"
 
 #include <mutex>
-
-#include "planned/request_log.hpp"
 
 namespace memplan::planned {
 

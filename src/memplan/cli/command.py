@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from typing import NoReturn, Protocol
 
@@ -13,6 +14,27 @@ EXIT_YES = 0
 """It fits; done."""
 EXIT_NO = 3
 """It does not fit."""
+
+
+def whole(text: str, what: str, least: int = 0) -> int:
+    """A whole number on the command line. `what`: in words, what it is not."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    return whole(text, "a number from 1 on", 1)
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 class Command(Protocol):

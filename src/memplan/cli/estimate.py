@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memplan.cli.advice import next_command
 from memplan.cli.allocator import check_settings
 from memplan.cli.calibrate import add_calibration_option, calibrated
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, whole
 from memplan.cli.files import output_path, plan_path
 from memplan.cli.from_snapshot import explain_snapshot
 from memplan.cli.job import add_capture_options, read_job
@@ -133,9 +133,7 @@ def _estimate_ranks(
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
-    return int(text)
+    return whole(text, "a number of steps")
 
 
 def _print(result: Estimate, hint: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from dataclasses import dataclass, replace
 
 from memplan.capturing.options import CaptureOptions, RankPlace
+from memplan.cli.command import positive, positive_seconds, whole
 from memplan.cli.launchers.by_hand import world_by_hand
 from memplan.cli.launchers.context import MOST_GPUS_PER_NODE
 from memplan.cli.launchers.launch import Launch, World
@@ -106,7 +106,7 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
     add("--alloc-conf", metavar="CONF", help="as PYTORCH_ALLOC_CONF; its keys win")
     add("--whole-run", action="store_true",
         help="read the data loader ahead, and capture its largest batches too")  # fmt: skip
-    add("--scan", type=_seconds, metavar="SECONDS",
+    add("--scan", type=positive_seconds, metavar="SECONDS",
         help=f"with --whole-run: for reading ahead ({_SCAN_SECONDS:.0f})")  # fmt: skip
     add_packages_option(parser)
     add("-m", metavar="MODULE", help="run a module instead of a script")
@@ -242,27 +242,5 @@ def _launchers(launch: Launch) -> str:
     return " ".join(layer.launcher for layer in launch.layers if layer.world is not None)
 
 
-def _seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return found
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a rank")
-    return int(text)
-
-
 def _rank(text: str) -> int | str:
-    return text if text == ALL_RANKS else _whole(text)
+    return text if text == ALL_RANKS else whole(text, "the number of a rank")

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive_seconds
 from memplan.cli.files import input_path, output_path
-from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import parse_size
 from memplan.types.solution import Infeasible, Solved
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             answer = fit_capacity(problem, capacity, deadline=deadline)
     seconds = deadline.spent()
-    layout = _layout(answer)
+    layout = answer.best
     if out is not None and layout is not None:
         write_layout(problem, layout, out, overwrite=args.force)
     if args.json:
@@ -131,12 +130,6 @@ def status(answer: object, cancelled: bool) -> Literal["solved", "timed_out", "c
     return "cancelled" if cancelled else "timed_out"
 
 
-def _layout(answer: Solution[Layout]) -> Layout | None:
-    if isinstance(answer, Solved):
-        return answer.solution
-    return None if isinstance(answer, Infeasible) else answer.best
-
-
 def _bound(answer: Solution[Layout]) -> int:
     return int(answer.witness if isinstance(answer, Infeasible) else answer.bound)
 
@@ -149,7 +142,7 @@ def _answer(
     *,
     cancelled: bool,
 ) -> LayoutAnswer:
-    layout, bound = _layout(answer), _bound(answer)
+    layout, bound = answer.best, _bound(answer)
     rows = answer.rows if isinstance(answer, Infeasible) else ()
     return LayoutAnswer(
         memplan_version=__version__,
@@ -166,7 +159,7 @@ def _answer(
 
 
 def _text(problem: Problem, answer: Solution[Layout], capacity: int | None, seconds: float) -> str:
-    layout, bound = _layout(answer), _bound(answer)
+    layout, bound = answer.best, _bound(answer)
     if isinstance(answer, Infeasible):
         return _refusal(problem, answer, capacity)
     if layout is None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.advice import without
-from memplan.cli.command import EXIT_NO, EXIT_YES
-from memplan.cli.job import Job, positive
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive
+from memplan.cli.job import Job
 from memplan.cli.streams import write_json, write_lines
 from memplan.types.errors import UsageError
 from memplan.worker.request import Question

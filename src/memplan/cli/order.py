@@ -16,21 +16,17 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_YES
+from memplan.cli.command import EXIT_YES, positive_seconds
 from memplan.cli.files import input_path
 from memplan.cli.layout import interrupts_end, status
-from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.errors import FormatError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from memplan.cli.order_layout import Laid, Layouts
     from memplan.order.baselines import Candidate
-    from memplan.order.solve import Order
     from memplan.types.graph import Graph
-    from memplan.types.solution import Solved, TimedOut
 
 TAKES_PROGRAM = False
 _TIMEOUT = 60.0
@@ -109,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
         answer = solve(graph, deadline=deadline, baselines=baselines)
         seconds = deadline.spent()
         candidates = baselines()
-        layouts = lay_out(graph, _order(answer).order, deadline=deadline.again(_LAYOUT_SECONDS))
-    order, baseline = _order(answer), best(candidates)
+        order, baseline = answer.best, best(candidates)
+        assert order is not None  # program order is one
+        layouts = lay_out(graph, order.order, deadline=deadline.again(_LAYOUT_SECONDS))
     found = OrderAnswer(
         memplan_version=__version__,
         torch_version=torch_version,
@@ -124,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         lower_bound_bytes=int(answer.bound),
         optimal=order.peak_bytes <= answer.bound,
         seconds=round(seconds, 3),
-        layout=_layouts(layouts),
+        layout=layouts,
     )
     if args.json:
         write_json(found)
@@ -150,29 +147,6 @@ def _load(path: Path) -> tuple[Graph, str | None, str | None]:
 
     trace = load_trace(path)
     return op_graph(trace), trace.meta.torch_version, trace.meta.gpu
-
-
-def _order(answer: Solved[Order] | TimedOut[Order]) -> Order:
-    from memplan.types.solution import Solved
-
-    order = answer.solution if isinstance(answer, Solved) else answer.best
-    assert order is not None  # program order is one
-    return order
-
-
-def _layouts(layouts: Layouts) -> OrderLayouts:
-    def laid_out(laid: Laid) -> LaidOut:
-        return LaidOut(
-            height_bytes=laid.height_bytes,
-            max_load_bytes=laid.load_bytes,
-            fragmentation=round(laid.fragmentation, 6),
-        )
-
-    return OrderLayouts(
-        program=laid_out(layouts.program),
-        ordered=laid_out(layouts.ordered),
-        order_and_layout_saved=round(layouts.saved, 6),
-    )
 
 
 def _text(answer: OrderAnswer, *, compared: bool) -> str:

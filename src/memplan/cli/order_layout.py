@@ -2,65 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from memplan.cli.order import LaidOut, OrderLayouts
 from memplan.layout.problem import Problem, make_problem
 from memplan.layout.solve import minimise
 from memplan.order.evaluate import lifetimes, program_order
 from memplan.simulate.rounding import MIN_BLOCK
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
-from memplan.types.solution import Infeasible, Solved
 from memplan.types.trace import I64
 
 WITHIN = 0.001
 """So small a part above the most bytes alive at once, a layout is low enough."""
 
 
-@dataclass(frozen=True)
-class Laid:
-    """An order with an address for each value, sizes rounded up to the allocator's blocks."""
-
-    height_bytes: int
-    load_bytes: int
-    """The most bytes of blocks alive at once: no layout is lower."""
-
-    @property
-    def fragmentation(self) -> float:
-        """The part of the height that is never needed."""
-        return 1 - self.load_bytes / self.height_bytes if self.height_bytes else 0.0
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """Program order and another one."""
-
-    program: Laid
-    ordered: Laid
-
-    @property
-    def saved(self) -> float:
-        """By how much the order and the layout together are below the layout of program order."""
-        if not self.program.height_bytes:
-            return 0.0
-        return 1 - self.ordered.height_bytes / self.program.height_bytes
-
-
-def lay_out(graph: Graph, order: I64, *, deadline: Deadline) -> Layouts:
+def lay_out(graph: Graph, order: I64, *, deadline: Deadline) -> OrderLayouts:
     """Layouts of both orders: one within half of the time, the other within what is left."""
-    half = deadline.part(2)
-    return Layouts(_laid(graph, program_order(graph), half), _laid(graph, order, deadline))
+    program = _laid(graph, program_order(graph), deadline.part(2))
+    ordered = _laid(graph, order, deadline)
+    saved = _below(ordered.height_bytes, program.height_bytes)
+    return OrderLayouts(program=program, ordered=ordered, order_and_layout_saved=saved)
 
 
-def _laid(graph: Graph, order: I64, deadline: Deadline) -> Laid:
+def _laid(graph: Graph, order: I64, deadline: Deadline) -> LaidOut:
     problem, always = _problem(graph, order)
-    answer = minimise(problem, deadline=deadline, within=WITHIN)
-    assert not isinstance(answer, Infeasible)  # nothing is fixed
-    layout = answer.solution if isinstance(answer, Solved) else answer.best
-    height = layout.height if layout is not None else int(problem.size.sum())
-    return Laid(always + height, always + problem.max_load)
+    layout = minimise(problem, deadline=deadline, within=WITHIN).best
+    height = always + (layout.height if layout is not None else int(problem.size.sum()))
+    load = always + problem.max_load
+    return LaidOut(height_bytes=height, max_load_bytes=load, fragmentation=_below(load, height))
+
+
+def _below(less: int, nbytes: int) -> float:
+    """By which part of it."""
+    return round(1 - less / nbytes, 6) if nbytes else 0.0
 
 
 def _problem(graph: Graph, order: I64) -> tuple[Problem, int]:

@@ -11,9 +11,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive
 from memplan.cli.files import input_path
-from memplan.cli.job import positive
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile
 from memplan.types.errors import InfeasibleError, UsageError

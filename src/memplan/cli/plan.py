@@ -17,11 +17,10 @@ import msgspec
 
 from memplan import __version__
 from memplan.capturing.options import STEPS_TO_PLAN
-from memplan.cli.command import EXIT_YES
+from memplan.cli.command import EXIT_YES, positive_seconds
 from memplan.cli.files import input_path, output_path, plan_path
 from memplan.cli.job import add_job_options, read_job
 from memplan.cli.machine import machine_profile
-from memplan.cli.recompute import positive_seconds
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError

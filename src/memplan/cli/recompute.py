@@ -8,17 +8,15 @@ allocated bytes against time added. To have a script run within a budget: `mempl
 from __future__ import annotations
 
 import argparse
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from memplan import __version__
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive_seconds
 from memplan.cli.files import input_path
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import DEFAULT_PROFILE, find_profile, parse_size
-from memplan.types.errors import NoAnswerError
 
 if TYPE_CHECKING:
     from memplan.recompute.frontier import Point
@@ -78,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
     points = frontier(graph, budgets, deadline_seconds=args.timeout)
     least = None
     if not points:
-        least = _least(graph, args.timeout)
+        from memplan.recompute.solve import least_peak
+
+        least = int(least_peak(graph, deadline_seconds=args.timeout).cost)
     if args.json:
         answer = RecomputeAnswer(
             memplan_version=__version__,
@@ -92,17 +92,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         write_answer(_text(plain, points, budget, least))
     return EXIT_YES if points else EXIT_NO
-
-
-def _least(graph: Any, seconds: float) -> int:
-    """The least peak found, where no point was."""
-    from memplan.recompute.solve import least_peak
-    from memplan.types.solution import Solved
-
-    found = least_peak(graph, deadline_seconds=seconds)
-    if not isinstance(found, Solved):
-        raise NoAnswerError("nothing was found in time", f"--timeout {2 * seconds:g}")
-    return int(found.cost)
 
 
 def _text(plain: int, points: list[Point], budget: int | None, least: int | None) -> str:
@@ -129,13 +118,3 @@ def _text(plain: int, points: list[Point], budget: int | None, least: int | None
         for point in points
     ]
     return "\n".join(lines) + "\n"
-
-
-def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds

@@ -55,15 +55,17 @@ def write_report(render: Callable[[Console], None]) -> None:
 
 def write_lines(lines: Iterable[Text]) -> None:
     """Write a report's lines; in ASCII where stdout takes no more."""
-    from rich.text import Text
-
-    from memplan.report.text import clean
+    from memplan.report.text import in_ascii
 
     def render(console: Console) -> None:
         ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
         for line in lines:
-            if ascii_only:
-                line = Text(clean(line.plain.replace("–", "-"), ascii_only=True), style=line.style)
-            console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+            console.print(
+                in_ascii(line) if ascii_only else line,
+                no_wrap=True,
+                overflow="ignore",
+                crop=False,
+                highlight=False,
+            )
 
     write_report(render)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from memplan import __version__
 from memplan.cli.calibrate import add_calibration_option, calibrated_cards
-from memplan.cli.command import EXIT_NO, EXIT_YES
-from memplan.cli.job import add_capture_options, positive
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive
+from memplan.cli.job import add_capture_options
 from memplan.cli.streams import write_answer, write_json, write_lines
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.worker.signals import ended_by_signal

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memplan.capturing.options import ScriptTarget
-from memplan.cli.command import EXIT_NO, EXIT_YES
+from memplan.cli.command import EXIT_NO, EXIT_YES, positive
 from memplan.cli.files import input_path
 from memplan.cli.job import add_packages_option, read_job
 from memplan.cli.machine import machine_gpu, machine_profile
@@ -48,7 +48,7 @@ _USAGE = "memplan verify job.trace train.py"
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.usage = "memplan verify [options] TRACE|PLAN SCRIPT [ARGS…]"
     add = parser.add_argument
-    add("--steps", type=_steps, default=3, metavar="N", help="optimizer steps to run (3)")
+    add("--steps", type=positive, default=3, metavar="N", help="optimizer steps to run (3)")
     add("--calibrate", action="store_true",
         help="keep what the process took outside PyTorch for later estimates")  # fmt: skip
     add_packages_option(parser)
@@ -147,9 +147,3 @@ def _calibrated(answer: Verification, measured: dict[str, Any]) -> Verification:
     said = f"{MEASURED_HERE} on {date} with torch {answer.torch_version}"
     path = save_context(answer.device_name, context, said)
     return msgspec.structs.replace(answer, calibrated=str(path))
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
-    return int(text)

@@ -31,7 +31,8 @@ def with_observed_lifetimes(
     itself where nothing of that kind is seen, or the two forwards differ.
     """
     freed = _freed_as_observed(graph, observed)
-    last_read = _last_forward_touch(graph)
+    made = np.where(graph.values.alloc < graph.forward_ops, graph.values.alloc, -1)
+    last_read = np.maximum(made, graph.touches.last_forward)
     extra: dict[int, list[int]] = {}
     droppable = graph.values.droppable.copy()
     for value in sorted(dropped):
@@ -52,19 +53,6 @@ def with_observed_lifetimes(
         ops=replace(graph.ops, reads_start=start, reads=reads),
         values=replace(graph.values, droppable=droppable),
     )
-
-
-def _last_forward_touch(graph: StepGraph) -> I64:
-    """By value: the last forward row that makes, reads or writes it; -1 for none."""
-    last = np.where(graph.values.alloc < graph.forward_ops, graph.values.alloc, -1)
-    for start, values in (
-        (graph.ops.reads_start, graph.ops.reads),
-        (graph.ops.writes_start, graph.ops.writes),
-    ):
-        rows = np.repeat(np.arange(len(graph)), np.diff(start))
-        inside = rows < graph.forward_ops
-        np.maximum.at(last, values[inside], rows[inside])
-    return np.asarray(last, np.int64)
 
 
 def _freed_as_observed(graph: StepGraph, observed: StepGraph) -> dict[int, int]:

@@ -27,7 +27,6 @@ from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, find_profile, parse_size
 from memplan.types.errors import InfeasibleError, UsageError
 from memplan.types.plan import RecomputePart
-from memplan.types.solution import Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 
@@ -235,7 +234,7 @@ class _Planner:
         # A guess that saves a search: fewer bytes leave less beside them, though more for each.
         target = limit - int(self._rests * math.sqrt(limit / self.plain_bytes))
         for _ in range(_ATTEMPTS):
-            selection = _selection(solve(self._graph, target, deadline_seconds=self._seconds))
+            selection = solve(self._graph, target, deadline_seconds=self._seconds).best
             if selection is None:
                 break
             plan = self._verified(selection, limit)
@@ -244,7 +243,8 @@ class _Planner:
             target = limit - self._unexplained(selection, plan.part.peak_bytes)
             if target <= 0:
                 break
-        plan = self._verified(self._least_peak(), limit)
+        lowest = least_peak(self._graph, deadline_seconds=self._seconds).solution
+        plan = self._verified(lowest, limit)
         least = plan.part.peak_bytes
         if least <= limit:
             return plan
@@ -285,9 +285,6 @@ class _Planner:
             return self._nothing(0)
         return best
 
-    def _least_peak(self) -> Selection:
-        return _selection(least_peak(self._graph, deadline_seconds=self._seconds)) or Selection()
-
     def _verified(self, selection: Selection, budget: int) -> _Plan:
         """The plan as captured again. The graph learns from it."""
         figures = evaluate(self._graph, selection)
@@ -316,9 +313,3 @@ def _peaks(trace: Trace, graph: StepGraph) -> tuple[int, int]:
     if trace.meta.method != "cuda":  # no caching allocator
         return (plain_peak(graph),) * 2
     return steady_peak(trace), steady_peak(trace, "high")
-
-
-def _selection(found: Solution[Selection]) -> Selection | None:
-    if isinstance(found, Solved):
-        return found.solution
-    return found.best if isinstance(found, TimedOut) else None

@@ -20,7 +20,7 @@ from memplan.fit.state import State
 from memplan.phases import plain_peak, step_graph
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
-from memplan.types.solution import Solution, Solved, TimedOut
+from memplan.types.solution import Solution
 from memplan.types.step_graph import StepGraph
 
 _MOST_ATTEMPTS = 6
@@ -165,11 +165,9 @@ class Planner:
 
     def _solved(self, solve: Callable[..., Solution[Selection]], most: float) -> Selection | None:
         search, began = self._base.job.search, time.monotonic()
-        solution = solve(deadline_seconds=search.solving_seconds(most))
+        found = solve(deadline_seconds=search.solving_seconds(most)).best
         search.solved(began)
-        if isinstance(solution, Solved):
-            return solution.solution
-        return solution.best if isinstance(solution, TimedOut) else None
+        return found
 
     def _plan(self, selection: Selection, budget: int) -> _Plan:
         graph = self.graph

@@ -17,7 +17,7 @@ import memplan._native as _native
 from memplan.layout.streams import lifetimes
 from memplan.phases.steps import find_steps
 from memplan.simulate import AllocatorSettings, Timeline, simulate
-from memplan.types.allocation import COLUMNS, Requests
+from memplan.types.allocation import Requests, native_columns
 from memplan.types.errors import FormatError
 from memplan.types.plan import AllocationPart
 from memplan.types.trace import I64, EventKind, Phase, Trace
@@ -69,7 +69,10 @@ def serve(trace: Trace, part: AllocationPart, requests: Requests) -> Served:
     """
     action, value, stream, asked = _operations(trace, part)
     offset, kind = np.empty(len(action), np.int64), np.empty(len(action), np.int64)
-    numbers, columns = _tables(part, requests)
+    names = ("requests", "setup", "start", "clock", "arena_bytes")
+    numbers = {name: int(getattr(part, name)) for name in names}
+    numbers |= {"phases": len(part.phases), "spaces": len(part.spaces)}
+    columns = native_columns(part, requests)
     try:
         counters = _native.serve(numbers, columns, action, value, stream, offset, kind)
     except ValueError as error:
@@ -105,23 +108,6 @@ def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Ti
     whole = simulate(trace, _EXPANDABLE)
     arena = -(-part.arena_bytes // _PAGE) * _PAGE
     return replace(whole, reserved=beside + arena)
-
-
-def _tables(part: AllocationPart, requests: Requests) -> tuple[dict[str, int], dict[str, I64]]:
-    """A plan as the native code takes it."""
-    names = ("requests", "setup", "start", "clock", "arena_bytes")
-    numbers = {name: int(getattr(part, name)) for name in names}
-    numbers |= {"phases": len(part.phases), "spaces": len(part.spaces)}
-    columns: dict[str, I64] = {
-        name: np.ascontiguousarray(getattr(requests, name)) for name in COLUMNS
-    }
-    lengths = [0, *(len(space.ranges) for space in part.spaces)]
-    edges = [edge for space in part.spaces for pair in space.ranges for edge in pair]
-    columns["space_lower"] = np.array([space.lower for space in part.spaces], np.int64)
-    columns["space_upper"] = np.array([space.upper for space in part.spaces], np.int64)
-    columns["space_ranges"] = np.cumsum(lengths, dtype=np.int64)
-    columns["ranges"] = np.array(edges, np.int64)
-    return numbers, columns
 
 
 def _operations(trace: Trace, part: AllocationPart) -> tuple[I64, I64, I64, I64]:

@@ -15,7 +15,7 @@ from memplan.types.allocation import Requests, pack_requests
 from memplan.types.deadline import Deadline
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import AllocationPart, Fingerprint, Plan
-from memplan.types.solution import Infeasible, Solved
+from memplan.types.solution import Infeasible
 from memplan.types.trace import I64, Trace
 
 CLOSE = 1e-3
@@ -71,7 +71,7 @@ def static_plan(
         raise NoAnswerError("no request of the step recurs: nothing to plan")
     answer = minimise(problem, deadline=Deadline(seconds), within=CLOSE)
     assert not isinstance(answer, Infeasible), answer.reason  # nothing is fixed
-    layout = answer.solution if isinstance(answer, Solved) else answer.best
+    layout = answer.best
     if layout is None:
         raise NoAnswerError("no layout was found in time", f"--timeout {max(10.0, 2 * seconds):g}")
     check_layout(problem, layout)

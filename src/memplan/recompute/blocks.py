@@ -81,31 +81,9 @@ def alive_bytes(graph: StepGraph, which: Bools) -> I64:
     return alive_rows(len(graph), values.alloc[which], values.free[which], values.bytes[which])
 
 
-def last_forward(graph: StepGraph) -> I64:
-    """By value: the last forward row that reads or writes it, -1 for none."""
-    last = np.full(len(graph.values), -1, np.int64)
-    for edges, start in (
-        (graph.ops.reads, graph.ops.reads_start),
-        (graph.ops.writes, graph.ops.writes_start),
-    ):
-        stop = start[graph.forward_ops]
-        rows = np.repeat(np.arange(graph.forward_ops), np.diff(start[: graph.forward_ops + 1]))
-        np.maximum.at(last, edges[:stop], rows)
-    return last
-
-
-def used_in_backward(graph: StepGraph) -> Bools:
-    """Values that some backward op reads or writes."""
-    ops, forward = graph.ops, graph.forward_ops
-    used = np.zeros(len(graph.values), dtype=np.bool_)
-    used[ops.reads[int(ops.reads_start[forward]) :]] = True
-    used[ops.writes[int(ops.writes_start[forward]) :]] = True
-    return used
-
-
 def _facts(graph: StepGraph) -> _Facts:
     values, forward = graph.values, graph.forward_ops
-    last = last_forward(graph)
+    last = graph.touches.last_forward
     made = (values.alloc >= 0) & (values.alloc < forward)
     sizes = np.sort(values.bytes[values.droppable])
     half = np.searchsorted(np.cumsum(sizes), sizes.sum() / 2)

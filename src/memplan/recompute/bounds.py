@@ -103,19 +103,8 @@ class Bounds:
 
 
 def _relief(graph: StepGraph) -> _Relief:
-    count = len(graph.values)
-    last_forward = np.maximum(graph.values.alloc, -1)
-    first_use = np.full(count, len(graph), dtype=np.int64)
-    last_use = np.full(count, -1, dtype=np.int64)
-    for edges, start in (
-        (graph.ops.reads, graph.ops.reads_start),
-        (graph.ops.writes, graph.ops.writes_start),
-    ):
-        rows = np.repeat(np.arange(len(graph)), np.diff(start))
-        inside = rows < graph.forward_ops
-        np.maximum.at(last_forward, edges[inside], rows[inside])
-        np.minimum.at(first_use, edges[~inside], rows[~inside])
-        np.maximum.at(last_use, edges[~inside], rows[~inside])
+    touches = graph.touches
+    last_use = touches.last_backward
     values = np.flatnonzero(graph.values.droppable)
     ops, item = np.unique(graph.values.alloc[values], return_inverse=True)
     paid = graph.ops.seconds[ops].copy()
@@ -128,7 +117,7 @@ def _relief(graph: StepGraph) -> _Relief:
         values,
         np.asarray(item, dtype=np.int64),
         paid,
-        last_forward[values] + 1,
-        first_use[values],
+        np.maximum(graph.values.alloc, touches.last_forward)[values] + 1,
+        touches.first_backward[values],
         last_use[values],
     )

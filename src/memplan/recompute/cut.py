@@ -19,7 +19,6 @@ from memplan.recompute.articulation import (
     articulations,
     forward_uses,
 )
-from memplan.recompute.blocks import last_forward
 from memplan.recompute.chain import Chain, least_peak
 from memplan.recompute.evaluate import Evaluator
 from memplan.recompute.selection import Selection
@@ -194,7 +193,7 @@ class _Sizes:
         for value, layer in cut.aside.items():
             if self.free[value] <= graph.forward_ops:
                 self.free[value] = min(triggers[layer] + 1, len(graph))
-        self.last_forward = last_forward(graph)
+        self.last_forward = graph.touches.last_forward
         values = graph.values
         inner = cut.boundaries[1:-1]
         in_backward = values.free > graph.forward_ops
@@ -239,12 +238,7 @@ class _Sizes:
 def _let_go_early(graph: StepGraph, cut: _Parts, triggers: list[int]) -> I64:
     """By row: bytes of members that a plain run still holds after their last use, while their own
     layer's backward runs; a replay's copy is gone by then."""
-    last = np.zeros(len(graph.values), np.int64)
-    for edges, start in (
-        (graph.ops.reads, graph.ops.reads_start),
-        (graph.ops.writes, graph.ops.writes_start),
-    ):
-        np.maximum.at(last, edges, np.repeat(np.arange(len(graph)), np.diff(start)))
+    last = np.maximum(graph.touches.last_forward, graph.touches.last_backward)
     change = np.zeros(len(graph) + 1, np.int64)
     for k, members in enumerate(cut.members, 1):
         for value in members:

@@ -55,18 +55,12 @@ class KeepSetProblem:
     def __post_init__(self) -> None:
         graph, count, forward = self.graph, len(self.graph.values), self.graph.forward_ops
         self.makers = [[] for _ in range(count)]
-        self.last_forward, self.last_use = [-1] * count, [-1] * count
-        self.first_use = [len(graph)] * count
-        for row in range(len(graph)):
-            for value in self.touched(row):
-                if row < forward:
-                    self.last_forward[value] = row
-                else:
-                    self.first_use[value] = min(self.first_use[value], row)
-                    self.last_use[value] = row
-            if row < forward:
-                for value in graph.ops.writes_of(row):
-                    self.makers[value].append(row)
+        for row in range(forward):
+            for value in graph.ops.writes_of(row):
+                self.makers[value].append(row)
+        self.last_forward = graph.touches.last_forward.tolist()
+        self.first_use = graph.touches.first_backward.tolist()
+        self.last_use = graph.touches.last_backward.tolist()
         self.can = replayable_ops(graph).tolist()
         alloc = graph.values.alloc.tolist()
         self.again = [

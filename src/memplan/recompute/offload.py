@@ -44,8 +44,6 @@ SHARES = (0.0, 0.3, 0.6, 0.8, 0.9)
 SEEDS = 2
 """Sets of offloaded values for which the recompute solver is asked first."""
 HALVINGS = 6
-STRETCHES = 32
-"""Parts of backward: what is needed by more than one part later is recomputed by itself."""
 LEAST_BYTES = 1 << 16
 """Of large graphs' values: smaller ones are not worth a copy."""
 MOVES = 2500
@@ -297,12 +295,10 @@ class OffloadSearch:
         self._improve(schedule, budget_bytes)
 
     def _improve(self, schedule: Schedule, budget_bytes: int) -> None:
-        """Fill it up, unless what it recomputes takes longer than the best plan; also with groups
-        that are not recomputed all at once, which asks for what was offloaded later."""
-        for each in (schedule, self.schedule(_by_need(schedule.selection, self.saves))):
-            best = self.best(budget_bytes)
-            if best is None or each.replay_seconds * self.graph.passes < best.added_seconds:
-                self._fill(each, budget_bytes)
+        """Fill it up, unless what it recomputes takes longer than the best plan."""
+        best = self.best(budget_bytes)
+        if best is None or schedule.replay_seconds * self.graph.passes < best.added_seconds:
+            self._fill(schedule, budget_bytes)
 
     def _anneal(self, budget_bytes: int) -> None:
         """Of small graphs: single changes from the best, worse ones at first, too."""
@@ -394,21 +390,6 @@ def _cost(one: Judged) -> tuple[float, int, int]:
 
 def _sorted(selection: Selection) -> Selection:
     return replace(selection, groups=tuple(sorted(selection.groups, key=min)))
-
-
-def _by_need(selection: Selection, saves: Saves) -> Selection:
-    """Groups cut where backward needs the next value much later."""
-    gap = (len(saves.graph) - saves.graph.forward_ops) // STRETCHES
-    groups: list[list[int]] = []
-    for group in selection.groups:
-        before = None
-        for value in sorted(group, key=lambda value: int(saves.first_use[value])):
-            row = int(saves.first_use[value])
-            if before is None or row - before > gap:
-                groups.append([])
-            groups[-1].append(value)
-            before = row
-    return replace(selection, groups=tuple(map(frozenset, groups)))
 
 
 def _median(size: I64) -> int:

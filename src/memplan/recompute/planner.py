@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from memplan.recompute.baselines import BytesPerSecond, equal_segments
-from memplan.recompute.blocks import Block, blocks_of, used_in_backward
+from memplan.recompute.blocks import Block, blocks_of
 from memplan.recompute.bounds import Bounds
 from memplan.recompute.cut import least_peak_chain
 from memplan.recompute.evaluate import Evaluation, Evaluator, SearchSettings
@@ -118,7 +118,8 @@ class Planner:
         """Values worth holding: all of a small graph, else those between blocks."""
         values, forward = self.graph.values, self.graph.forward_ops
         made = (values.alloc >= 0) & (values.alloc < forward) & (values.bytes > 0)
-        every = np.flatnonzero(made & ~values.droppable & ~used_in_backward(self.graph)).tolist()
+        unread = self.graph.touches.last_backward < 0
+        every = np.flatnonzero(made & ~values.droppable & unread).tolist()
         return every if len(every) <= 2 * SMALL else boundary
 
     def add(self, selections: Iterable[Selection]) -> list[Candidate]:

@@ -29,8 +29,9 @@ def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
     Raises ValueError for a selection that says what cannot be.
     """
     check_selection(graph, selection)
-    first = _first_uses(graph)
-    group_of = {value: group for group in selection.groups for value in group & first.keys()}
+    first = graph.touches.first_backward.tolist()
+    used = {value for value, row in enumerate(first) if row < len(graph)}
+    group_of = {value: group for group in selection.groups for value in group & used}
     alloc, can = graph.values.alloc.tolist(), replayable_ops(graph).tolist()
     of: dict[int, list[int]] = defaultdict(list)
     for value, row in enumerate(alloc):
@@ -48,14 +49,14 @@ def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
         and (
             not (0 <= row < graph.forward_ops and can[row])
             or value in changed
-            or value in first
+            or value in used
             or value in selection.held
         )
     }
     found = []
     for row in range(graph.forward_ops, len(graph)):
         for group in dict.fromkeys(group_of[v] for v in _touched(graph, row) if v in group_of):
-            gives = frozenset(group & first.keys())
+            gives = group & used
             if min(first[value] for value in gives) == row:
                 rows = _rows(graph, gives, there)
                 made = frozenset(value for op in rows for value in of[op])
@@ -66,15 +67,6 @@ def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
 
 def _touched(graph: StepGraph, row: int) -> list[int]:
     return [*graph.ops.reads_of(row), *graph.ops.writes_of(row)]
-
-
-def _first_uses(graph: StepGraph) -> dict[int, int]:
-    """The first backward row that reads or writes a value, where there is one."""
-    first: dict[int, int] = {}
-    for row in range(graph.forward_ops, len(graph)):
-        for value in _touched(graph, row):
-            first.setdefault(value, row)
-    return first
 
 
 def _rows(graph: StepGraph, targets: frozenset[int], there: set[int]) -> tuple[int, ...]:

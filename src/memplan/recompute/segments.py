@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan._native import SegmentTable as NativeTable
-from memplan.recompute.blocks import GLOBAL_SHARE, Block, used_in_backward
+from memplan.recompute.blocks import GLOBAL_SHARE, Block
 from memplan.recompute.options import BlockOptions
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
@@ -161,7 +161,7 @@ def unsaved_inputs(chain: Chain) -> list[tuple[int, ...]]:
     autograd. A replay that begins at the block needs them held. Values that cross much of forward
     count for the first block they enter only."""
     graph = chain.graph
-    last, used = _last_reads(graph), used_in_backward(graph)
+    last, used = _last_reads(graph), graph.touches.last_backward >= 0
     far = last - graph.values.alloc > GLOBAL_SHARE * graph.forward_ops
     result: list[tuple[int, ...]] = []
     crossing: set[int] = set()

@@ -14,14 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
-from memplan.recompute.blocks import last_forward
 from memplan.recompute.evaluate import Evaluator, to_arrays
 from memplan.recompute.replays import replays
 from memplan.recompute.selection import Selection
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
-
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,9 @@ class Saves:
         self.evaluator = Evaluator(graph)
         self.bytes: list[int] = graph.values.bytes.tolist()
         self.copy_seconds: list[float] = (graph.values.bytes / bytes_per_second).tolist()
-        self.last_forward: list[int] = last_forward(graph).tolist()
-        self.first_use = _first_uses(graph)
-        can = graph.values.droppable & (self.first_use < _NEVER) & (graph.values.bytes > 0)
+        self.last_forward: list[int] = graph.touches.last_forward.tolist()
+        self.first_use = graph.touches.first_backward
+        can = graph.values.droppable & (self.first_use < len(graph)) & (graph.values.bytes > 0)
         self.values: list[int] = np.flatnonzero(can).tolist()
         self.row = _save_rows(graph, self.values)
         self.ends: list[float] = np.cumsum(graph.ops.seconds).tolist()
@@ -269,19 +266,6 @@ def without_offloaded(graph: StepGraph, judged: Judged) -> StepGraph:
             name=[*values.name, *[""] * more],
         ),
     )
-
-
-def _first_uses(graph: StepGraph) -> I64:
-    """By value: the first backward row that touches it."""
-    first = np.full(len(graph.values), _NEVER, np.int64)
-    for start, edges in (
-        (graph.ops.reads_start, graph.ops.reads),
-        (graph.ops.writes_start, graph.ops.writes),
-    ):
-        begin = int(start[graph.forward_ops])
-        rows = np.repeat(np.arange(len(graph)), np.diff(start))[begin:]
-        np.minimum.at(first, edges[begin:], rows)
-    return first
 
 
 def _save_rows(graph: StepGraph, values: list[int]) -> dict[int, int]:

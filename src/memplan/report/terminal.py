@@ -14,6 +14,7 @@ from memplan.report.text import (
     clean,
     format_bytes,
     headline,
+    in_ascii,
     interval_text,
     misfit,
     short_op,
@@ -55,23 +56,31 @@ def estimate_lines(
     estimate: Estimate, width: int, ascii_only: bool, next_command: str = ""
 ) -> Iterator[Text]:
     """The report's lines."""
-    yield _headline(estimate, ascii_only)
+    lines = _lines(estimate, width, ascii_only, next_command)
+    return map(in_ascii, lines) if ascii_only else lines
+
+
+def _lines(estimate: Estimate, width: int, ascii_only: bool, next_command: str) -> Iterator[Text]:
+    """`ascii_only`: what is drawn is drawn so."""
+    style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
+    yield Text(headline(estimate), style=style)
     if step := step_line(estimate):
-        yield Text(step.replace("–", "-") if ascii_only else step)
-    yield from _ranks(estimate, ascii_only)
+        yield Text(step)
+    yield from _ranks(estimate)
     yield Text()
     yield from _breakdown(estimate, width, ascii_only)
     yield Text()
-    yield from _peak(estimate, width, ascii_only)
+    yield from _peak(estimate, width)
     yield from _phases(estimate)
     yield from _stages(estimate)
-    yield from _host(estimate, ascii_only)
+    for host in _host_lines(estimate):
+        yield Text(host, style="dim")
     yield from _largest(estimate, width, ascii_only)
     yield from _curve(estimate, width, ascii_only)
-    yield from _basis(estimate, ascii_only)
+    yield from _basis(estimate)
     if next_command:
         yield Text()
-        yield Text.assemble(("next: ", "bold"), clean(next_command, ascii_only=ascii_only))
+        yield Text.assemble(("next: ", "bold"), clean(next_command))
 
 
 def _phases(estimate: Estimate) -> Iterator[Text]:
@@ -102,15 +111,7 @@ def _stages(estimate: Estimate) -> Iterator[Text]:
             yield Text(f"{'':<13}gpu_memory_utilization up to {engine.largest_share:.2f} fits")
 
 
-def _headline(estimate: Estimate, ascii_only: bool) -> Text:
-    line = headline(estimate)
-    if ascii_only:
-        line = line.replace("–", "-")
-    style = {True: "bold green", False: "bold red", None: "bold"}[estimate.fits]
-    return Text(line, style=style)
-
-
-def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+def _ranks(estimate: Estimate) -> Iterator[Text]:
     """Which rank the answer is about, and the others beside it."""
     if estimate.world_size is None:
         return
@@ -125,7 +126,7 @@ def _ranks(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for rank, peak, host, said in rows:
         line = f"  {rank:>{widths[0]}}  {peak:<{widths[1]}}  {host:<{widths[2]}}  {said}"
-        yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
+        yield Text(line, style="dim")
 
 
 def _rank_row(item: RankEstimate, estimate: Estimate) -> tuple[str, str, str, str]:
@@ -159,7 +160,7 @@ def _breakdown(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Tex
         yield Text.assemble(figures, (padded, "cyan"), (meaning, "dim"))
 
 
-def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
+def _peak(estimate: Estimate, width: int) -> Iterator[Text]:
     peak = estimate.peak
     if peak.event < 0:
         yield Text("at the peak  nothing has happened yet", style="dim")
@@ -168,23 +169,16 @@ def _peak(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
     if peak.module:
         where.append(f"in {peak.module}")
     when = step_text(peak.step, peak.phase, estimate.steps)
-    yield Text.assemble(
-        ("at the peak  ", "bold"),
-        clean(f"{' '.join(where)}, {peak.phase}, {when}", ascii_only=ascii_only),
-    )
+    text = clean(f"{' '.join(where)}, {peak.phase}, {when}")
+    yield Text.assemble(("at the peak  ", "bold"), text)
     if peak.source:
-        source = shorten(clean(peak.source, ascii_only=ascii_only), width - 13)
+        source = shorten(clean(peak.source), width - 13)
         yield Text(" " * 13 + source, style="dim")
     yield Text(
         f"PyTorch      at most {format_bytes(estimate.reserved_peak_bytes)} reserved, at "
         f"most {format_bytes(estimate.allocated_peak_bytes)} allocated to tensors",
         style="dim",
     )
-
-
-def _host(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
-    for line in _host_lines(estimate):
-        yield Text(line.replace("–", "-") if ascii_only else line, style="dim")
 
 
 def _host_lines(estimate: Estimate) -> Iterator[str]:
@@ -234,7 +228,7 @@ def _curve(estimate: Estimate, width: int, ascii_only: bool) -> Iterator[Text]:
             yield Text(line, style="cyan")
 
 
-def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
+def _basis(estimate: Estimate) -> Iterator[Text]:
     """What the answer rests on: assumptions, kernels, notes, the capture's end."""
     yield Text()
     if estimate.assumptions:
@@ -242,7 +236,7 @@ def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
         for item in estimate.assumptions:
             times = f" ({item.count} times)" if item.count > 1 else ""
             where = f" [{item.source}]" if item.source else ""
-            yield Text("  " + clean(f"{item.text}{times}{where}", ascii_only=ascii_only))
+            yield Text("  " + clean(f"{item.text}{times}{where}"))
     kernels: Counter[str] = Counter()
     for choice in estimate.kernels:
         op = short_op(choice.op)
@@ -251,11 +245,9 @@ def _basis(estimate: Estimate, ascii_only: bool) -> Iterator[Text]:
         shown = [f"{kernel} ({count})" for kernel, count in kernels.most_common(_KERNELS)]
         more = len(kernels) - len(shown)
         tail = f", and {more} more in --json" if more > 0 else ""
-        yield Text.assemble(
-            ("kernels  ", "bold"), clean(", ".join(shown) + tail, ascii_only=ascii_only)
-        )
+        yield Text.assemble(("kernels  ", "bold"), clean(", ".join(shown) + tail))
     reason = estimate.stop_reason or f"{estimate.steps} optimizer steps"
     captured = f"{estimate.events} events; {reason}"
-    yield Text.assemble(("captured ", "bold"), clean(captured, ascii_only=ascii_only))
+    yield Text.assemble(("captured ", "bold"), clean(captured))
     for note in estimate.notes:
-        yield Text.assemble(("note     ", "bold"), clean(note, ascii_only=ascii_only))
+        yield Text.assemble(("note     ", "bold"), clean(note))

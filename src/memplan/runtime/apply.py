@@ -93,7 +93,7 @@ class _Calls:
                 decisions = None  # `torch.func.grad` calls the module itself
             first = call not in self._met
             self._met.add(call)
-            if self._offload is not None and (self._offloaded is None or self._every_call):
+            if self._offload is not None and self._offloaded is None:
                 self._offloaded = Pass(self._offload)
             recording = Recording(
                 decisions or Decisions({}),
@@ -215,15 +215,9 @@ class AppliedToModule(_Applied):
     def __init__(
         self,
         module: torch.nn.Module,
-        part: RecomputePart | None,
-        offload: OffloadPart | None = None,
-        *,
-        devices: tuple[str, ...] = ("cuda",),
+        part: RecomputePart,
     ) -> None:
-        """`devices`: kinds of device from which values are offloaded."""
-        self.part = part
-        self.offload = Offload(offload, devices=devices) if offload is not None else None
-        super().__init__(_Calls(part, self.offload, every_call=True), every_thread=True)
+        super().__init__(_Calls(part, every_call=True), every_thread=True)
         self._modules.watch_only([module])
 
 

@@ -86,6 +86,19 @@ def read_requests(part: AllocationPart) -> Requests:
     return Requests(**columns)
 
 
+def native_columns(part: AllocationPart, requests: Requests) -> dict[str, I64]:
+    """A plan as native code takes it: its requests and its spaces."""
+    edges = [edge for space in part.spaces for pair in space.ranges for edge in pair]
+    columns = {
+        **{name: getattr(requests, name) for name in COLUMNS},
+        "space_lower": [space.lower for space in part.spaces],
+        "space_upper": [space.upper for space in part.spaces],
+        "space_ranges": np.cumsum([0, *(len(space.ranges) for space in part.spaces)]),
+        "ranges": edges,
+    }
+    return {name: np.ascontiguousarray(values, np.int64) for name, values in columns.items()}
+
+
 def check_allocation(part: AllocationPart) -> None:
     """Raise FormatError, with the reason, unless the part could be a plan: every number in range,
     and no two planned requests that are alive at once on the same bytes."""

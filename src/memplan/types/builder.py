@@ -19,53 +19,10 @@ from memplan.types.trace import (
     Storages,
     Trace,
     TraceMeta,
+    columns_of,
 )
 
-_EVENT_COLUMNS = {
-    "kind": "B",
-    "storage": "q",
-    "bytes": "q",
-    "bytes_low": "q",
-    "bytes_high": "q",
-    "stream": "i",
-    "device": "h",
-    "op": "q",
-    "module": "i",
-    "phase": "B",
-    "step": "i",
-    "source": "i",
-    "provenance": "B",
-    "aux": "q",
-}
-_OP_COLUMNS = {
-    "name": "i",
-    "event": "q",
-    "module": "i",
-    "phase": "B",
-    "step": "i",
-    "source": "i",
-    "stream": "i",
-    "call": "i",
-    "flops": "q",
-    "moved_bytes": "q",
-    "operands": "i",
-    "reads_start": "q",
-    "reads": "q",
-    "writes_start": "q",
-    "writes": "q",
-}
-_STORAGE_COLUMNS = {"role": "B", "name": "i", "dtype": "i", "shape": "i"}
-_HOST_COLUMNS = {
-    "kind": "B",
-    "storage": "q",
-    "bytes": "q",
-    "pinned": "B",
-    "role": "B",
-    "event": "q",
-    "phase": "B",
-    "step": "i",
-    "source": "i",
-}
+_CODES = {"<u1": "B", "<i2": "h", "<i4": "i", "<i8": "q"}
 
 
 class TraceBuilder:
@@ -79,10 +36,10 @@ class TraceBuilder:
 
     def __init__(self) -> None:
         self._strings: dict[str, int] = {"": 0}
-        self._events = {name: array(code) for name, code in _EVENT_COLUMNS.items()}
-        self._ops = {name: array(code) for name, code in _OP_COLUMNS.items()}
-        self._storages = {name: array(code) for name, code in _STORAGE_COLUMNS.items()}
-        self._host = {name: array(code) for name, code in _HOST_COLUMNS.items()}
+        self._events = _growing(Events)
+        self._ops = _growing(Ops)
+        self._storages = _growing(Storages)
+        self._host = _growing(HostEvents)
         self.op = -1
         self.module = 0
         self.phase = Phase.SETUP
@@ -339,6 +296,10 @@ class TraceBuilder:
             storages=Storages(**{name: _column(column) for name, column in self._storages.items()}),
             host=HostEvents(**{name: _column(column) for name, column in self._host.items()}),
         )
+
+
+def _growing(table: type) -> dict[str, array[int]]:
+    return {name: array(_CODES[dtype]) for name, dtype in columns_of(table)}
 
 
 _DTYPES = {"B": np.uint8, "h": np.int16, "i": np.int32, "q": np.int64}

@@ -1,9 +1,9 @@
-"""What a solver returns: never None, always with the bound it proved."""
+"""What a solver returns: never None, always with the bound it proved; `best` is what it found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -18,6 +18,10 @@ class Solved(Generic[T]):
     bound: float
     """No solution costs less. Equal to `cost` when the solution is proved optimal."""
 
+    @property
+    def best(self) -> T:
+        return self.solution
+
 
 @dataclass(frozen=True)
 class Infeasible:
@@ -26,6 +30,7 @@ class Infeasible:
     reason: str
     witness: float
     """The least budget with which there is one, as far as known, in the solver's unit."""
+    best: ClassVar[None] = None
     rows: tuple[int, ...] = ()
     """Rows of the problem that alone have no solution, where the solver names some."""
 

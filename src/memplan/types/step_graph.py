@@ -95,6 +95,17 @@ class GraphValues:
 
 
 @dataclass(frozen=True)
+class Touches:
+    """By value: rows that read or write it."""
+
+    last_forward: I64
+    """-1 for none; so is `last_backward`."""
+    first_backward: I64
+    """The number of rows for none."""
+    last_backward: I64
+
+
+@dataclass(frozen=True)
 class StepGraph:
     """See the module. Immutable; `check()` raises ValueError where it contradicts itself."""
 
@@ -130,6 +141,21 @@ class StepGraph:
             ops=replace(self.ops, seconds=self.ops.seconds + seconds * longer),
             replay_overhead_seconds=self.replay_overhead_seconds + seconds * int(longer.sum()),
         )
+
+    @cached_property
+    def touches(self) -> Touches:
+        last_forward, last_backward = np.full((2, len(self.values)), -1, np.int64)
+        first_backward = np.full(len(self.values), len(self), np.int64)
+        for edges, start in (
+            (self.ops.reads, self.ops.reads_start),
+            (self.ops.writes, self.ops.writes_start),
+        ):
+            rows = np.repeat(np.arange(len(self)), np.diff(start))
+            forward = rows < self.forward_ops
+            np.maximum.at(last_forward, edges[forward], rows[forward])
+            np.minimum.at(first_backward, edges[~forward], rows[~forward])
+            np.maximum.at(last_backward, edges[~forward], rows[~forward])
+        return Touches(last_forward, first_backward, last_backward)
 
     def check(self) -> None:
         count, values = len(self.ops), len(self.values)

@@ -12,9 +12,9 @@ an allocator rounds them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -357,18 +357,15 @@ class HostEvents:
 
 def no_host_events() -> HostEvents:
     """The table of a trace that did not follow the host."""
-    wide, number, small = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    return HostEvents(
-        kind=small,
-        storage=wide,
-        bytes=wide,
-        pinned=small,
-        role=small,
-        event=wide,
-        phase=small,
-        step=number,
-        source=number,
-    )
+    return HostEvents(**{name: np.zeros(0, dtype) for name, dtype in columns_of(HostEvents)})
+
+
+_NUMPY_TYPES = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+
+
+def columns_of(table: type[Any]) -> list[tuple[str, str]]:
+    """Of `Events` and the tables like it: the names of the columns with their NumPy types."""
+    return [(field.name, _NUMPY_TYPES[str(field.type)]) for field in fields(table)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,15 @@ import zstandard
 
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.output_file import refuse_existing, write_file
-from memplan.types.trace import Events, HostEvents, Ops, Storages, Trace, TraceMeta
+from memplan.types.trace import (
+    Events,
+    HostEvents,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    columns_of,
+)
 from memplan.types.trace_check import check_trace
 
 MAGIC = b"\x93memplan trace\n"
@@ -34,7 +41,6 @@ _MAX_HEADER_BYTES = 512 << 20
 _LEVEL = 1
 _PREFIX = struct.Struct(f"<{len(MAGIC)}sH")
 _HEADER_LENGTH = struct.Struct("<Q")
-_NUMPY_TYPES = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,7 +77,7 @@ def save_trace(trace: Trace, path: Path | str, *, overwrite: bool = False) -> No
     columns = [
         np.ascontiguousarray(getattr(table, name), dtype).data
         for table in (trace.events, trace.ops, trace.storages, trace.host)
-        for name, dtype in _columns(type(table))
+        for name, dtype in columns_of(type(table))
     ]
     size = _HEADER_LENGTH.size + len(header) + sum(column.nbytes for column in columns)
     pieces = [_HEADER_LENGTH.pack(len(header)), header, *columns]
@@ -191,7 +197,7 @@ def _read_columns(
             (Storages, header.storages),
             (HostEvents, header.host),
         )
-        for name, dtype in _columns(table)
+        for name, dtype in columns_of(table)
         if table is not Ops or name not in missing
     ]
     expected = start + sum(np.dtype(dtype).itemsize * count for *_, dtype, count in layout)
@@ -203,7 +209,7 @@ def _read_columns(
         start += column.nbytes
         # Columns start wherever the header ends; an aligned copy is what every later stage wants.
         tables[table][name] = column.astype(column.dtype.newbyteorder("="))
-    for name, dtype in _columns(Ops):
+    for name, dtype in columns_of(Ops):
         if name in missing:
             tables[Ops][name] = np.full(header.ops, missing[name], np.dtype(dtype))
     return Trace(
@@ -214,11 +220,6 @@ def _read_columns(
         storages=Storages(**tables[Storages]),
         host=HostEvents(**tables[HostEvents]),
     )
-
-
-def _columns(table: type) -> list[tuple[str, str]]:
-    """(name, NumPy type) of a table's columns, in the order of its declaration."""
-    return [(field.name, _NUMPY_TYPES[str(field.type)]) for field in fields(table)]
 
 
 def _damaged(path: Path, what: str) -> FormatError:

@@ -21,6 +21,7 @@ from memplan.runtime.graph import step_capture as stepping
 from memplan.runtime.graph.dependencies import Operators
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import Added, facts_of, tensors
+from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.step import CompiledStep
 from memplan.runtime.graph.step_graph import Compiled
 from tests.order.graphs import random_order
@@ -56,7 +57,8 @@ def compiled(
             return choose(graph, **options)
         rows = order(graph)
         least = peak(graph.graph, rows)
-        return Ordering(graph.schedule(rows), len(rows), least, least, least, 0, 0.0)
+        report = ProgramReport(len(rows), least, least, least, 0, 0.0)
+        return Ordering(graph.schedule(rows), report)
 
     monkeypatch.setattr(stepping, "choose_order", chosen)
     step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
@@ -149,7 +151,8 @@ def test_the_bits_are_the_same_in_any_order(
     def any_order(graph: Operators, **_options: Any) -> Ordering:
         rows = random_order(graph.graph, next(seeds))
         least = peak(graph.graph, rows)
-        return Ordering(graph.schedule(rows), len(rows), least, least, least, 0, 0.0)
+        report = ProgramReport(len(rows), least, least, least, 0, 0.0)
+        return Ordering(graph.schedule(rows), report)
 
     monkeypatch.setattr(stepping, "choose_order", any_order)
     step, _ = assert_as_plain(JOBS[name], keep_gradients=bool(seed))

@@ -49,7 +49,7 @@ def test_what_a_plan_made_again_cannot_mend_is_no_reason_for_the_next() -> None:
 
 
 def test_payback() -> None:
-    assert payback(10.0, before=1.5, after=1.0, freed=0.0).steps == 20
-    assert payback(10.0, before=1.0, after=1.0, freed=0.25).steps == 40
-    assert payback(10.0, before=1.0, after=1.1, freed=0.0).steps is None
-    assert payback(10.0, before=0.5, after=1.0, freed=0.25).steps is None
+    assert payback(10.0, before=1.5, after=1.0, freed=0.0).paid_after_steps == 20
+    assert payback(10.0, before=1.0, after=1.0, freed=0.25).paid_after_steps == 40
+    assert payback(10.0, before=1.0, after=1.1, freed=0.0).paid_after_steps is None
+    assert payback(10.0, before=0.5, after=1.0, freed=0.25).paid_after_steps is None

@@ -50,8 +50,8 @@ def made_again(
     both; `is_impure`: whether a node is to run though nobody uses its result."""
     program_of(forward)
     program_of(backward)
-    saved = _output(forward).args[0][results:]  # type: ignore[index]
-    made = _Backward(forward, backward, list(saved), replays)  # type: ignore[arg-type]
+    saved: Any = forward.graph.output_node().args[0]
+    made = _Backward(forward, backward, list(saved[results:]), replays)
     received = made.whole(is_impure)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -97,7 +97,7 @@ class _Backward:
         for replay in replays:
             self._replays.setdefault(replay.before, []).append(replay)
         self._again = {facts_of(self._nodes[name]).shows for one in replays for name in one.gives}
-        places = [node for node in self._old if node.op == "placeholder"]
+        places = list(backward.graph.find_nodes(op="placeholder"))
         self._saves = dict(zip(places, saved, strict=False))
         """Inputs of backward that forward saves, and what it saves."""
         others = places[len(saved) :]
@@ -189,9 +189,3 @@ class _Backward:
             new = self.graph.call_function(target, args)
         new.meta = {key: value for key, value in node.meta.items() if key not in _OF_FORWARD}
         return new
-
-
-def _output(module: fx.GraphModule) -> fx.Node:
-    last: fx.Node
-    *_, last = module.graph.nodes
-    return last

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.ordering import Ordering, choose_order
-from memplan.runtime.graph.passes import Pass, pass_of
-from memplan.runtime.graph.program import program_of
+from memplan.runtime.graph.passes import pass_without_saves
+from memplan.runtime.graph.program import is_symbolic, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.region import Region, region
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
@@ -104,7 +105,7 @@ def memplan(
     if mode is not None:
         raise UsageError(f"mode={mode!r}", "options={...}; modes are those of PyTorch Inductor")
     chosen = Options.of(options or {})
-    dynamic = any(map(_is_symbolic, inputs))
+    dynamic = any(map(is_symbolic, inputs))
     hint = "torch.compile(..., dynamic=False), which makes a graph for each shape"
     if dynamic and chosen.budget is not None:
         raise UsageError("a budget for a graph whose shapes may change", hint)
@@ -157,7 +158,7 @@ class _Attempt:
 
     @property
     def peak_bytes(self) -> int:
-        return self.ordering.ordered_peak_bytes
+        return self.ordering.report.ordered_peak_bytes
 
 
 class _Parts:
@@ -200,28 +201,20 @@ class _Parts:
         except ValueError as error:
             self._refuse(error)
             return _plainly(module)
-        ordering = self._ordering(graph)
-        limit = self._options.budget
-        peak = ordering.ordered_peak_bytes
+        ordering, program = self._ordering(graph), graph.program
+        limit, peak = self._options.budget, ordering.report.ordered_peak_bytes
         if isinstance(limit, int) and peak > limit:
             raise InfeasibleError(
                 f"forward alone needs {format_bytes(peak)}, "
                 f"{format_bytes(peak - limit)} more than its budget",
                 f"budget={peak}, or a smaller batch",
             )
-        inputs = [
-            node for node in graph.program.graph_module.graph.nodes if node.op == "placeholder"
-        ]
-        return _boxed(Executable(ordering.nodes, inputs, graph.program.output, grad_mode=False))
+        return _boxed(
+            Executable(ordering.nodes, program.placeholders, program.output, grad_mode=False)
+        )
 
     def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
-        def attempt(replays: tuple[Again, ...]) -> _Attempt:
-            return self._attempt(joint, replays)
-
-        def plain() -> Pass:
-            module = region(joint, saves=False).module
-            return pass_of(operators(program_of(module)))
-
+        plain, attempt = partial(pass_without_saves, joint), partial(self._attempt, joint)
         chosen = within_budget(plain, attempt, self._options.budget)
         return chosen.region, chosen.ordering
 
@@ -257,12 +250,6 @@ def _plainly(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _is_symbolic(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _code(module: fx.GraphModule) -> str:

@@ -19,14 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.dependencies import operators
-from memplan.runtime.graph.inductor import Kernels, compiled, looked_at, uncached
-from memplan.runtime.graph.inductor_buffers import Given, given_of
-from memplan.runtime.graph.joint import Joint, copied
-from memplan.runtime.graph.passes import Pass, pass_of
+from memplan.runtime.graph.inductor import Kernels, compiled, uncached
+from memplan.runtime.graph.inductor_buffers import Given
+from memplan.runtime.graph.joint import Joint, copied, returned
+from memplan.runtime.graph.passes import Pass, pass_without_saves
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
-from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
@@ -149,8 +147,7 @@ class Parts(CustomPartitionerFn):
 
         def plain() -> Pass:
             try:
-                module = region(joint, saves=False).module
-                return pass_of(operators(program_of(module)))
+                return pass_without_saves(joint)
             except ValueError as error:
                 self._refuse(str(error))
                 raise
@@ -172,12 +169,13 @@ class Parts(CustomPartitionerFn):
             ]
             part = Part(mine, inputs)
             given = memory.given(part, backward=backward)
-            kernels = looked_at(
+            _, kernels = compiled(
                 mine,
                 inputs,
                 given,
                 beside=memory.beside(given),
                 deadline_seconds=self._seconds,
+                look=True,
                 is_backward=backward,
             )
             if kernels is None:
@@ -205,7 +203,12 @@ class Part:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         nodes = list(module.graph.nodes)
         places = [node for node in nodes if node.op == "placeholder"]
-        self.inputs = given_of(inputs, [str(node.target) for node in places], lasts=True)
+        self.inputs = [
+            Given(str(node.target), int(one.untyped_storage().nbytes()), True)
+            if isinstance(one, torch.Tensor)
+            else None
+            for one, node in zip(inputs, places, strict=True)
+        ]
         self.layouts = [_layout(one) for one in inputs]
         outputs = [one if isinstance(one, fx.Node) else None for one in nodes[-1].args[0]]
         self.outputs = [None if one is None else one.name for one in outputs]
@@ -352,10 +355,6 @@ def placed(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
         place = after.graph.placeholder(name)
     place.meta = dict(like.meta)
     return place
-
-
-def returned(module: fx.GraphModule) -> Any:
-    return module.graph.output_node().args[0]
 
 
 def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:

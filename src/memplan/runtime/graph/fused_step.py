@@ -23,7 +23,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts, placed, returned
+from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts, placed
 from memplan.runtime.graph.inductor import compiled, uncached
 from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
 from memplan.runtime.graph.joint import (
@@ -35,6 +35,7 @@ from memplan.runtime.graph.joint import (
     is_tangent,
     lies_as,
     loss_gradient,
+    returned,
 )
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.update_nodes import TakeGradient
@@ -159,8 +160,8 @@ class StepParts(Parts):
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._refuse_graph(gm, kwargs["num_fwd_outputs"])
-        places = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self._primals = places[: len(places) - len([one for one in places if is_tangent(one)])]
+        places = gm.graph.find_nodes(op="placeholder")
+        self._primals = [one for one in places if not is_tangent(one)]
         if len(self._primals) != self._given:
             raise UncapturedError("an operator with effects, which PyTorch keeps in their order")
         self._start = LossGradient(loss_gradient(gm), self._scaler)
@@ -239,7 +240,7 @@ class StepParts(Parts):
         if self._keep:
             return
         graph, output = backward.graph, backward.graph.output_node()
-        places = [node for node in graph.nodes if node.op == "placeholder"]
+        places = list(graph.find_nodes(op="placeholder"))
         views: dict[str | None, list[fx.Node]] = {}
         for node in places:
             views.setdefault(memory.lie_in(node.name), []).append(node)
@@ -268,7 +269,7 @@ class StepParts(Parts):
     def _places_of(self, backward: fx.GraphModule) -> list[int]:
         """Of primals that are inputs of backward."""
         place = {PARAMETER + node.name: number for number, node in enumerate(self._primals)}
-        names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+        names = (node.name for node in backward.graph.find_nodes(op="placeholder"))
         return [place[name] for name in names if name in place]
 
     def _together(self, gradients: dict[int, Any]) -> list[tuple[int, ...]]:
@@ -366,7 +367,7 @@ def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int
     kept = [node for node in saved if node not in taken]
     forward.graph.output_node().args = ((*outputs[:results], *kept),)
     forward.recompile()
-    places = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     last = next(reversed(places.values()))
     for node in taken:
         last = placed(PARAMETER + node.name, node, last)

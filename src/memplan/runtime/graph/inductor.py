@@ -45,10 +45,10 @@ from memplan.runtime.graph.inductor_buffers import (
     held_bytes,
     name_of,
 )
+from memplan.runtime.graph.joint import returned
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.graph import Graph
-from memplan.types.solution import Solved
 from memplan.types.trace import I64
 
 _NEARLY = 1.01
@@ -117,33 +117,20 @@ def compiled(
     *,
     beside: Sequence[int],
     deadline_seconds: float,
+    look: bool = False,
     **options: Any,
 ) -> tuple[Any, Kernels | None]:
     """Inductor's code for a graph, which it takes over, and what that needs: None where sizes are
     not known before it runs.
 
     `given`: of each input, None for what is no tensor. `beside`: blocks that the caller holds
-    besides; how the allocator hands out others may depend on them. `options`: as
-    `compile_fx_inner` takes them.
+    besides; how the allocator hands out others may depend on them. `look`: no code, nor the time
+    that a C++ or GPU compiler takes. `options`: as `compile_fx_inner` takes them.
     """
-    with _watched(given, beside, deadline_seconds, look=False) as seen:
+    run = None
+    with _watched(given, beside, deadline_seconds, look=look) as seen, suppress(_LookedError):
         run = compile_fx_inner(module, inputs, **options)
     return run, seen[0] if seen else _without_kernels(module, given)
-
-
-def looked_at(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    given: Sequence[Given | None],
-    *,
-    beside: Sequence[int],
-    deadline_seconds: float,
-    **options: Any,
-) -> Kernels | None:
-    """What `compiled` would say, without the time that a C++ or GPU compiler takes."""
-    with _watched(given, beside, deadline_seconds, look=True) as seen, suppress(_LookedError):
-        compile_fx_inner(module, inputs, **options)
-    return seen[0] if seen else _without_kernels(module, given)
 
 
 class _LookedError(BaseException):
@@ -152,11 +139,9 @@ class _LookedError(BaseException):
 
 def _without_kernels(module: fx.GraphModule, given: Sequence[Given | None]) -> Kernels:
     """Of a graph that calls nothing."""
-    places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    of = dict(zip(places, given, strict=True))
-    (output,) = (node for node in module.graph.nodes if node.op == "output")
-    returned = [of.get(one) for one in output.args[0]]
-    return Kernels(held_bytes(given), returned, [None] * len(returned))
+    of = dict(zip(module.graph.find_nodes(op="placeholder"), given, strict=True))
+    found = [of.get(one) for one in returned(module)]
+    return Kernels(held_bytes(given), found, [None] * len(found))
 
 
 @contextmanager
@@ -263,9 +248,8 @@ def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[An
     order = early if peak(graph, early) < theirs.peak_bytes else own
     if peak(graph, order) > _NEARLY * cut_bound(graph, order).bytes:
         found = solve(graph, deadline=Deadline(deadline_seconds), baselines=lambda: [theirs])
-        best = found.solution if isinstance(found, Solved) else found.best
-        if best is not None and best.peak_bytes < peak(graph, order):
-            order = best.order
+        if found.best is not None and found.best.peak_bytes < peak(graph, order):
+            order = found.best.order
     ordered = [nodes[int(row)] for row in order]
     less = _peak(graph, order, ordered) < _peak(graph, own, nodes)
     return ordered if less else nodes

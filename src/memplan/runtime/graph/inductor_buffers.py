@@ -335,16 +335,6 @@ def _reuses(lines: Iterable[Any]) -> Iterator[tuple[str, str]]:
             yield new.get_name(), old.get_name()
 
 
-def given_of(inputs: Sequence[Any], names: Sequence[str], *, lasts: bool) -> list[Given | None]:
-    """Inputs as they are, each with memory of its own."""
-    return [
-        Given(name, int(one.untyped_storage().nbytes()), lasts)
-        if isinstance(one, torch.Tensor)
-        else None
-        for one, name in zip(inputs, names, strict=True)
-    ]
-
-
 def held_bytes(given: Iterable[Given | None]) -> int:
     return sum(_blocks(given))
 

@@ -63,10 +63,7 @@ class Joint:
     def changed(self) -> set[str]:
         """Names of primals that forward changes: their new values are among its results, and are
         put there when it has returned."""
-        *_, output = self.module.graph.nodes
-        told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
-        places = (node for node in self.module.graph.nodes if node.op == "placeholder")
-        return {node.name for node in places if node.meta["desc"] in told}
+        return {node.name for node in changed_inputs(self.module)}
 
     def parts(self, replays: Sequence[Again] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward; the latter makes again what the replays say."""
@@ -86,14 +83,21 @@ class Joint:
             forward, backward = default_partition(
                 module, self.inputs, num_fwd_outputs=self.results, **self.options
             )
-        drawn = {node.name for node in forward.graph.nodes if _is_random(node)}
+        drawn = {node.name for node in forward.graph.nodes if is_random(node)}
         # The partitioner copies those along.
         backward.graph.eliminate_dead_code(
             is_impure_node=lambda node: (
-                _has_effects(node) or (_is_random(node) and node.name not in drawn)
+                _has_effects(node) or (is_random(node) and node.name not in drawn)
             )
         )
         return forward, backward
+
+
+def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Inputs of a joint graph that who calls it changes when it has returned."""
+    output = joint.graph.output_node()
+    told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta["desc"] in told]
 
 
 class LossGradient(Added):
@@ -185,8 +189,7 @@ def forward_alone(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What AOTAutograd is told that the parts are: a forward that saves nothing, and a backward
     that is never run."""
-    (output,) = (node for node in forward.graph.nodes if node.op == "output")
-    output.args = (tuple(output.args[0][:results]),)
+    forward.graph.output_node().args = (tuple(returned(forward)[:results]),)
     forward.graph.eliminate_dead_code()
     forward.recompile()
     graph = fx.Graph()
@@ -203,13 +206,14 @@ def _take_elements(graph: fx.Graph) -> None:
     some be taken."""
     for node in list(graph.nodes):
         val = node.meta.get("val")
-        if _is_random(node) and not node.users and isinstance(val, (list, tuple)):
+        if is_random(node) and not node.users and isinstance(val, (list, tuple)):
             with graph.inserting_after(node):
                 taken = graph.call_function(operator.getitem, (node, 0))
             taken.meta = {**node.meta, "val": val[0]}
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Whether it gives others each time."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -228,8 +232,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, copied)
-    *_, last = module.graph.nodes
-    copied[last] = graph.output(output)
+    copied[module.graph.output_node()] = graph.output(output)
     for old, new in copied.items():
         new.meta = copy.copy(old.meta)
     return fx.GraphModule(module, graph)
@@ -243,7 +246,7 @@ def add_forward(graph: fx.Graph, part: fx.GraphModule) -> list[Any]:
 
 def add_backward(graph: fx.Graph, part: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Puts backward behind what is there, with these nodes for its placeholders; its outputs."""
-    places = [node.name for node in part.graph.nodes if node.op == "placeholder"]
+    places = [node.name for node in part.graph.find_nodes(op="placeholder")]
     return _add(graph, part, dict(zip(places, inputs, strict=True)), backward=True)
 
 
@@ -264,13 +267,17 @@ def _add(
     raise AssertionError("a graph without an output")
 
 
+def returned(module: fx.GraphModule) -> Any:
+    return module.graph.output_node().args[0]
+
+
 def is_tangent(node: fx.Node) -> bool:
     return "tangents" in str(node.target)
 
 
 def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
     """What the gradient of the loss is like."""
-    tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and is_tangent(node)]
+    tangents = list(filter(is_tangent, joint.graph.find_nodes(op="placeholder")))
     if len(tangents) != 1:
         # Returned, kept in some object, or a parameter that the function writes.
         raise UncapturedError("several tensors that require a gradient are there afterwards")
@@ -299,7 +306,7 @@ def _take(
     keep: bool,
     behind: bool,
 ) -> None:
-    places = [node for node in graph.nodes if node.op == "placeholder"]
+    places = list(graph.find_nodes(op="placeholder"))
     shown = [facts_of(one).shows if isinstance(one, fx.Node) else None for one in gradients]
     lasting = {facts_of(node).shows for node in places}
     for place, gradient in enumerate(gradients):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from torch import fx
 
 from memplan.order.allocated import allocated_peak
@@ -16,31 +15,20 @@ from memplan.order.evaluate import peak, program_order
 from memplan.order.solve import solve
 from memplan.order.validate import order_fault
 from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.together import updated_together
 from memplan.types.alloc_conf import conf_in
 from memplan.types.deadline import Deadline
 from memplan.types.errors import InternalError
-from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """An order of a program's operators, and what it needs. Bytes are those of storages, and of
-    kernels' own memory as far as it is known (`call_memory`); on CUDA peaks are of whole blocks."""
+    """An order of a program's operators, and what it needs."""
 
     nodes: Sequence[fx.Node]
-    operators: int
-    program_peak_bytes: int
-    """Of the order in which the step was written, each storage freed at its last use."""
-    ordered_peak_bytes: int
-    high_peak_bytes: int
-    """The same with the largest workspaces that libraries may choose."""
-    lower_bound_bytes: int
-    """No order needs less, be its blocks no larger than what is asked for; 0 where none was looked
-    for."""
-    seconds: float
-    """Of the search."""
+    report: ProgramReport
 
 
 def choose_order(
@@ -50,18 +38,15 @@ def choose_order(
     program's own order."""
     began = time.perf_counter()
     graph = operators.graph
-    plain = program_order(graph)
     if not search or not len(graph):
-        return _ordering(operators, plain, 0, 0.0)
+        return _ordering(operators, program_order(graph), 0, 0.0)
     importlib.import_module("torch._inductor.memory")  # seconds, once: not the search's
     found = solve(graph, deadline=Deadline(deadline_seconds), seed=seed)
-    best = found.solution if isinstance(found, Solved) else found.best
-    bound = int(found.bound) if isinstance(found, (Solved, TimedOut)) else 0
-    order, least = (plain, peak(graph, plain)) if best is None else (best.order, best.peak_bytes)
-    if fault := order_fault(graph, np.asarray(order).tolist(), least):
+    assert found.best is not None  # program order is one
+    order = found.best.order
+    if fault := order_fault(graph, order.tolist(), found.best.peak_bytes):
         raise InternalError(f"the order that was found is wrong: {fault}")
-    seconds = time.perf_counter() - began
-    return _ordering(operators, order, bound, seconds)
+    return _ordering(operators, order, int(found.bound), time.perf_counter() - began)
 
 
 def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> Ordering:
@@ -71,15 +56,15 @@ def _ordering(operators: Operators, order: I64, bound: int, seconds: float) -> O
     graph = operators.graph
     ordered = _peak(operators, order)
     high = peak(replace(graph, scratch=operators.scratch_high), order) - peak(graph, order)
-    return Ordering(
-        nodes=operators.schedule(order),
+    report = ProgramReport(
         operators=len(graph),
-        program_peak_bytes=program_peak,
+        plain_peak_bytes=program_peak,
         ordered_peak_bytes=ordered,
         high_peak_bytes=ordered + high,
         lower_bound_bytes=bound,
-        seconds=seconds,
+        order_seconds=seconds,
     )
+    return Ordering(operators.schedule(order), report)
 
 
 def _peak(operators: Operators, order: I64) -> int:

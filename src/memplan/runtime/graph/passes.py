@@ -13,8 +13,18 @@ from memplan.order.evaluate import lifetimes, program_order
 from memplan.recompute.replays import replays
 from memplan.recompute.selection import Selection
 from memplan.runtime.graph.again import Again, without_statistics
-from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.program import BACKWARD, NAME, Facts, facts_of, is_element, tensors
+from memplan.runtime.graph.dependencies import Operators, operators
+from memplan.runtime.graph.joint import Joint
+from memplan.runtime.graph.program import (
+    BACKWARD,
+    NAME,
+    Facts,
+    facts_of,
+    is_element,
+    program_of,
+    tensors,
+)
+from memplan.runtime.graph.region import region
 from memplan.runtime.tape.replayable import traits_of
 from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
@@ -121,6 +131,11 @@ def pass_of(operators: Operators) -> Pass:
         rest_peak_bytes=0,
     )
     return Pass(operators, graph, [*touched, *[-1] * len(own)])
+
+
+def pass_without_saves(joint: Joint) -> Pass:
+    """Of a joint graph, to choose what forward saves."""
+    return pass_of(operators(program_of(region(joint, saves=False).module)))
 
 
 def _touched(facts: Facts) -> set[int]:

@@ -76,7 +76,7 @@ class PlannedRegions(CustomPartitionerFn):
         from torch._functorch import partitioners
 
         from memplan.runtime.graph.fused import cut, tag
-        from memplan.runtime.graph.joint import Joint, copied
+        from memplan.runtime.graph.joint import Joint, copied, is_random
 
         results = kwargs.pop("num_fwd_outputs")
         kwargs.pop("compiler", None)  # other partitioners do not know it
@@ -86,7 +86,7 @@ class PlannedRegions(CustomPartitionerFn):
         if region is None:
             return cut(joint, gm)
         self._met.add(digest)
-        drawn = {node.name for node in gm.graph.nodes if _draws(node)}
+        drawn = {node.name for node in gm.graph.nodes if is_random(node)}
         tagged = copied(gm)
         tag(tagged.graph, frozenset(region.recomputed) - drawn)
         try:
@@ -109,21 +109,20 @@ class PlannedRegions(CustomPartitionerFn):
                 "was the plan made for other arguments, or another version of PyTorch?"
             )
             return None
-        if any(map(_is_symbolic, joint.module.graph.find_nodes(op="placeholder"))):
+        from memplan.runtime.graph.program import is_symbolic
+
+        inputs = joint.module.graph.find_nodes(op="placeholder")
+        if any(is_symbolic(node.meta.get("val")) for node in inputs):
             self._on_note(
                 f"nothing is recomputed in the compiled graph of {name}: its shapes may change"
             )
             return None
         from memplan.recompute.frontier import choices
-        from memplan.runtime.graph.dependencies import operators
         from memplan.runtime.graph.fused import names_again
-        from memplan.runtime.graph.passes import pass_of
-        from memplan.runtime.graph.program import program_of
-        from memplan.runtime.graph.region import region
+        from memplan.runtime.graph.passes import pass_without_saves
 
         try:
-            module = region(joint, saves=False).module
-            whole = pass_of(operators(program_of(module)))
+            whole = pass_without_saves(joint)
         except ValueError as error:
             self._on_note(f"nothing is recomputed in the compiled graph of {name}: {error}")
             return None
@@ -150,17 +149,3 @@ def _digest(module: fx.GraphModule) -> str:
 def _name(module: fx.GraphModule) -> str:
     lines = (origin_of(node).source for node in module.graph.nodes if node.op == "call_function")
     return next(filter(None, lines), "the job")
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether it gives others each time, whatever a plan says."""
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in node.target.tags
-    )
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
-    return isinstance(value, torch.SymInt)

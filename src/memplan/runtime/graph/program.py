@@ -112,10 +112,12 @@ class Program:
         return sum(self.held) + sum(self.workspaces)
 
     @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph_module.graph.find_nodes(op="placeholder"))
+
+    @property
     def output(self) -> fx.Node:
-        last: fx.Node
-        *_, last = self.graph_module.graph.nodes
-        return last
+        return self.graph_module.graph.output_node()
 
 
 def facts_of(node: fx.Node) -> Facts:
@@ -151,6 +153,13 @@ def is_element(node: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and (node.args[0].op == "call_function" or is_element(node.args[0]))
     )
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether it is a size that may change, or has one."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

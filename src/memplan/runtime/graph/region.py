@@ -59,7 +59,7 @@ class Region:
     def executables(self, order: Sequence[fx.Node]) -> tuple[Executable, Executable]:
         """Of both parts. `order`: as `Ordering.nodes`."""
         at = order.index(self.between)
-        inputs = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        inputs = list(self.module.graph.find_nodes(op="placeholder"))
         after = [
             node
             for node in order[at + 1 :]
@@ -80,12 +80,12 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
     forward, backward = joint.parts(replays)
     graph = fx.Graph()
     returned = add_forward(graph, forward)
-    places = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    places = list(backward.graph.find_nodes(op="placeholder"))
     given = [node for node in places if is_tangent(node)]
     saved = returned[joint.results :]
     if places[len(saved) :] != given:
         raise InternalError("backward's inputs are not what forward saves, then gradients")
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     changed = [node for node in inputs if node.name in joint.changed]
     leaves = tuple(returned) if saves else tuple(returned[: joint.results])
     between = graph.call_function(Between(len(changed)), (leaves, *changed))

@@ -23,8 +23,10 @@ from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import (
     Joint,
     UncapturedError,
+    changed_inputs,
     copied,
     forward_alone,
+    returned,
     whole_step,
 )
 from memplan.runtime.graph.leaves import Leaves
@@ -169,7 +171,7 @@ class StepCapture:
             refuse(joint, num_fwd_outputs)
             joints.append(Joint(copied(joint), inputs, num_fwd_outputs, more))
             forward, backward = map(copied, joints[0].parts())
-            gradients = len(_output(backward))
+            gradients = len(returned(backward))
             return forward_alone(forward, backward, num_fwd_outputs, gradients)
 
         def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
@@ -327,8 +329,7 @@ def _own_code(loss_fn: Callable[..., Any]) -> FunctionType:
 
 def _results(module: fx.GraphModule) -> int:
     """How much a captured function returns. A traced one returns changed inputs, too."""
-    *_, output = module.graph.nodes
-    return len(pytree.tree_leaves(output.args))
+    return len(pytree.tree_leaves(returned(module)))
 
 
 _UNSAFE_SPLITS = (torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
@@ -350,11 +351,6 @@ def _checkpoints(joint: fx.GraphModule) -> bool:
     return any(node.meta.get("recompute") for node in joint.graph.nodes)
 
 
-def _output(module: fx.GraphModule) -> Any:
-    *_, output = module.graph.nodes
-    return output.args[0]
-
-
 def _extent(one: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last one."""
     if one.is_contiguous():
@@ -365,15 +361,10 @@ def _extent(one: torch.Tensor) -> int:
 
 def _written(joint: fx.GraphModule) -> set[int]:
     """Places of inputs that a joint graph changes, itself or by who calls it."""
-    *_, output = joint.graph.nodes
-    told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
-    places = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    copied = {
-        node.args[0] for node in joint.graph.nodes if node.target is torch.ops.aten.copy_.default
-    }
-    return {
-        place for place, node in enumerate(places) if node in copied or node.meta["desc"] in told
-    }
+    copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {*changed_inputs(joint), *(node.args[0] for node in copies)}
+    places = joint.graph.find_nodes(op="placeholder")
+    return {place for place, node in enumerate(places) if node in written}
 
 
 def _without_gradient() -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,13 +36,14 @@ class Made:
 
     @property
     def peak_bytes(self) -> int:
-        return self.ordering.ordered_peak_bytes
+        return self.ordering.report.ordered_peak_bytes
 
     @cached_property
     def executable(self) -> Executable:
-        nodes = self.program.graph_module.graph.nodes
-        inputs = [node for node in nodes if node.op == "placeholder"]
-        return Executable(self.ordering.nodes, inputs, self.program.output, whole_step=True)
+        program = self.program
+        return Executable(
+            self.ordering.nodes, program.placeholders, program.output, whole_step=True
+        )
 
 
 @dataclass(eq=False)
@@ -79,17 +80,8 @@ class Compiled:
         return executable.nodes if failed is None else executable.nodes[: failed + 1]
 
     def report(self) -> ProgramReport:
-        ordering = self.made.ordering
-        return ProgramReport(
-            operators=ordering.operators,
-            plain_peak_bytes=ordering.program_peak_bytes,
-            ordered_peak_bytes=ordering.ordered_peak_bytes,
-            high_peak_bytes=ordering.high_peak_bytes,
-            lower_bound_bytes=ordering.lower_bound_bytes,
-            order_seconds=ordering.seconds,
-            recomputed=self.made.recomputed,
-            calls=self.calls,
-        )
+        made = self.made
+        return replace(made.ordering.report, recomputed=made.recomputed, calls=self.calls)
 
     def run(self, primals: list[Any]) -> list[Any]:
         """Forward's results. Empties the list, so that nothing but its owners holds an input."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memplan.types.allocation import Requests, read_requests
+from memplan.types.allocation import Requests, native_columns, read_requests
 from memplan.types.errors import InternalError, UsageError
 from memplan.types.plan import AllocationPart
 
@@ -87,15 +87,7 @@ class Statistics(ctypes.Structure):
     retries: int
     ooms: int
     waits: int
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in (
-            "allocated", "allocated_peak", "requested", "requested_peak", "reserved",
-            "reserved_peak", "arena_mapped", "arena_peak", "upstream_reserved", "mallocs", "frees",
-            "hits", "dynamic", "adopted", "misses", "fallback_bytes", "fallback_peak", "resyncs",
-            "retries", "ooms", "waits",
-        )
-    )  # fmt: skip
+    _fields_ = tuple((name, c_int64) for name in __annotations__)
 
     def as_dict(self) -> dict[str, int]:
         return {field[0]: int(getattr(self, field[0])) for field in self._fields_}
@@ -252,16 +244,7 @@ class Library:
 
 def _as_structure(part: AllocationPart, requests: Requests) -> tuple[_Plan, list[Any]]:
     """The plan as the library reads it, and the arrays that it points to."""
-    starts = np.cumsum([0, *(len(space.ranges) for space in part.spaces)])
-    ranges = [edge for space in part.spaces for pair in space.ranges for edge in pair]
-    columns: dict[str, Any] = {
-        **{name: getattr(requests, name) for name in requests.__dataclass_fields__},
-        "space_lower": [space.lower for space in part.spaces],
-        "space_upper": [space.upper for space in part.spaces],
-        "space_ranges": starts,
-        "ranges": ranges,
-    }
-    arrays = {name: np.ascontiguousarray(values, np.int64) for name, values in columns.items()}
+    arrays = native_columns(part, requests)
     plan = _Plan(
         abi=ABI,
         requests=part.requests,

@@ -17,26 +17,6 @@ from memplan.types.run_outcome import DeviceOutcome, EarlyUpdates, PlanningOutco
 from memplan.types.trace import EventKind, Trace
 
 
-class Without(msgspec.Struct, frozen=True):
-    """PyTorch's own allocator, simulated from recorded requests."""
-
-    reserved_peak_bytes: int
-    steps: int
-    """Of the job's first ones that were recorded."""
-
-
-def simulated_without(trace: Trace | None, device: int) -> Without | None:
-    """None where nothing was recorded."""
-    if trace is None:
-        return None
-    asked = trace.events.device[trace.events.kind == EventKind.ALLOC]
-    if not (asked == device).any():
-        return None
-    settings = AllocatorSettings.parse(trace.meta.alloc_conf)
-    timeline = simulate(trace, settings, device=device)
-    return Without(int(timeline.reserved.max(initial=0)), trace.meta.optimizer_steps)
-
-
 def outcome(
     job: Job | None,
     plan: str = "",
@@ -78,15 +58,7 @@ def _planning(job: Job, devices: list[DeviceOutcome]) -> PlanningOutcome | None:
         if device.reserved_peak_without_bytes is not None
     ]
     share = max([0, *freed]) / job.card_bytes if job.card_bytes else 0.0
-    found = payback(job.account.planning_seconds, before, after, share)
-    return PlanningOutcome(
-        seconds=round(found.planning_seconds, 6),
-        step_seconds_before=round(before, 6),
-        step_seconds=round(after, 6),
-        freed_share=round(share, 6),
-        saved_seconds_per_step=round(found.saved_seconds, 9),
-        paid_after_steps=found.steps,
-    )
+    return payback(job.account.planning_seconds, before, after, share)
 
 
 def _used(job: Job) -> list[int]:
@@ -103,7 +75,7 @@ def _device(job: Job, device: int) -> DeviceOutcome:
     found = job.library.statistics(device)
     assert found is not None
     ours = job.peaks.ours(device)
-    without = _without(job, device)
+    without, steps = _without(job.recorded, device)
     counts = found.as_dict()
     for name in ("allocated_peak", "requested_peak", "reserved_peak"):
         del counts[name]  # of whatever was reset last
@@ -111,17 +83,26 @@ def _device(job: Job, device: int) -> DeviceOutcome:
         device=device,
         reserved_peak_bytes=ours["reserved_peak"],
         allocated_peak_bytes=ours["allocated_peak"],
-        reserved_peak_without_bytes=without.reserved_peak_bytes if without else None,
-        without_from_steps=without.steps if without else 0,
+        reserved_peak_without_bytes=without,
+        without_from_steps=steps,
         counters=counts,
     )
 
 
-def _without(job: Job, device: int) -> Without | None:
+def _without(trace: Trace | None, device: int) -> tuple[int | None, int]:
+    """The reserved peak of PyTorch's own allocator, simulated from recorded requests, and of how
+    many of the job's first steps; None where nothing was recorded."""
+    if trace is None:
+        return None, 0
+    asked = trace.events.device[trace.events.kind == EventKind.ALLOC]
+    if not (asked == device).any():
+        return None, 0
     try:
-        return simulated_without(job.recorded, device)
+        settings = AllocatorSettings.parse(trace.meta.alloc_conf)
+        timeline = simulate(trace, settings, device=device)
     except MemplanError:  # settings that the simulator does not know
-        return None
+        return None, 0
+    return int(timeline.reserved.max(initial=0)), trace.meta.optimizer_steps
 
 
 def save_outcome(found: RunOutcome, path: Path, *, overwrite: bool = False) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 from memplan.runtime.planned.account import Served
+from memplan.types.run_outcome import PlanningOutcome
 
 _REMEMBERED = 32
 """Steps whose median is the usual one."""
@@ -76,19 +77,15 @@ class Worth:
         return self.lost_seconds >= self.cost_seconds
 
 
-class Payback(NamedTuple):
-    """What plans cost and save."""
-
-    planning_seconds: float
-    """From the ends of recordings until their plans were in effect."""
-    saved_seconds: float
-    """Of the card, by a step: its time, and its time by the share of the card that is free."""
-    steps: int | None
-    """After which the planning is paid for; None: never."""
-
-
-def payback(planning: float, before: float, after: float, freed: float) -> Payback:
-    """`before`, `after`: seconds of a step without and with plans; `freed`: share of the card."""
-    saved = before - after + max(freed, 0.0) * after
-    steps = -(-planning // saved) if saved > 0 else None
-    return Payback(planning, saved, None if steps is None else int(steps))
+def payback(planning: float, before: float, after: float, freed: float) -> PlanningOutcome:
+    """What plans cost and save. `planning`: seconds of it; `before`, `after`: seconds of a step
+    without and with plans; `freed`: share of the card."""
+    saved = before - after + freed * after
+    return PlanningOutcome(
+        seconds=round(planning, 6),
+        step_seconds_before=round(before, 6),
+        step_seconds=round(after, 6),
+        freed_share=round(freed, 6),
+        saved_seconds_per_step=round(saved, 9),
+        paid_after_steps=int(-(-planning // saved)) if saved > 0 else None,
+    )

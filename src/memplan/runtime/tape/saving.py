@@ -11,7 +11,7 @@ from memplan.runtime.tape.groups import Handle, SavedTensor, SavedWrapper, check
 from memplan.runtime.tape.offload import AwayHandle, Pass
 from memplan.runtime.tape.replayable import is_comparable
 from memplan.runtime.tape.storages import alias, is_plain
-from memplan.runtime.tape.values import OpRecord, Value, View, version_of
+from memplan.runtime.tape.values import Value, View, version_of
 
 if TYPE_CHECKING:
     from memplan.runtime.tape.recording import Recording
@@ -32,7 +32,8 @@ def saved(tensor: torch.Tensor, recording: Recording) -> Saved:
         known = value.producer is not None and not value.uninitialised
         if value.group is not None and known and not recording.on_another_stream():
             assert value.producer is not None
-            checksum = _checksum(tensor, value.producer, value.output, recording)
+            comparable = is_comparable(value.producer.func, value.output, tensor.dtype)
+            checksum = _checksum(tensor, recording) if comparable else None
             handle = Handle(View.of(tensor, value), value.group, checksum)
             value.group.handles.add(handle)
             return handle
@@ -73,19 +74,11 @@ def _send(
         if not of_pass.send(value, place):
             return None
     assert value.away is not None
-    checksum = None
-    if recording.verify and not recording.symbolic:
-        with recording.pause_recording(), torch.no_grad():
-            checksum = checksum_of(tensor.detach())
-    return AwayHandle(View.of(tensor, value), value.away, checksum)
+    return AwayHandle(View.of(tensor, value), value.away, _checksum(tensor, recording))
 
 
-def _checksum(
-    tensor: torch.Tensor, producer: OpRecord, output: int, recording: Recording
-) -> torch.Tensor | None:
+def _checksum(tensor: torch.Tensor, recording: Recording) -> torch.Tensor | None:
     if not recording.verify or recording.symbolic:
-        return None
-    if not is_comparable(producer.func, output, tensor.dtype):
         return None
     with recording.pause_recording(), torch.no_grad():
         return checksum_of(tensor.detach())
