@@ -112,7 +112,7 @@ def test_a_plan_for_other_arguments_is_told(
     main(["plan", "-o", "job.plan", "--from-trace", "job.trace"])
     capsys.readouterr()
     assert run("--plan", "job.plan", "train.py", "--batch", "16") == 0
-    assert "made for the arguments --batch 8" in capsys.readouterr().err
+    assert "made for train.py --batch 8: where sizes differ, requests go" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

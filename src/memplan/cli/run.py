@@ -118,10 +118,11 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     if not serve:
         _set_allocator(plan.alloc_conf)
     from memplan.runtime.planned.files import RunFiles
-    from memplan.runtime.planned.install import PlannedRun, start
+    from memplan.runtime.planned.install import PlannedRun, compare, start
 
     files = RunFiles(_note, name, trace, stats, overwrite=args.force, price=args.price)
     if not serve:
+        compare(plan, program.command, files.say)
         return plan, files, PlannedRun()
     given = plan if plan.allocation is not None else None
     running = start(given, command=program.command, record_all=bool(args.record), say=files.say)

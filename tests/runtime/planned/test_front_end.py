@@ -192,13 +192,19 @@ def test_one_job_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install._Process.running is None
 
 
+RELEASE = torch.__version__.partition("+")[0]
+
+
 @pytest.mark.parametrize(
     ("made_from", "said"),
     [
         (Fingerprint(torch_version="1.0"), "made with PyTorch 1.0"),
-        (Fingerprint(command=["train.py", "--batch", "8"]), "for the arguments --batch 8"),
+        (
+            Fingerprint(command=["train.py", "--batch", "8"]),
+            "for train.py --batch 8: where sizes differ",
+        ),
         (Fingerprint(command=["other.py"]), "made for other.py"),
-        (Fingerprint(command=["here/train.py"], torch_version=torch.__version__), ""),
+        (Fingerprint(command=["here/train.py"], torch_version=f"{RELEASE}+other"), ""),
     ],
 )
 def test_a_plan_for_something_else_is_told(made_from: Fingerprint, said: str) -> None:
