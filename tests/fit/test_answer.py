@@ -144,6 +144,13 @@ def test_captures_ahead_change_nothing(card: str, shares: tuple[int, ...]) -> No
         assert answer.levers == plain.levers and answer.least == plain.least
 
 
+def test_a_lever_that_the_job_cannot_have_is_not_said_to_be_tried() -> None:
+    job, said = chain("1250MiB", weight=2 * MIB), list[str]()
+    fit(PROGRAM, job.profile, job, Greedy(), said.append)
+    assert any(line.startswith("trying activations on the host") for line in said)
+    assert not any("frozen" in line for line in said)
+
+
 def test_all_solvers_together_have_a_minute() -> None:
     search = Search()
     assert search.solving_seconds(6.0) == 6.0

@@ -91,6 +91,7 @@ class State:
     def trying(self, **parts: Any) -> State:
         """The job, captured again with these parts of the plan, too. Raises CaptureFailedError."""
         plan = msgspec.structs.replace(self.plan, **parts)
+        self.job.search.begins()
         captured = self.job.capture(self.job.program, plan, quiet=True)
         self.job.search.captured()
         verdict = judge(captured.trace, self.job.profile, captured.estimate)
