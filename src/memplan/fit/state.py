@@ -203,6 +203,7 @@ def first_state(job: Job, plain: Captured) -> State:
             command=[program.name, *program.argv],
             torch_version=plain.estimate.torch_version,
             gpu=job.profile.name,
+            ranks=job.ranks,
             requests=request_signature(plain.trace, *step).hex() if step else "",
         ),
     )

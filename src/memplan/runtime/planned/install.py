@@ -185,6 +185,12 @@ def compare(plan: Plan, command: list[str] | None, say: Say) -> None:
             f"the plan was made with PyTorch {made_from.torch_version}, this is "
             f"{torch.__version__}: requests may differ{told}"
         )
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)  # not every launcher says so
+    if made_from.ranks != ranks and made_from.ranks and ranks:
+        say(
+            f"the plan was made for {made_from.ranks} ranks and this job has {ranks}: a rank may "
+            "need more than the plan promises"
+        )
     if made_from.command and command and _job(made_from.command) != _job(command):
         then = (
             "requests go to the ordinary allocator until the job is planned again"
