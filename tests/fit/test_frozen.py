@@ -13,6 +13,7 @@ from memplan.fit.frozen import frozen_bytes
 from memplan.types.plan import OrderPart, Plan
 from memplan.types.plan_file import load_plan, save_plan
 from memplan.types.trace_file import load_trace
+from tests import warm
 
 ADAPTED = """
 import sys
@@ -76,13 +77,11 @@ def test_weights_whose_copies_hide_come_before_recomputation(
     assert answer["added_fraction"] < 0.01
 
 
-def test_a_weight_that_is_updated_in_backward_is_not_frozen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_weight_that_is_updated_in_backward_is_not_frozen() -> None:
     Path("train.py").write_text(ADAPTED.replace(".requires_grad_(False)", ""))
     order = OrderPart(parameters=48, gradient_bytes=0, from_first=True)
     save_plan(Plan(memplan_version="0", order=order), Path("job.plan"))
-    answered(
-        capsys, "estimate", "--json", "--gpu", "24GiB", "--plan", "job.plan", "-o", "job.trace"
-    )
+    words = ("estimate", "--gpu", "24GiB", "--plan", "job.plan", "-o", "job.trace", "train.py")
+    done = warm.run(Path.cwd(), "-m", "memplan", *words)
+    assert done.returncode == 0, done.stderr
     assert frozen_bytes(load_trace(Path("job.trace"))) == []
