@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from memplan.types.plan import OpOutput, Plan, RecomputeGroup, RecomputePart
+from memplan.types.plan import Fingerprint, OpOutput, Plan, RecomputeGroup, RecomputePart
 from memplan.types.plan_file import save_plan
 from tests import warm
 
@@ -91,11 +92,15 @@ def test_the_scripts_own_end(job: Path) -> None:
 
 
 def test_a_plan_for_another_job_is_said_and_harmless(job: Path) -> None:
-    save_plan(plan(*DROPS, OpOutput("aten.gelu.default", 0)), job / "other.plan")
+    other = plan(*DROPS, OpOutput("aten.gelu.default", 0))
+    made_from = Fingerprint(command=["train.py", "--batch-size", "8"])
+    save_plan(msgspec.structs.replace(other, made_from=made_from), job / "other.plan")
     planned = warm_memplan(job, "--plan", "other.plan", "train.py")
     assert planned.returncode == 0
     assert planned.stdout == warm.run(job, "train.py").stdout
     assert "2 of the 3 values that the plan drops were met" in planned.stderr
+    assert "(The CPU's operators are not all those of a card.)" in planned.stderr
+    assert "made for train.py --batch-size 8: where sizes differ, the peak" in planned.stderr
 
 
 WHERE = """

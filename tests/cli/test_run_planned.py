@@ -16,7 +16,8 @@ from memplan.cli.app import main
 from memplan.runtime.planned import install, pluggable
 from memplan.runtime.planned.files import RunFiles
 from memplan.runtime.planned.install import PlannedRun
-from memplan.types.plan_file import load_plan
+from memplan.types.plan import Plan
+from memplan.types.plan_file import load_plan, save_plan
 from memplan.types.trace_file import load_trace
 from tests.runtime.planned.fake_library import FakeLibrary, StorageWatch
 from tests.schemas import read_answer
@@ -111,7 +112,7 @@ def test_a_plan_for_other_arguments_is_told(
     main(["plan", "-o", "job.plan", "--from-trace", "job.trace"])
     capsys.readouterr()
     assert run("--plan", "job.plan", "train.py", "--batch", "16") == 0
-    assert "made for the arguments --batch 8" in capsys.readouterr().err
+    assert "made for train.py --batch 8: where sizes differ, requests go" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ def test_a_plan_for_other_arguments_is_told(
         (["--record", "there.trace", "train.py"], "there.trace exists"),
         (["--stats", "none/job.json", "train.py"], "does not exist"),
         (["--plan", "broken.plan", "train.py"], "not a plan of memplan"),
+        (["--plan", "odd.plan", "train.py"], "odd.plan: allocator settings: unknown key 'odd'"),
         (["--record", "job.json", "--stats", "job.json", "train.py"], "name the same file"),
         (["-f", "--stats", "train.py", "train.py"], "is what this command reads"),
     ],
@@ -129,6 +131,7 @@ def test_what_cannot_be_is_said_before_the_script_begins(
 ) -> None:
     (folder / "there.trace").write_bytes(b"")
     (folder / "broken.plan").write_text("{}")
+    save_plan(Plan(memplan_version="0", alloc_conf="odd:1"), folder / "odd.plan")
     assert run(*words) == 125
     assert what in capsys.readouterr().err
 

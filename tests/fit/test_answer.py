@@ -11,6 +11,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memplan.capturing.options import ScriptTarget
@@ -66,6 +67,18 @@ def test_the_least_memory_stands_beside_the_cheapest() -> None:
     assert answer.least.added_fraction > answer.added_fraction
     assert answer.least.least_card_bytes == min(a.least_card_bytes for a in answer.attempts)
     assert answer.least.bound == "compute"
+
+
+def test_what_the_link_adds_stands_beside_the_step() -> None:
+    """The captured operators do not show it."""
+    times = {"step_seconds": 0.1, "step_low_seconds": 0.08, "step_high_seconds": 0.12}
+    plain = unlimited().answer
+    before = msgspec.structs.replace(plain.before, **times)
+    lever = msgspec.structs.replace(plain.levers[0], added_seconds=0.04)
+    for bound, said in (("link", "; the host's link adds 40 ms"), ("compute", "")):
+        levers = [msgspec.structs.replace(lever, bound=bound)]
+        answer = msgspec.structs.replace(plain, before=before, after=before, levers=levers)
+        assert list(fit_lines(answer))[2].plain == f"step 100 ms (80–120){said}"
 
 
 @pytest.mark.parametrize("card", ["2600MiB", "24GiB"])
@@ -129,6 +142,13 @@ def test_captures_ahead_change_nothing(card: str, shares: tuple[int, ...]) -> No
         assert begun and answer.captures == plain.captures
         assert answer.attempts == plain.attempts and answer.changes == plain.changes
         assert answer.levers == plain.levers and answer.least == plain.least
+
+
+def test_a_lever_that_the_job_cannot_have_is_not_said_to_be_tried() -> None:
+    job, said = chain("1250MiB", weight=2 * MIB), list[str]()
+    fit(PROGRAM, job.profile, job, Greedy(), said.append)
+    assert any(line.startswith("trying activations on the host") for line in said)
+    assert not any("frozen" in line for line in said)
 
 
 def test_all_solvers_together_have_a_minute() -> None:

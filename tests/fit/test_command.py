@@ -112,7 +112,10 @@ def test_a_frontier_with_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
     FakeCapture.asked = []
     assert fit(*words) == 2 and not FakeCapture.asked
     assert "curve/1.plan exists" in capsys.readouterr().err
+    older = Path(f"curve/{len(points)}.plan")
+    older.write_text("of a longer frontier")
     assert fit("-f", *words) == 0
+    assert not older.exists() and Path(f"curve/{len(points) - 1}.plan").exists()
 
 
 def test_json_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ def test_a_plan_that_fits(program: ScriptTarget) -> None:
     assert sum(lever.saved_bytes for lever in levers) == 64 * MIB * dropped
     assert sum(lever.added_seconds for lever in levers) == pytest.approx(answer.added_seconds)
     assert fitted.plan.made_from.forward_ops == 25
+    assert fitted.plan.made_from.ranks == 1
     assert len(fitted.plan.made_from.requests) == 32
     assert not answer.changes and not answer.tried
 

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.types.plan_file import load_plan
+from memplan.fit.frozen import frozen_bytes
+from memplan.types.plan import OrderPart, Plan
+from memplan.types.plan_file import load_plan, save_plan
+from memplan.types.trace_file import load_trace
+from tests import warm
 
 ADAPTED = """
 import sys
@@ -71,3 +75,13 @@ def test_weights_whose_copies_hide_come_before_recomputation(
     assert answer["fits"] and {"frozen"} <= kinds <= {"frozen", "allocator"}
     assert answer["captures"] == 2 and "recompute" not in answer["levers_tried"]
     assert answer["added_fraction"] < 0.01
+
+
+def test_a_weight_that_is_updated_in_backward_is_not_frozen() -> None:
+    Path("train.py").write_text(ADAPTED.replace(".requires_grad_(False)", ""))
+    order = OrderPart(parameters=48, gradient_bytes=0, from_first=True)
+    save_plan(Plan(memplan_version="0", order=order), Path("job.plan"))
+    words = ("estimate", "--gpu", "24GiB", "--plan", "job.plan", "-o", "job.trace", "train.py")
+    done = warm.run(Path.cwd(), "-m", "memplan", *words)
+    assert done.returncode == 0, done.stderr
+    assert frozen_bytes(load_trace(Path("job.trace"))) == []

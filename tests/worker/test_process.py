@@ -18,7 +18,7 @@ from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.types.device import find_profile
 from memplan.types.trace_file import load_trace
 from memplan.worker.failure import CaptureFailedError
-from memplan.worker.process import WorkerProcess
+from memplan.worker.process import WorkerProcess, outcome_of_process
 from memplan.worker.request import CaptureRequest, Outcome
 
 TRAINS = """
@@ -131,6 +131,12 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
 )
 def test_one_that_a_signal_ended(tmp_path: Path, end: signal.Signals, said: str) -> None:
     assert failure(asked(tmp_path, WAITS), tmp_path, end) == said.format("the capture was ended by")
+
+
+def test_one_that_ends_before_it_is_asked() -> None:
+    outcome = outcome_of_process(1, b"")
+    assert (outcome.kind, outcome.exit_code) == ("error", 1)
+    assert outcome.reason == "the process that captures ended with 1 and without an answer"
 
 
 def test_nonsense_is_an_outcome_too(tmp_path: Path) -> None:

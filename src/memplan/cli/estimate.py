@@ -18,7 +18,7 @@ from memplan.cli.advice import next_command
 from memplan.cli.allocator import check_settings
 from memplan.cli.calibrate import add_calibration_option, calibrated
 from memplan.cli.command import EXIT_NO, EXIT_YES, whole
-from memplan.cli.files import output_path, plan_path
+from memplan.cli.files import output_path, read_plan
 from memplan.cli.from_snapshot import explain_snapshot
 from memplan.cli.job import add_capture_options, read_job
 from memplan.cli.machine import machine_profile
@@ -27,7 +27,6 @@ from memplan.cli.rank_files import named_for
 from memplan.cli.streams import write_json, write_report
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
-from memplan.types.plan_file import load_plan
 from memplan.worker.perform import perform
 from memplan.worker.request import Question
 from memplan.worker.signals import ended_by_signal
@@ -102,7 +101,7 @@ def plans_of_ranks(path: str | None, size: int) -> list[Plan]:
     """Of each rank: its own where there is one, as `memplan run` takes it. Empty without a path."""
     if not path:
         return []
-    load = cache(lambda path: load_plan(plan_path(path)))
+    load = cache(read_plan)
     own = [named_for(path, rank) if size > 1 else path for rank in range(size)]
     return [load(name if Path(name).is_file() else path) for name in own]
 

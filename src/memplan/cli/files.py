@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memplan.types.errors import UsageError
 from memplan.types.output_file import refuse_existing
+
+if TYPE_CHECKING:
+    from memplan.types.plan import Plan
 
 _LONGEST_SHOWN = 80
 
@@ -55,6 +59,18 @@ def _named(text: str) -> Path:
     return path
 
 
-def plan_path(text: str) -> Path:
-    """The path of a plan to read. Raises UsageError when no file is there."""
-    return input_path(text, made_by="memplan fit -o job.plan SCRIPT writes a plan")
+def read_plan(text: str) -> Plan:
+    """The plan of that file. Raises UsageError when no file is there, or its allocator settings are
+    such as PyTorch would refuse, and what `load_plan` raises."""
+    from memplan.types.plan_file import load_plan
+
+    path = input_path(text, made_by="memplan fit -o job.plan SCRIPT writes a plan")
+    plan = load_plan(path)
+    if plan.alloc_conf:
+        from memplan.simulate import AllocatorSettings
+
+        try:
+            AllocatorSettings.parse(plan.alloc_conf)
+        except UsageError as error:
+            raise UsageError(f"{text}: {error.message}", error.hint) from error
+    return plan

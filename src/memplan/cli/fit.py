@@ -264,6 +264,10 @@ def _with_frontier_saved(
     folder.mkdir(exist_ok=True)
     for number, plan in enumerate(fitted.frontier):
         save_plan(plan, folder / f"{number}.plan", overwrite=args.force)
+    number = len(fitted.frontier)
+    while (old := folder / f"{number}.plan").is_file():  # -f: of a longer frontier
+        old.unlink()
+        number += 1
     points = [
         msgspec.structs.replace(point, plan=f"{args.plans}/{number}.plan")
         for number, point in enumerate(answer.frontier)

@@ -18,13 +18,13 @@ import msgspec
 from memplan import __version__
 from memplan.capturing.options import STEPS_TO_PLAN
 from memplan.cli.command import EXIT_YES, positive_seconds
-from memplan.cli.files import input_path, output_path, plan_path
+from memplan.cli.files import input_path, output_path, read_plan
 from memplan.cli.job import add_job_options, read_job
 from memplan.cli.machine import machine_profile
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile
 from memplan.types.errors import UsageError
-from memplan.types.plan_file import load_plan, save_plan
+from memplan.types.plan_file import save_plan
 from memplan.worker.signals import ended_by_signal
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     reads = args.from_trace or ""
     path = output_path(args.output, force=args.force, reads=reads)
-    before = load_plan(plan_path(args.plan)) if args.plan else None
+    before = read_plan(args.plan) if args.plan else None
     if args.from_trace:
         trace = _read(args)
         words = _run_words(trace, args.output)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import memplan
-from memplan.cli.files import output_path, plan_path
+from memplan.cli.files import output_path, read_plan
 from memplan.cli.launchers.read import read_launch
 from memplan.cli.program import check_program
 from memplan.cli.rank_files import of_rank, plan_of_rank, rank
@@ -100,10 +100,9 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     """The plan, the files to write, and the allocator in place: PyTorch's own where the plan is of
     recomputation alone, for it was checked with that."""
     from memplan.types.plan import Plan
-    from memplan.types.plan_file import load_plan
 
     name = plan_of_rank(args.plan) if args.plan else ""
-    plan = load_plan(plan_path(name)) if name else Plan()
+    plan = read_plan(name) if name else Plan()
     if args.record and plan.allocation is not None:
         raise UsageError(
             "--record beside a plan of allocation: what is recorded is how a job is without one",
@@ -119,10 +118,11 @@ def _prepare(args: argparse.Namespace, program: ScriptTarget) -> tuple[Plan, Run
     if not serve:
         _set_allocator(plan.alloc_conf)
     from memplan.runtime.planned.files import RunFiles
-    from memplan.runtime.planned.install import PlannedRun, start
+    from memplan.runtime.planned.install import PlannedRun, compare, start
 
     files = RunFiles(_note, name, trace, stats, overwrite=args.force, price=args.price)
     if not serve:
+        compare(plan, program.command, files.say)
         return plan, files, PlannedRun()
     given = plan if plan.allocation is not None else None
     running = start(given, command=program.command, record_all=bool(args.record), say=files.say)
@@ -156,11 +156,8 @@ def _refuse_launcher(args: argparse.Namespace) -> None:
 
 def _set_allocator(conf: str) -> None:
     """Settings that the plan counts on, where the environment has none. PyTorch reads them when it
-    is imported. Raises UsageError for what PyTorch would refuse."""
+    is imported."""
     if conf and not any(os.environ.get(name) for name in CONF_VARIABLES):
-        from memplan.simulate import AllocatorSettings
-
-        AllocatorSettings.parse(conf)
         for name in CONF_VARIABLES:  # PyTorch goes by the first that is set, be it empty
             os.environ.pop(name, None)
         os.environ[CONF_VARIABLES[-1]] = conf

@@ -20,7 +20,7 @@ import msgspec
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES, positive
-from memplan.cli.files import input_path
+from memplan.cli.files import input_path, read_plan
 from memplan.cli.job import add_packages_option, read_job
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.cli.program import check_program, split_program
@@ -101,10 +101,9 @@ def _foreseen(
     with path.open("rb") as file:
         is_plan = file.read(1) == b"{"
     if is_plan:
-        from memplan.types.plan_file import load_plan
         from memplan.worker.captures import RankCapture
 
-        plan = load_plan(path)
+        plan = read_plan(str(path))
         job = read_job(args, _USAGE)
         try:
             found = RankCapture(job.question(args, profile))(job.launch.target, plan)

@@ -249,7 +249,7 @@ class _Finder:
             return _Route(self._first, self._first)
 
     def _try(self, lever: _Lever) -> None:
-        self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES)
+        self._search.say(f"trying {lever.words}", 1 + _USUAL_CAPTURES, once_begun=True)
         base, captures = self.best(lever.instead_of).base, self._search.captures
         changed = self._with(lever.apply, base)
         if self._search.captures > captures:

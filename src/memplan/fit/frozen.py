@@ -17,7 +17,7 @@ from memplan.timing.workload import storage_bytes
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import FrozenPart
-from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Role, Trace
+from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Phase, Role, Trace
 
 SMALLEST = 1 << 20
 """Bytes of a weight that goes to the host (`runtime.frozen`)."""
@@ -121,11 +121,21 @@ def frozen_bytes(trace: Trace) -> list[int]:
     start, stop = step
     stays = (begin < start) & (end >= stop)
     role = trace.storages.role
-    large = (role == Role.PARAMETER) & (size >= SMALLEST) & stays
+    large = (role == Role.PARAMETER) & (size >= SMALLEST) & stays & ~_updated_in_backward(trace)
     given = (role == Role.GRADIENT) & (stays | ((begin >= start) & (begin < stop)))
     parameters = Counter(kinds[one] for one in np.flatnonzero(large).tolist())
     parameters.subtract(kinds[one] for one in np.flatnonzero(given).tolist())
     return [nbytes for (_, nbytes), count in parameters.items() for _ in range(count)]
+
+
+def _updated_in_backward(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Storages that operators of backward passes write. A weight's gradient is gone before the
+    step there, and has no role."""
+    ops = trace.ops
+    writes = np.repeat(ops.phase == Phase.BACKWARD, np.diff(ops.writes_start))
+    written = np.zeros(len(trace.storages), bool)
+    written[ops.writes[writes]] = True
+    return written
 
 
 def _locked_bytes(trace: Trace) -> int:

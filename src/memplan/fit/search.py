@@ -61,11 +61,19 @@ class Search:
     _began: float = field(default_factory=time.monotonic)
     _text: str = ""
     _expected: int = 0
+    _shown: bool = True
 
-    def say(self, text: str, captures: int) -> None:
-        """What is tried now, and how many captures that usually takes."""
-        self._text, self._expected = text, captures
-        self._show()
+    def say(self, text: str, captures: int, *, once_begun: bool = False) -> None:
+        """What is tried now, and how many captures that usually takes. `once_begun`: not shown
+        before one of them begins, for there may be nothing to try."""
+        self._text, self._expected, self._shown = text, captures, False
+        if not once_begun:
+            self._show()
+
+    def begins(self) -> None:
+        """A capture."""
+        if not self._shown:
+            self._show()
 
     def captured(self) -> None:
         self.captures += 1
@@ -75,7 +83,7 @@ class Search:
 
     def _show(self) -> None:
         """With the time left, if what is tried now will do, by what captures took until now."""
-        left = ""
+        left, self._shown = "", True
         if self.captures:
             seconds = self._expected * (time.monotonic() - self._began) / self.captures
             left = f" (capture {self.captures + 1}, about {seconds:.0f} s left if that will do)"

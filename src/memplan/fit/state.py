@@ -91,6 +91,7 @@ class State:
     def trying(self, **parts: Any) -> State:
         """The job, captured again with these parts of the plan, too. Raises CaptureFailedError."""
         plan = msgspec.structs.replace(self.plan, **parts)
+        self.job.search.begins()
         captured = self.job.capture(self.job.program, plan, quiet=True)
         self.job.search.captured()
         verdict = judge(captured.trace, self.job.profile, captured.estimate)
@@ -202,6 +203,7 @@ def first_state(job: Job, plain: Captured) -> State:
             command=[program.name, *program.argv],
             torch_version=plain.estimate.torch_version,
             gpu=job.profile.name,
+            ranks=job.ranks,
             requests=request_signature(plain.trace, *step).hex() if step else "",
         ),
     )

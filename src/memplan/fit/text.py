@@ -12,11 +12,13 @@ from memplan.fit.answer import NUMBERS, Change, Fit, Lever, Priced
 from memplan.report.notebook import box, estimate_html, folded, folded_notes, table
 from memplan.report.notebook import text as escaped
 from memplan.report.text import (
+    WORTH_TELLING,
     clean,
     format_bytes,
     headline,
     interval_text,
     peak_text,
+    seconds_text,
     shorten,
     step_line,
 )
@@ -37,7 +39,7 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     if answer.after is not None:
         yield Text(f"without a plan: {headline(answer.before)}", style="dim")
     if step := step_line(answer.after or answer.before):
-        yield Text(step)
+        yield Text(step + _waiting(answer))
     yield from _levers(answer)
     if answer.after is not None:
         yield from _difference(answer.before.breakdown, answer.after.breakdown)
@@ -95,6 +97,14 @@ def verdict(answer: Fit) -> str:
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
     tried = ", ".join(answer.levers_tried)
     return f"does not fit: least possible {peak} by {tried}; a card of {card} would do{so_far}"
+
+
+def _waiting(answer: Fit) -> str:
+    """Of a step's time what the captured operators do not show."""
+    link = sum(lever.added_seconds for lever in answer.levers if lever.bound == "link")
+    if link < WORTH_TELLING * (answer.before.step_seconds or math.inf):
+        return ""
+    return f"; the host's link adds {seconds_text(link)}"
 
 
 def _levers(answer: Fit) -> Iterator[Text]:

@@ -119,6 +119,7 @@ def plan_of(trace: Trace, found: StaticPlan, before: Plan | None = None) -> Plan
         command=trace.meta.command,
         torch_version=trace.meta.torch_version,
         gpu=trace.meta.gpu,
+        ranks=before.made_from.ranks if before else 0,
         forward_ops=before.made_from.forward_ops if before else 0,
         requests=request_signature(trace, step.start, step.start + step.clock).hex(),
     )

@@ -23,7 +23,7 @@ def format_bytes(nbytes: int) -> str:
 _BOUND_BY_HOST = 0.95
 """Of a step's time: launches that take more are what it waits for."""
 
-_WORTH_TELLING = 0.005
+WORTH_TELLING = 0.005
 """Of a step's time: input that takes less is not worth a line's place."""
 
 
@@ -54,7 +54,7 @@ def step_line(estimate: Estimate) -> str:
     exposed = estimate.exposed_communication_seconds
     if exposed is not None:
         text += f"; exposed communication {seconds_text(exposed)}"
-    if (estimate.input_seconds or 0.0) >= _WORTH_TELLING * seconds:
+    if (estimate.input_seconds or 0.0) >= WORTH_TELLING * seconds:
         whole, late = estimate.input_seconds or 0.0, estimate.exposed_input_seconds or 0.0
         text += f"; input {seconds_text(whole)} on the capturing CPU"
         part = f"{seconds_text(late)} of it " if late < whole else ""

@@ -153,10 +153,11 @@ class _Calls:
     def _compare(self, recording: Recording, decisions: Decisions) -> None:
         if self._on_note is not None and recording.found < decisions.moved:
             sends = " or offloads" if self._offload is not None else ""
+            device = "" if self._on_cuda else " (The CPU's operators are not all those of a card.)"
             self._on_note(
                 f"{recording.found} of the {decisions.moved} values that the plan drops{sends} "
-                "were met in this forward pass: was the plan made for other arguments? This "
-                "changes no number; the peak may be higher than the plan "
+                "were met in this forward pass: was the plan made for other "
+                f"arguments?{device} This changes no number; the peak may be higher than the plan "
                 "promises. `memplan fit` makes a plan for this job"
             )
 

@@ -231,6 +231,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     command: list[str] = []
     torch_version: str = ""
     gpu: str = ""
+    ranks: int = 0
+    """Processes of the job; 0 where that is not known."""
     forward_ops: int = 0
     requests: str = ""
     """Hex digest of the requests of the steady step (`phases.request_signature`)."""

@@ -97,6 +97,9 @@ def outcome_of_process(code: int, answer: bytes) -> Outcome:
     by_signal = ended_by_signal(code)
     if by_signal is not None:
         return by_signal
+    if not answer:  # what it wrote itself says why
+        message = f"error: the process that captures ended with {code} and without an answer"
+        return Outcome(kind="error", exit_code=1, message=message)
     try:
         return msgspec.json.decode(answer, type=Outcome)
     except msgspec.DecodeError as error:

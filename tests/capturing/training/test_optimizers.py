@@ -227,6 +227,14 @@ def test_a_closure_is_the_model_and_not_the_optimizer() -> None:
     assert operators(trace, Phase.OPTIMIZER)["addmm"] == 0
 
 
+def test_gradients_of_a_closure_are_known_in_the_last_step_too() -> None:
+    trace = record(lambda: minimise("cuda", 5, 1, None, 2) and None, steps=2)
+    step = trace.events.step[trace.events.kind == EventKind.ALLOC]
+    made = trace.events.storage[trace.events.kind == EventKind.ALLOC]
+    gradients = trace.storages.role[made] == Role.GRADIENT
+    assert [int(gradients[step == one].sum()) for one in range(2)] == [2, 2]
+
+
 @pytest.mark.parametrize("state_first", [False, True])
 def test_a_step_before_any_backward_is_no_training_step(state_first: bool) -> None:
     """Some make the state so, which a checkpoint is then loaded into."""

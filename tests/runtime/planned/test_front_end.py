@@ -192,16 +192,27 @@ def test_one_job_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install._Process.running is None
 
 
+RELEASE = torch.__version__.partition("+")[0]
+
+
 @pytest.mark.parametrize(
     ("made_from", "said"),
     [
         (Fingerprint(torch_version="1.0"), "made with PyTorch 1.0"),
-        (Fingerprint(command=["train.py", "--batch", "8"]), "for the arguments --batch 8"),
+        (
+            Fingerprint(command=["train.py", "--batch", "8"]),
+            "for train.py --batch 8: where sizes differ",
+        ),
         (Fingerprint(command=["other.py"]), "made for other.py"),
-        (Fingerprint(command=["here/train.py"], torch_version=torch.__version__), ""),
+        (Fingerprint(ranks=8), "made for 8 ranks and this job has 2: a rank may need more"),
+        (Fingerprint(ranks=2), ""),
+        (Fingerprint(command=["here/train.py"], torch_version=f"{RELEASE}+other"), ""),
     ],
 )
-def test_a_plan_for_something_else_is_told(made_from: Fingerprint, said: str) -> None:
+def test_a_plan_for_something_else_is_told(
+    monkeypatch: pytest.MonkeyPatch, made_from: Fingerprint, said: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     lines: list[str] = []
     install.compare(Plan(made_from=made_from), ["train.py"], lines.append)
     assert "".join(lines).find(said) >= 0 and len(lines) == bool(said)

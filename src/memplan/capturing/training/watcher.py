@@ -117,15 +117,21 @@ class StepWatcher:
             self.state.recorder.flush()
             self._passes = self._passes[0], len(self.state.recorder.builder)
         self.state.context.in_optimizer += 1
+        self._see_gradients(step.optimizer)
         for parameter in _parameters(step.optimizer):
+            self.state.role_of(parameter, Role.PARAMETER)
+
+    def _see_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in _parameters(optimizer):
             if parameter.grad is not None:
                 self._updated.add(id(parameter))
                 self.state.role_of(parameter.grad, Role.GRADIENT)
-            self.state.role_of(parameter, Role.PARAMETER)
 
     def _after(self, step: Step) -> None:
         optimizer = step.optimizer
         self.state.context.in_optimizer = step.within
+        if step.closure:  # it has run the backward pass
+            self._see_gradients(optimizer)
         if optimizer not in self._stepped:
             self._most_trained = max(self._most_trained, self._trained_bytes(optimizer))
         self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -176,20 +177,32 @@ def job_devices() -> list[int]:
 
 def compare(plan: Plan, command: list[str] | None, say: Say) -> None:
     """Say what the plan was made for and this job is not."""
-    made_from = plan.made_from
-    if made_from.torch_version and made_from.torch_version != torch.__version__:
+    made_from, placed = plan.made_from, plan.allocation is not None
+    release = made_from.torch_version.partition("+")[0]  # of whatever build: plans come from others
+    if release not in ("", torch.__version__.partition("+")[0]):
+        told = "; the hit rate will tell" if placed else ""
         say(
             f"the plan was made with PyTorch {made_from.torch_version}, this is "
-            f"{torch.__version__}: requests may differ; the hit rate will tell"
+            f"{torch.__version__}: requests may differ{told}"
         )
-    planned_for, words = made_from.command, command or []
-    if planned_for and words and planned_for[1:] != words[1:]:
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)  # not every launcher says so
+    if made_from.ranks != ranks and made_from.ranks and ranks:
         say(
-            f"the plan was made for the arguments {' '.join(planned_for[1:]) or '(none)'}: where "
-            "sizes differ, requests go to the ordinary allocator until the job is planned again"
+            f"the plan was made for {made_from.ranks} ranks and this job has {ranks}: a rank may "
+            "need more than the plan promises"
         )
-    elif planned_for and words and Path(planned_for[0]).name != Path(words[0]).name:
-        say(f"the plan was made for {planned_for[0]}")
+    if made_from.command and command and _job(made_from.command) != _job(command):
+        then = (
+            "requests go to the ordinary allocator until the job is planned again"
+            if placed
+            else "the peak may be higher than the plan promises"
+        )
+        say(f"the plan was made for {shlex.join(made_from.command)}: where sizes differ, {then}")
+
+
+def _job(command: list[str]) -> list[str]:
+    """Wherever the script lies."""
+    return [Path(command[0]).name, *command[1:]]
 
 
 def _warn(text: str) -> None:
