@@ -104,6 +104,8 @@ def test_conditions_on_a_healthy_loss() -> None:
         assert torch.isfinite(loss).all()
         assert not math.isnan(loss.item())
         assert torch.allclose(scores(), scores())
+        asked = [torch.isfinite(loss), loss.isfinite(), torch.isnan(loss), loss != loss]
+        assert [bool(answer) for answer in asked] == [True, True, False, False]
         torch.distributions.Normal(scores(), scores().exp()).sample()
 
     record(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -371,6 +372,17 @@ def assume_uniform(value: int) -> Observer:
     return observe
 
 
+def compared(value: int) -> Observer:
+    """Equality with itself, and difference from infinity: what `isfinite` comes as."""
+    assume = assume_uniform(value)
+
+    def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf):
+            assume(state, func, args, kwargs, result)
+
+    return observe
+
+
 def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
     return False
@@ -430,5 +442,7 @@ OBSERVERS: dict[Any, Observer] = {
     aten.min.dim: note_choice(1),
     aten.isnan.default: assume_uniform(0),
     aten.isinf.default: assume_uniform(0),
-    aten.isfinite.default: assume_uniform(1),
+    aten.eq.Tensor: compared(1),
+    aten.ne.Tensor: compared(0),
+    aten.ne.Scalar: compared(1),
 }
