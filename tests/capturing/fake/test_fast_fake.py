@@ -270,7 +270,48 @@ def test_step_sizes_of_optimizers_need_no_new_plan() -> None:
     assert fast.hits == before + 5
 
 
-def test_a_view_never_enlarges_a_storage() -> None:
+def test_a_buffer_that_is_filled_row_by_row_needs_no_new_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = fast_mode()
+    ran: list[str] = []
+    rule = FakeTensorMode.dispatch
+
+    def counted(mode: Any, func: Any, *rest: Any) -> Any:
+        ran.append(func.name())
+        return rule(mode, func, *rest)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
+    with fast:
+        buffer, row = t(50, 4), t(4)
+    ran.clear()
+    seen = []
+    for step in range(1, 20):
+        place: Any = fast.dispatch(aten.select.int, (), (buffer, 0, step))
+        part: Any = fast.dispatch(aten.slice.Tensor, (), (place, 0, step % 3, 3))
+        fast.dispatch(aten.copy_.default, (), (place, row))
+        fast.dispatch(aten.fill_.Scalar, (), (part, 0.5 + step))
+        seen.append((place.storage_offset(), part.storage_offset(), tuple(part.shape)))
+    assert seen == [(4 * i, 4 * i + i % 3, (3 - i % 3,)) for i in range(1, 20)]
+    # Views once more: that they are some is seen first. A part has one of three shapes.
+    counts = [ran.count(name) for name in ("aten::select.int", "aten::slice.Tensor")]
+    assert counts == [2, 2]
+    assert [ran.count(name) for name in ("aten::copy_", "aten::fill_.Scalar")] == [1, 3]
+
+
+def test_a_view_outside_its_tensor_is_the_same_error_each_time() -> None:
+    fast = fast_mode()
+    with fast:
+        x = t(4, 5)
+    for index in (0, 1, 2):
+        fast.dispatch(aten.select.int, (), (x, 0, index))
+    for _ in range(2):
+        with pytest.raises(IndexError, match="out of range"):
+            fast.dispatch(aten.select.int, (), (x, 0, 4))
+
+
+@pytest.mark.parametrize("shape", [[2, 5], [5, 2]])
+def test_a_view_never_enlarges_a_storage(shape: list[int]) -> None:
     sizes = []
     for mode in (plain_mode(), fast_mode()):
         with mode:
@@ -278,9 +319,9 @@ def test_a_view_never_enlarges_a_storage() -> None:
         for _ in range(3):
             mode.dispatch(aten.view.default, (), (kept, [2, 5]))
         emptied.untyped_storage().resize_(0)
-        view: Any = mode.dispatch(aten.view.default, (), (emptied, [2, 5]))
+        view: Any = mode.dispatch(aten.view.default, (), (emptied, shape))
         sizes.append((emptied.untyped_storage().nbytes(), tuple(view.shape)))
-    assert sizes[0] == sizes[1] == (0, (2, 5))
+    assert sizes[0] == sizes[1] == (0, tuple(shape))
 
 
 def test_tensors_of_another_mode_and_constants_are_left_to_pytorch() -> None:

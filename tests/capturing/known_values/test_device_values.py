@@ -104,6 +104,8 @@ def test_conditions_on_a_healthy_loss() -> None:
         assert torch.isfinite(loss).all()
         assert not math.isnan(loss.item())
         assert torch.allclose(scores(), scores())
+        asked = [torch.isfinite(loss), loss.isfinite(), torch.isnan(loss), loss != loss]
+        assert [bool(answer) for answer in asked] == [True, True, False, False]
         torch.distributions.Normal(scores(), scores().exp()).sample()
 
     record(job)
@@ -170,6 +172,34 @@ def test_routing_of_a_mixture_of_experts(routing: str, tokens: list[int]) -> Non
 
 
 # Loops and readings
+
+
+def test_counted_values_lie_below_the_length_that_is_asked_for() -> None:
+    """Confusion matrices of metrics count pairs of classes."""
+
+    def job() -> None:
+        chosen = scores().argmax(1)
+        pairs = (chosen % 4) * 4 + chosen % 4
+        assert torch.bincount(pairs, minlength=16).reshape(4, 4).dtype is torch.int64
+        weighed = torch.bincount(pairs, torch.rand(ROWS, device="cuda"), minlength=16)
+        assert (weighed.shape, weighed.dtype) == ((16,), torch.float32)
+
+    assert any("below `minlength`" in text for text in assumed(record(job)))
+
+
+def test_chosen_positions_are_no_more_than_there_are_places() -> None:
+    """Metrics look whether there are more classes among the predictions than there should be."""
+    lengths = []
+
+    def job() -> None:
+        for chosen in (scores()[:, :4].argmax(1), scores()[:, :5].max(1).indices):
+            lengths.append(len(torch.unique(chosen.view(4, -1))))
+        moved = scores()[:, :4].argmin(1)
+        moved += scores().argmax(1)
+        lengths.append(len(torch.unique(moved)))
+
+    record(job)
+    assert lengths == [4, 5, ROWS]
 
 
 def test_rows_of_a_mask_are_assumed_one_by_one() -> None:

@@ -254,3 +254,26 @@ def test_a_step_before_any_backward_is_no_training_step(state_first: bool) -> No
             optimizer.step()
             optimizer.zero_grad()
     assert session.steps.completed == passes == 3
+
+
+def test_the_next_optimizer_counts_once_the_first_steps_no_more() -> None:
+    """A small part was trained beforehand; then the loop that takes hours."""
+    rounds = 0
+
+    def job() -> None:
+        nonlocal rounds
+        beforehand = nn.Linear(4, 4)
+        small = optim.SGD(beforehand.parameters(), 0.1)
+        beforehand(torch.randn(2, 4)).sum().backward()
+        small.step()
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer = optim.Adam(model.parameters())
+        for rounds in range(1000):  # noqa: B007
+            model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trace = record(job)
+    assert rounds < 25
+    assert trace.meta.optimizer_steps < 8
+    assert not any("ended by itself" in note for note in trace.meta.notes)

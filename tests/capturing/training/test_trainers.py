@@ -68,6 +68,42 @@ def test_a_trainer_evaluates_though_it_never_gets_there(tmp_path: Path) -> None:
     assert not any("evaluation" in note for note in trace.meta.notes)
 
 
+LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        self.layer(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+rows = [torch.randn(256) for _ in range(400)]
+trainer = Trainer(
+    accelerator="gpu", devices=1, num_sanity_val_steps=0, check_val_every_n_epoch=5, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Model(), DataLoader(rows, 2), DataLoader(rows, 64))
+"""
+
+
+def test_lightning_evaluates_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
+    """It counts the batches to its evaluation beforehand: here 200, five times over."""
+    pytest.importorskip("lightning")
+    trace = run(tmp_path, LIGHTNING)
+    assert trace.meta.optimizer_steps < 5
+    assert rows_of_inputs(trace) == {2, 64}
+
+
 ACCELERATE = """
 import torch
 from accelerate import Accelerator

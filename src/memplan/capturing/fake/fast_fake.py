@@ -7,14 +7,15 @@ apart into a `_Plan`: which outputs are new storages, which are views of which i
 an input itself. A plan is trusted only after it has been carried out once beside the rule's own
 result and gave the same tensors, down to dispatch keys and storage bytes; whatever does not fit
 (constants, sparse or quantised tensors, changed inputs, unknown arguments) is run in full each
-time. PyTorch's own cache of this kind costs several times more for each operator, because it also
-has to serve symbolic shapes.
+time. A view that differs from an earlier one in its numbers alone (`buffer[i] = …`, step by step)
+is the earlier one, lying where the operator's own kernel on `meta` says. PyTorch's own cache of
+this kind costs several times more for each operator, because it also has to serve symbolic shapes.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ class FastFakeMode(FakeTensorMode):
         self.hits = 0
         """Operators that were answered from a plan."""
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}
+        self._views: dict[tuple[Any, ...], _Output] = {}
+        """Of each signature without its integers, a view that was confirmed."""
         self._eligible: dict[Any, bool] = {}
         self._aliasing: set[Any] = set()
         self._active = (
@@ -150,14 +153,14 @@ class FastFakeMode(FakeTensorMode):
             torch._C._get_default_device(),
             torch.is_inference_mode_enabled(),
         ]
-        any_number = func._opname.startswith("_foreach_")
+        any_number = func._schema.is_mutable or func._opname.startswith("_foreach_")
         self._describe(args, key, tensors, any_number)
         for name, value in kwargs.items():
             key.append(name)
             self._describe((value,), key, tensors, any_number)
         if func in self._aliasing:
             for tensor in tensors:
-                key.append((tensor.is_inference(), tensor.is_neg()))
+                key += (tensor.storage_offset(), (tensor.is_inference(), tensor.is_neg()))
         return tuple(key)
 
     def _describe(
@@ -168,13 +171,7 @@ class FastFakeMode(FakeTensorMode):
             if kind in _CLASSES and getattr(item, "fake_device", None) is not None:
                 if item.constant is not None or item.fake_mode is not self:
                     raise _UnknownArgumentError
-                key += (
-                    item.shape,
-                    item.stride(),
-                    item.storage_offset(),
-                    item.dtype,
-                    item.fake_device,
-                )
+                key += (item.shape, item.stride(), item.dtype, item.fake_device)
                 tensors.append(item)
             elif kind is float and any_number:
                 key.append(float)  # step sizes change with every step, shapes do not
@@ -195,6 +192,10 @@ class FastFakeMode(FakeTensorMode):
         kwargs: dict[str, Any],
         tensors: list[FakeTensor],
     ) -> Any:
+        kind = tuple(part for part in key if type(part) is not int)
+        if kind in self._views and (moved := _moved(self._views[kind], func, args, kwargs)):
+            self._plans[key] = moved
+            return _carry_out(moved, tensors)
         result = super().dispatch(func, types, args, kwargs)
         plan: _Plan | None = None
         unchanged = key == self._signature(func, args, kwargs, [])
@@ -207,7 +208,10 @@ class FastFakeMode(FakeTensorMode):
             plan = None
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
+            self._views.clear()
         self._plans[key] = plan
+        if plan is not None and _is_view_of_first(func, plan, args, tensors):
+            self._views[kind] = plan.outputs[0]
         return result
 
 
@@ -318,6 +322,31 @@ def _aliases(plan: _Plan) -> bool:
     return any(
         isinstance(item, _Output) and item.source >= 0 and not item.same for item in plan.outputs
     )
+
+
+def _is_view_of_first(
+    func: Any, plan: _Plan, args: tuple[Any, ...], tensors: list[FakeTensor]
+) -> bool:
+    return func.is_view and plan.container is None and len(tensors) == 1 and args[0] is tensors[0]
+
+
+def _moved(view: _Output, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan | None:
+    """The plan of a view like `view`, with other numbers."""
+    base = args[0]
+    if base.untyped_storage().nbytes() < _extent(base):
+        return None  # `set_` would enlarge it
+    with torch._C._DisableTorchDispatch():
+        data = torch.empty(0, dtype=base.dtype, device=_META)
+        data.set_(base.untyped_storage(), base.storage_offset(), base.shape, base.stride())
+        made = func(data, *args[1:], **kwargs)
+    moved = replace(
+        view,
+        shape=tuple(made.shape),
+        stride=made.stride(),
+        offset=int(made.storage_offset()),
+        storage_bytes=_extent(made),
+    )
+    return _Plan((moved,), None)
 
 
 def _carry_out(plan: _Plan, tensors: list[FakeTensor]) -> Any:

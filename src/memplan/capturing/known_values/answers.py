@@ -20,8 +20,8 @@ from memplan.types.trace import Assumption
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_TRUE_ORIGINS = frozenset({"isfinite", "all", "isclose", "equal", "_is_all_true"})
-_HEALTH = frozenset({"isfinite", "isnan", "isinf", "_is_all_true"})
+_TRUE_ORIGINS = frozenset({"all", "isclose", "equal", "_is_all_true"})
+_HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
 """A loop on one of these waits for a failure or its end, and is not there to train."""
 _ROUNDS = 16
 """Of a loop outside the model, before an optimizer step: enough for gradients to be accumulated."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _VALUE = "_memplan_value"
 _ORIGIN = "_memplan_origin"
+_BELOW = "_memplan_below"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
@@ -149,6 +150,8 @@ class Values:
         """The same, of the storage itself."""
         if getattr(storage, _VALUE, None) is not None:
             setattr(storage, _VALUE, None)
+        if getattr(storage, _BELOW, None) is not None:
+            setattr(storage, _BELOW, None)
 
     def note_alike(self, tensor: torch.Tensor) -> None:
         """What is known was worked out as if every rank had put in what this one did; so is what
@@ -168,6 +171,14 @@ class Values:
     def origin(self, tensor: torch.Tensor) -> str:
         """Name of the operator that made the value, or the empty string."""
         return getattr(tensor.untyped_storage(), _ORIGIN, "")
+
+    def note_below(self, tensor: torch.Tensor, bound: int) -> None:
+        """Values that are not known are integers from 0 up to `bound`, which is none of them."""
+        setattr(tensor.untyped_storage(), _BELOW, bound)
+
+    def below(self, tensor: torch.Tensor) -> int | None:
+        """The bound of `note_below`, where there is one."""
+        return getattr(tensor.untyped_storage(), _BELOW, None)
 
     def compute(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -134,7 +135,25 @@ def from_values(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """Operators whose result has a data-dependent shape: computed from values, known or assumed."""
     replaced = [_with_values(state, func, item) for item in args]
     named = {name: _with_values(state, func, item) for name, item in kwargs.items()}
-    result = func(*replaced, **named)
+    return _made(state, func, args, kwargs, func(*replaced, **named))
+
+
+def counted(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`bincount`: values that are not known lie below `minlength`, where that is given. Whoever
+    gives it goes on with a result of that length, as confusion matrices do."""
+    named = dict(zip(("self", "weights", "minlength"), args, strict=False)) | kwargs
+    least, weights = named.get("minlength", 0), named.get("weights")
+    if not least or state.values.of(named["self"]) is not None:
+        return from_values(state, func, args, kwargs)
+    text = "values that are counted lie below `minlength`"
+    state.assumptions.add("shape", text, op=str(func), source=state.source())
+    one = None if weights is None else torch.zeros(1, dtype=weights.dtype)
+    result = func(torch.zeros(1, dtype=torch.int64), one, least)
+    return _made(state, func, args, kwargs, result)
+
+
+def _made(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """On the device what `func` gave for values of its arguments."""
     device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
     builder = state.recorder.builder
     builder.begin_op(
@@ -196,8 +215,12 @@ def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tenso
         value = torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape) + 1
         text = "floating-point values that decide a shape are all different and not zero"
     else:
-        value = torch.arange(tensor.numel()).view(tensor.shape).to(tensor.dtype)
+        value = torch.arange(tensor.numel()).view(tensor.shape)
         text = "integers that decide a shape are all different"
+        below = state.values.below(tensor)
+        if below is not None and tensor.numel() > below:
+            value, text = value % below, "integers that decide a shape are all that there can be"
+        value = value.to(tensor.dtype)
     state.assumptions.add("shape", text, op=str(func), source=state.source())
     if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a view the rest stays unknown
         state.values.learn(tensor, value)
@@ -327,12 +350,35 @@ def _say_assumed(state: CaptureState, op: str, options: int) -> None:
     )
 
 
+def note_choice(place: int) -> Observer:
+    """The result at `place` has positions along `dim`, or in the whole tensor."""
+
+    def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        chosen = result[place] if isinstance(result, tuple) else result
+        whole = dim is None or not args[0].dim()
+        state.values.note_below(chosen, args[0].numel() if whole else args[0].shape[dim])
+
+    return observe
+
+
 def assume_uniform(value: int) -> Observer:
     """The result is taken to hold one value: no number is NaN or infinite, all are finite."""
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if state.values.of(result) is None and result.numel() <= MAX_INTEGER_ELEMENTS:
             state.values.learn(result, torch.full(result.shape, value, dtype=result.dtype))
+
+    return observe
+
+
+def compared(value: int) -> Observer:
+    """Equality with itself, and difference from infinity: what `isfinite` comes as."""
+    assume = assume_uniform(value)
+
+    def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf):
+            assume(state, func, args, kwargs, result)
 
     return observe
 
@@ -384,13 +430,19 @@ HANDLERS: dict[Any, Handler] = {
     aten._unique.default: from_values,
     aten.unique_dim.default: from_values,
     aten.unique_consecutive.default: from_values,
-    aten.bincount.default: from_values,
+    aten.bincount.default: counted,
     aten.repeat_interleave.Tensor: repeat_interleave,
 }
 
 OBSERVERS: dict[Any, Observer] = {
     aten.topk.default: assume_topk,
+    aten.argmax.default: note_choice(0),
+    aten.argmin.default: note_choice(0),
+    aten.max.dim: note_choice(1),
+    aten.min.dim: note_choice(1),
     aten.isnan.default: assume_uniform(0),
     aten.isinf.default: assume_uniform(0),
-    aten.isfinite.default: assume_uniform(1),
+    aten.eq.Tensor: compared(1),
+    aten.ne.Tensor: compared(0),
+    aten.ne.Scalar: compared(1),
 }

@@ -79,6 +79,20 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
 
         patches.set(flow, "on_step_end", on_last_step_end)
 
+    def lightning(module: types.ModuleType) -> None:
+        # It evaluates after as many batches as were counted beforehand: in a capture, after the
+        # last step.
+        loop = getattr(module, "_TrainingEpochLoop", None)
+        counts = getattr(loop, "_should_check_val_fx", None)
+        if counts is None:
+            return
+
+        def evaluates(self: Any, *args: Any, **more: Any) -> bool:
+            evaluates_ever = ending.draining and self.trainer.enable_validation
+            return bool(counts(self, *args, **more) or evaluates_ever)
+
+        patches.set(loop, "_should_check_val_fx", evaluates)
+
     def boxes(module: types.ModuleType) -> None:
         # It looks for its operators before it calls the one that there is a rule for.
         if make_torchvision_importable() is not None:
@@ -100,6 +114,8 @@ def adapters(patches: Patches, ending: Ending) -> dict[str, Adapter]:
         patches.set(module, "_load_lib", load_lib)
 
     return {
+        "lightning.pytorch.loops.training_epoch_loop": lightning,
+        "pytorch_lightning.loops.training_epoch_loop": lightning,
         "torchaudio._extension.utils": torchaudio,
         "torchvision.ops.boxes": boxes,
         "transformers.utils.import_utils": transformers,

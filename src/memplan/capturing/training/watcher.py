@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -33,12 +33,15 @@ _WORTH_SAYING = 1 << 20
 """Bytes of parameters."""
 _LONGEST_ROUND = 5
 """Steps of the first optimizer for one of another: five of a critic for one of a generator."""
+_MOST_OTHERS = 16
+"""Steps of one optimizer after the last of another that has trained something else, and is done."""
 
 
 class StepWatcher:
     """Follows calls of `Optimizer.step`.
 
-    A step is everything between the ends of two calls of the first optimizer that stepped. It is
+    A step is everything between the ends of two calls of the first optimizer that stepped, or of
+    the next, once that steps no more. It is
     steady when it asked for the same bytes on the same streams in the same order as the one before
     (and let go of them in whatever order), or the last few did as the few before them: another
     optimizer may step every other time. The first makes the optimizer's state and is like no
@@ -61,6 +64,9 @@ class StepWatcher:
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
+        """The optimizer whose steps count."""
+        self._others: Counter[int] = Counter()
+        """Steps of each other one since."""
         self._start = 0
         self._passes: tuple[int, int] | None = None
         """Of the step that runs: the events of its forward and backward passes, as far as known."""
@@ -146,9 +152,11 @@ class StepWatcher:
             return
         if self._stepped[optimizer] == 1 and not self.state.context.backward_seen:
             return
-        if self._first is None:
+        self._others[id(optimizer)] += 1
+        if self._first is None or self._others[id(optimizer)] > _MOST_OTHERS:
             self._first = id(optimizer)
         if id(optimizer) == self._first:
+            self._others.clear()
             self._complete()
 
     @property
