@@ -77,11 +77,17 @@ def test_module_without_a_name(parser: argparse.ArgumentParser) -> None:
 
 def test_a_misspelt_script_gets_near_names(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    (tmp_path / "unrelated.py").touch()
+    (tmp_path / "rnn.py").touch()
     with pytest.raises(UsageError) as caught:
         check_program(script(str(tmp_path / "trian.py")), "usage")
     assert caught.value.message == f"no script {tmp_path / 'trian.py'}"
     assert caught.value.hint == str(tmp_path / "train.py")
+
+
+def test_a_command_in_quotes() -> None:
+    with pytest.raises(UsageError, match="no script") as caught:
+        check_program(script("train.py --epochs 1"), "usage")
+    assert caught.value.hint == "without quotes: train.py --epochs 1"
 
 
 def test_a_folder_is_no_script(tmp_path: Path) -> None:

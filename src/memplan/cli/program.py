@@ -101,10 +101,13 @@ def _check_script(path: Path) -> None:
             "the command that it runs: python train.py",
         )
     folder = path.parent
-    names = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    if near:
-        hint = ", ".join(str(folder / name) for name in near)
+    names = sorted(p.stem for p in folder.glob("*.py")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.stem, names, n=3)
+    words = str(path).split()
+    if len(words) > 1 and (words[0].endswith(".py") or shutil.which(words[0])):
+        hint = f"without quotes: {path}"
+    elif near:
+        hint = ", ".join(str(folder / f"{name}.py") for name in near)
     elif folder.is_dir():
         hint = f"a script in {folder.resolve()}"
     else:

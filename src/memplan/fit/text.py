@@ -96,7 +96,8 @@ def verdict(answer: Fit) -> str:
         limit = percent(answer.at_most)
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
     tried = ", ".join(answer.levers_tried)
-    return f"does not fit: least possible {peak} by {tried}; a card of {card} would do{so_far}"
+    least = "least possible" if answer.complete else "least found"
+    return f"does not fit: {least} {peak} by {tried}; a card of {card} would do{so_far}"
 
 
 def _waiting(answer: Fit) -> str:
@@ -222,7 +223,7 @@ def _changes(answer: Fit) -> Iterator[Text]:
         yield Text("nearest changes that fit", style="bold")
     for change in answer.changes:
         peak = interval_text(change.low_bytes, change.peak_bytes, change.high_bytes)
-        yield Text(f"  {clean(change_text(change)):<40}{peak}")
+        yield Text(f"  {clean(change_text(change)):<38}  {peak}")
         conf = f", PYTORCH_ALLOC_CONF={change.alloc_conf}" if change.alloc_conf else ""
         yield Text(f"    {change.verified}{conf}", style="dim")
         if change.launch or change.code:
