@@ -111,6 +111,34 @@ def test_conditions_on_a_healthy_loss() -> None:
     record(job)
 
 
+def test_a_condition_made_of_others_says_what_they_say() -> None:
+    """Outside of a check, too, where nothing but its origin tells: a step is not skipped."""
+    said: list[bool] = []
+
+    def job() -> None:
+        loss, known = scores().mean(), torch.tensor(True).cuda()
+        sound, bad = torch.isfinite(loss), torch.isnan(loss)
+        holds = [sound, ~bad, ~torch.isinf(loss), ~torch.isnan(scores()).any(), sound.cpu()]
+        holds += [sound & ~bad, bad | sound, known & sound, torch.logical_not(~sound)]
+        said.extend(bool(one) for one in holds)
+        fails = [~sound, bad, torch.isinf(loss), bad & sound, known & bad, bad | ~sound]
+        said.extend(not one for one in fails)
+
+    record(job, steps=0)
+    assert all(said), said
+
+
+def test_numbers_that_nobody_knows_are_not_zero() -> None:
+    """Prodigy keeps a copy of parameters that are not zero."""
+    said: list[bool] = []
+
+    def job() -> None:
+        said.extend([bool(scores().any()), bool((scores() > 9).any())])
+
+    record(job, steps=0)
+    assert said == [True, False]
+
+
 def test_real_values_are_compared_for_real() -> None:
     def job() -> None:
         items = torch.arange(8.0).cuda()

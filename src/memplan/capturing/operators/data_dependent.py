@@ -377,7 +377,7 @@ def compared(value: int) -> Observer:
     assume = assume_uniform(value)
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf):
+        if args[1] is args[0] or (isinstance(args[1], float) and math.isinf(args[1])):
             assume(state, func, args, kwargs, result)
 
     return observe
@@ -444,5 +444,6 @@ OBSERVERS: dict[Any, Observer] = {
     aten.isinf.default: assume_uniform(0),
     aten.eq.Tensor: compared(1),
     aten.ne.Tensor: compared(0),
+    aten.eq.Scalar: compared(0),
     aten.ne.Scalar: compared(1),
 }
