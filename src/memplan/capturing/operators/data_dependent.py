@@ -373,11 +373,12 @@ def assume_uniform(value: int) -> Observer:
 
 
 def compared(value: int) -> Observer:
-    """Equality with itself, and difference from infinity: what `isfinite` comes as."""
+    """Equality with itself, and difference from infinity: what `isfinite` comes as. Minus infinity
+    is what masks put there."""
     assume = assume_uniform(value)
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if args[1] is args[0] or (isinstance(args[1], float) and math.isinf(args[1])):
+        if args[1] is args[0] or (isinstance(args[1], float) and args[1] == math.inf):
             assume(state, func, args, kwargs, result)
 
     return observe
