@@ -17,16 +17,18 @@ from memplan.timing.collectives import (
     span,
 )
 from memplan.timing.host import host_seconds
-from memplan.timing.seconds import by_operator, kernel_seconds, peak_rates
+from memplan.timing.seconds import by_operator, kernel_seconds, op_seconds, peak_rates
 from memplan.timing.table import KernelTimes, kernel_times
 from memplan.timing.timeline import SteadyRun, steady_run
 from memplan.timing.workload import Workload, workload
 from memplan.types.device import DeviceProfile
+from memplan.types.op_names import GRAPH_REPLAY
 from memplan.types.step_graph import F64, Bools
 from memplan.types.step_time import CollectiveTime, InputTime, StepTime
 from memplan.types.trace import Trace
 
 COMMUNICATION = "communication"
+REPLAYS = "CUDA graphs"
 _GROUPS = (
     ("matmul", "matrix products"),
     ("conv", "convolutions"),
@@ -77,6 +79,8 @@ class PricedStep:
     """On its stream."""
     exchanges: Bools
     """Whether it is a collective."""
+    replays: Bools
+    """Whether it is a CUDA graph that runs again."""
     host: F64
     run: SteadyRun
     table: KernelTimes
@@ -105,7 +109,8 @@ def priced_step(
     work = workload(trace, profile.sm_count, start, stop)
     each = kernel_seconds(work, profile, table)
     sent = _communication(trace, start, stop, profile, table)
-    device = np.where(sent >= 0, sent, by_operator(work, each))
+    again = _replayed(trace, start, stop, profile)
+    device = np.select([sent >= 0, again >= 0], [sent, again], by_operator(work, each))
     host = host_seconds(trace, table.host, start, stop)
     return PricedStep(
         trace=trace,
@@ -116,6 +121,7 @@ def priced_step(
         each=each,
         device=device,
         exchanges=sent >= 0,
+        replays=again >= 0,
         host=host,
         run=steady_run(trace, start, stop, device, host),
         table=table,
@@ -201,6 +207,7 @@ def _by_kind(priced: PricedStep) -> dict[str, float]:
         groups[next(name for start, name in _GROUPS if kind.startswith(start))] += total
     if moving.any():
         groups[COMMUNICATION] = float(priced.device[moving].sum())
+    groups[REPLAYS] = float(priced.device[priced.replays].sum())
     return groups
 
 
@@ -224,6 +231,20 @@ def _communication(
             profile,
             table.links,
         )
+    return found
+
+
+def _replayed(trace: Trace, start: int, stop: int, profile: DeviceProfile) -> F64:
+    """By operator: seconds of what a CUDA graph runs again; -1 for what is none."""
+    found = np.full(stop - start, -1.0)
+    alike: dict[int, float] = {}
+    names = [number for number, text in enumerate(trace.strings) if text == GRAPH_REPLAY]
+    for row in np.flatnonzero(np.isin(trace.ops.name[start:stop], names)).tolist():
+        captured = int(trace.ops.operands[start + row])
+        if captured not in alike:
+            first, _, last = trace.strings[captured].partition(":")
+            alike[captured] = float(op_seconds(trace, profile, int(first), int(last)).sum())
+        found[row] = alike[captured]
     return found
 
 

@@ -33,6 +33,8 @@ UNINITIALISED = frozenset(
 
 FETCH = "memplan.fetch.default"
 """In a trace: a weight is copied from the host to the device."""
+GRAPH_REPLAY = "cuda.graph_replay"
+"""In a trace: a CUDA graph runs again what was captured as operators `FIRST:STOP`, its operands."""
 
 
 @cache

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from memplan.simulate.simulator import simulate
+from memplan.timing.step import REPLAYS, step_time
+from memplan.types.device import find_profile
 from memplan.types.trace import PRIVATE_POOLS, EventKind, Trace
 from tests.capturing.jobs import record
 
@@ -26,6 +28,34 @@ def in_pools(trace: Trace) -> list[int]:
         and event.stream >= PRIVATE_POOLS
         and event.bytes in (TENSOR, WEIGHT)
     ]
+
+
+def test_a_replay_takes_what_was_captured() -> None:
+    def job(graph: torch.cuda.CUDAGraph | None) -> None:
+        model = nn.Linear(WIDTH, WIDTH, bias=False).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.ones(ROWS, WIDTH, device="cuda")
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        if graph is not None:
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay
+        for _ in range(6):
+            step()
+
+    card = find_profile("rtx4090")
+    eager = step_time(record(lambda: job(None)), card)
+    replayed = step_time(record(lambda: job(torch.cuda.CUDAGraph())), card)
+    assert eager is not None and replayed is not None
+    kernels = sum(eager.kernel_seconds.values())
+    assert replayed.kernel_seconds == {REPLAYS: pytest.approx(kernels, rel=0.01)}
+    assert replayed.seconds == pytest.approx(kernels, rel=0.01)
+    assert replayed.host_seconds < eager.host_seconds  # it launches once
 
 
 def test_a_graph_of_whole_steps_asks_once() -> None:

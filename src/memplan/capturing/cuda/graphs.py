@@ -10,6 +10,7 @@ from torch.optim import optimizer as optim_module
 
 from memplan.capturing.cuda.fake_cuda import Pool, keep_graph
 from memplan.capturing.operators.fake import record_launch
+from memplan.types.op_names import GRAPH_REPLAY
 
 if TYPE_CHECKING:
     from memplan.capturing.cuda.fake_cuda import FakeCuda
@@ -22,7 +23,7 @@ class FakeGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._pool: Pool | None = None
-        self._first_op = 0
+        self._ops = range(0)
         self._steps = 0
         self._hook: Any = None
 
@@ -34,7 +35,7 @@ class FakeGraph:
         self._pool = pool or api.pools.handle()
         api.pools.capturing = True
         self._hook = optim_module.register_optimizer_step_post_hook(self._stepped)
-        self._first_op = api.state.recorder.builder.op
+        self._ops = range(api.state.recorder.builder.op + 1, 0)
         api.enter_pool(self._pool)
 
     def _stepped(self, *_call: Any) -> None:
@@ -43,7 +44,8 @@ class FakeGraph:
     def capture_end(self) -> None:
         """The graph is there."""
         api = self._api
-        keep_graph(api.state, api.state.recorder.builder.op - self._first_op)
+        self._ops = range(self._ops.start, api.state.recorder.builder.op + 1)
+        keep_graph(api.state, len(self._ops))
         self._hook.remove()
         api.pools.capturing = False
         api.leave_pool()
@@ -51,7 +53,9 @@ class FakeGraph:
     def replay(self) -> None:
         """Run it: nothing is allocated. Raises EnoughSeen once the capture is over."""
         state = self._api.state
-        record_launch(state, "cuda.graph_replay", [], [])
+        record_launch(state, GRAPH_REPLAY, [], [])
+        captured = f"{self._ops.start}:{self._ops.stop}"
+        state.recorder.builder.op_work(flops=0, moved_bytes=0, operands=captured)
         if self._steps:
             self._api.replayed_step()
 
