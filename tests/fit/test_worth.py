@@ -20,10 +20,12 @@ from tests.placement.answers import GIB, answer_of
 
 @pytest.fixture(scope="module")
 def answer() -> Fit:
-    """A plan that was found in a minute, for a step of 2 s with a quarter more."""
+    """A plan that was found in a minute, for a step of 2 s; 0.1 s more, and 0.4 s for the link."""
     planned = found(chain("2600MiB"), Limits()).answer
-    before = msgspec.structs.replace(planned.before, step_seconds=2.0)
-    return msgspec.structs.replace(planned, before=before, added_fraction=0.25, seconds=60.0)
+    assert planned.after is not None
+    after = msgspec.structs.replace(planned.after, step_seconds=2.1)
+    lever = msgspec.structs.replace(planned.levers[0], bound="link", added_seconds=0.4)
+    return msgspec.structs.replace(planned, after=after, levers=[lever], seconds=60.0)
 
 
 def alone(seconds: float | None, *, fits: bool = True) -> Estimate:

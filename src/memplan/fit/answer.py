@@ -217,3 +217,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         from memplan.fit.text import fit_html
 
         return fit_html(self)
+
+
+def link_seconds(answer: Fit) -> float:
+    """What transfers over the link to the host add to a step, beside its captured operators."""
+    return sum(lever.added_seconds for lever in answer.levers if lever.bound == "link")

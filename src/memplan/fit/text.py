@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memplan.fit.answer import NUMBERS, Change, Fit, Lever, Priced
+from memplan.fit.answer import NUMBERS, Change, Fit, Lever, Priced, link_seconds
 from memplan.report.notebook import box, estimate_html, folded, folded_notes, table
 from memplan.report.notebook import text as escaped
 from memplan.report.text import (
@@ -102,7 +102,7 @@ def verdict(answer: Fit) -> str:
 
 def _waiting(answer: Fit) -> str:
     """Of a step's time what the captured operators do not show."""
-    link = sum(lever.added_seconds for lever in answer.levers if lever.bound == "link")
+    link = link_seconds(answer)
     if link < WORTH_TELLING * (answer.before.step_seconds or math.inf):
         return ""
     return f"; the host's link adds {seconds_text(link)}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memplan.fit.answer import Fit, Priced
+from memplan.fit.answer import Fit, Priced, link_seconds
 from memplan.types.estimate import Estimate
 
 _SECONDS_PER_HOUR = 3600.0
@@ -25,9 +25,9 @@ class Other(NamedTuple):
 
 def priced(answer: Fit, gpu: str, per_hour: float, others: Sequence[Other]) -> list[Priced]:
     """Rows for `Fit.priced`. Finding the plan counts as if the card were rented meanwhile."""
-    plain = answer.before.step_seconds
-    step = None if plain is None else plain * (1 + answer.added_fraction)
-    fits = bool((answer.after or answer.before).fits)  # whatever time the plan may add
+    ends = answer.after or answer.before
+    step = None if ends.step_seconds is None else ends.step_seconds + link_seconds(answer)
+    fits = bool(ends.fits)  # whatever time the plan may add
     ours = _priced(gpu, per_hour, fits, answer.after is not None, step)
     rows = [ours]
     planning = answer.seconds * per_hour / _SECONDS_PER_HOUR
