@@ -114,7 +114,7 @@ def test_experts_may_get_more_or_less(block: type[nn.Module]) -> None:
     assert found.allocated_peak_bytes == narrow.allocated_peak_bytes
     kept = 2 * TOKENS * WIDE * 4  # of the rows' input alone, an even share
     assert spread(found) - spread(narrow) > kept
-    assert any("how many tokens each expert gets" in note for note in found.notes)
+    assert any("how choices fall in Sequential.1.0 (" in note for note in found.notes)
     fewer, more = uneven(trace)
     assert fewer.events.bytes.sum() < trace.events.bytes.sum() < more.events.bytes.sum()
 

@@ -45,9 +45,11 @@ def note(trace: Trace) -> list[str]:
     """What the range holds, in a sentence."""
     if not _rows(trace).any():
         return []
+    first, *more = sorted(_blocks(trace))
+    others = f" and {len(more)} more" if more else ""
     return [
-        "how many tokens each expert gets is not known: the answer is for even shares, and the "
-        "range holds half of that and half as much again"
+        f"how choices fall in {first}{others} (tokens on experts, boxes on objects) is not known: "
+        "the answer is for even shares, and the range holds half of that and half as much again"
     ]
 
 
