@@ -96,6 +96,7 @@ trainer.fit(Model(), DataLoader(rows, 2), DataLoader(rows, 64))
 """
 
 
+@pytest.mark.filterwarnings("ignore")  # xdist would import Lightning where torchvision cannot be
 def test_lightning_evaluates_after_an_epoch_that_was_cut_short(tmp_path: Path) -> None:
     """It counts the batches to its evaluation beforehand: here 200, five times over."""
     pytest.importorskip("lightning")
