@@ -25,6 +25,9 @@ LAYERS = 24
 class CompiledChain(ChainProgram):
     """Of 24 layers a share of every second one's output is recomputed; none of them eagerly."""
 
+    alone: int = 11
+    """So many at most, where graphs are not told of others beside them."""
+
     def __call__(
         self,
         program: ScriptTarget,
@@ -36,7 +39,8 @@ class CompiledChain(ChainProgram):
         count, regions = 0, list[CompiledRegion]()
         if plan is not None and plan.regions is not None:
             regions = plan.regions.regions
-            count = len(regions[0].recomputed) if regions else round(plan.regions.share * 11)
+            most = 11 if plan.regions.beside else self.alone
+            count = len(regions[0].recomputed) if regions else round(plan.regions.share * most)
             names = [f"mm_{n}" for n in range(count)]
             regions = regions or [CompiledRegion("ab", "train.py:7", names)]
         groups = [RecomputeGroup(str(n), [OpOutput("mm", 2 * n + 1)]) for n in range(count)]
@@ -78,6 +82,14 @@ def test_the_least_recomputation_that_fits(program: ScriptTarget, tmp_path: Path
     assert "compiled at train.py:7" in text
     save_plan(plan, tmp_path / "job.plan")
     assert load_plan(tmp_path / "job.plan") == plan
+
+
+def test_blocks_that_are_compiled_by_themselves(program: ScriptTarget) -> None:
+    """The least peak of each is not enough: they are all there at once."""
+    job = CompiledChain(find_profile("2800MiB"), alone=2)
+    fitted = fit(program, job.profile, job, Greedy())
+    assert fitted.answer.fits and fitted.plan is not None and fitted.plan.regions is not None
+    assert 2 < len(fitted.plan.regions.regions[0].recomputed) < 11
 
 
 def test_values_outside_come_on_top_where_that_is_not_enough(program: ScriptTarget) -> None:

@@ -96,3 +96,13 @@ def test_choices_do_not_depend_on_clocks(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(time, "process_time", jumping)
     found: list[Choice] = choices(graph)
     assert found == expected
+
+
+def test_with_others_beside_it_less_is_kept() -> None:
+    """Each of them keeps what this one does, which outweighs its own peak."""
+    graph = with_flops(llama(1))
+    held = int(graph.values.bytes.sum())
+    beside = replace(graph, others=8, base_bytes=graph.base_bytes + 8 * held)
+    alone, among = (choices(one)[-1].selection for one in (graph, beside))
+    peaks = [evaluate(beside, selection).peak_bytes for selection in (alone, among)]
+    assert peaks[1] < peaks[0] - held / 10

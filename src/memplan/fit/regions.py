@@ -12,9 +12,12 @@ from memplan.types.trace import Trace
 from memplan.worker.failure import CaptureFailedError
 
 _MOST_CAPTURES = 5
-_FIRST_SHARES = (1.0, 0.5, 0.75, 0.25)
-"""Tried until one fits. The whole share is the solver's least peak, not always that of the code:
-what backward makes again early is held until its last use."""
+_BLOCKS = 8
+"""Graphs alive together, where each is compiled by itself. How many there are makes little
+difference: from a few on, what each keeps outweighs its own peak."""
+_FIRST = ((1.0, 0), (1.0, _BLOCKS), (0.5, 0), (0.75, 0), (0.25, 0))
+"""Shares, and graphs beside each: tried until one fits. The whole share is the solver's least peak,
+not always that of the code: what backward makes again early is held until its last use."""
 _CAUTION = 0.05
 """Of the range between two captures, that a guess between them goes further than it has to."""
 _WORTH_SECONDS = 0.02
@@ -28,6 +31,7 @@ class Regions:
 
     state: State
     share: float
+    beside: int
     added_seconds: float
     added_fraction: float
 
@@ -56,9 +60,9 @@ class RegionSearch:
     def _search(self, plain: float) -> Regions | None:
         base = self._base
         without = base.needed
-        for share in _FIRST_SHARES:
+        for share, beside in _FIRST:
             try:
-                least = self._try(share, plain)
+                least = self._try(share, beside, plain)
             except CaptureFailedError:
                 return None
             if not _regions(least.state):
@@ -73,7 +77,7 @@ class RegionSearch:
             share = self._between(low, low_needs, fits)
             if fits.share - share < _WORTH_SHARE:
                 break
-            found = self._try(share, plain)
+            found = self._try(share, fits.beside, plain)
             if found.state.fits:
                 fits = found
             else:
@@ -87,16 +91,16 @@ class RegionSearch:
         part = over / max(needs - fits.state.needed, 1) + _CAUTION
         return low + (fits.share - low) * min(max(part, 0.15), 0.85)
 
-    def _try(self, share: float, plain_seconds: float) -> Regions:
+    def _try(self, share: float, beside: int, plain_seconds: float) -> Regions:
         self._base.job.search.tried.append("recompute")
-        after = self._base.trying(regions=RegionsPart(share=share))
+        after = self._base.trying(regions=RegionsPart(share=share, beside=beside))
         added = max(after.step_seconds() - plain_seconds, 0.0)
         fraction = added / plain_seconds if plain_seconds else 0.0
         part = RegionsPart(regions=after.captured.trace.meta.regions, added_seconds=added)
         after = after.with_parts(regions=part)
         after = after.with_lever(self._lever(after, added, fraction))
         after.attempted(0, after.verdict.estimate.requested_peak_bytes, fraction)
-        self.tried.append(Regions(after, share, added, fraction))
+        self.tried.append(Regions(after, share, beside, added, fraction))
         return self.tried[-1]
 
     def _lever(self, after: State, added_seconds: float, added_fraction: float) -> Lever:

@@ -85,6 +85,9 @@ class RegionsPart(Lever, frozen=True, kw_only=True):
     share: Share = 0.0
     """Asked of a capture, for graphs that are not named: how far to go from no recomputation (0) to
     the least peak (1)."""
+    beside: Count = 0
+    """Asked likewise: so many other graphs hold what they keep for backward while one runs, as the
+    blocks of a model do."""
 
 
 class OrderPart(Part, frozen=True, kw_only=True):

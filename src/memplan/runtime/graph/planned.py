@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -126,7 +127,9 @@ class PlannedRegions(CustomPartitionerFn):
         except ValueError as error:
             self._on_note(f"nothing is recomputed in the compiled graph of {name}: {error}")
             return None
-        row = choices(whole.graph)
+        beside, held = self._part.beside, int(whole.graph.values.bytes.sum())
+        base = whole.graph.base_bytes + beside * held
+        row = choices(replace(whole.graph, others=beside, base_bytes=base))
         number = round(self._part.share * (len(row) - 1))
         again = whole.replays(row[number].selection) if number else ()
         found = CompiledRegion(digest, name, sorted(names_again(joint, again)))
