@@ -241,9 +241,14 @@ def test_what_cannot_be_captured_ends_with_4(
         (None, "", None, "memplan estimate --gpu a100-80gb train.py --lr '3 4'"),
         ("l4", "--gpu l4", None, "memplan estimate --gpu l4 -o job.trace train.py --lr '3 4'"),
         ("l4", "", "a.trace", "memplan export --format memory_viz -o a.pickle a.trace"),
-        ("1GiB", "--gpu 1GiB -f", None, "memplan estimate -f --gpu rtx4060 train.py --lr '3 4'"),
-        ("1GiB", "-o a --gpu 1GiB", "a", "memplan estimate --gpu rtx4060 train.py --lr '3 4'"),
-        ("1GiB", "--gpu=1GiB", None, "memplan estimate --gpu rtx4060 train.py --lr '3 4'"),
+        ("1GiB", "--gpu 1GiB", None, "memplan fit --gpu 1GiB -o job.plan train.py --lr '3 4'"),
+        ("1GiB", "-o a --gpu=1GiB", "a", "memplan fit --gpu=1GiB -o job.plan train.py --lr '3 4'"),
+        (
+            "1GiB",
+            "--gpu 1GiB --steps 5",
+            None,
+            "memplan estimate --steps 5 --gpu rtx4060 train.py --lr '3 4'",
+        ),
     ],
 )
 def test_the_next_command(card: str | None, own: str, output: str | None, line: str) -> None:

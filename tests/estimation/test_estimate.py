@@ -381,3 +381,11 @@ def test_a_narrow_interval_needs_no_explanation() -> None:
     nearly = training_job(workspace=(15 * MIB, 16 * MIB, 17 * MIB), op="aten.convolution.default")
     for trace in (training_job(), sure, nearly):
         assert not any("wide" in note for note in estimate(trace).notes)
+
+
+def test_a_size_says_whose_times_it_has() -> None:
+    notes = [estimate(training_job(), find_profile(card)).notes for card in ("24GiB", "rtx4090")]
+    said = [
+        [note for note in of_card if "times are those of a100-40gb" in note] for of_card in notes
+    ]
+    assert list(map(len, said)) == [1, 0]

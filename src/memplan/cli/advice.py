@@ -21,6 +21,8 @@ def next_command(
     own = without(own_words, "-o", "--output")
     if result.fits is None:
         words = ["memplan", "estimate", "--gpu", DEFAULT_PROFILE, *own, *rest]
+    elif not result.fits and set(without(own, "--gpu")) <= {"-f"}:  # the rest may not be fit's
+        words = ["memplan", "fit", *own, "-o", "job.plan", *rest]
     elif not result.fits and (larger := _larger_card(result.high_bytes)):
         words = ["memplan", "estimate", *without(own, "--gpu"), "--gpu", larger, *rest]
     elif output:

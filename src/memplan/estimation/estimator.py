@@ -22,7 +22,7 @@ from memplan.estimation.interval import CachingPlayer, Interval, Player, find_in
 from memplan.estimation.width import why_wide
 from memplan.simulate import AllocatorSettings, Settled, settled
 from memplan.timing.step import step_time
-from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, captured_for
+from memplan.types.device import ASSUMED, DEFAULT_PROFILE, DeviceProfile, captured_for
 from memplan.types.device_corrections import MEASURED_HERE
 from memplan.types.estimate import Estimate, GpuInfo
 from memplan.types.trace import Assumption, Trace
@@ -327,6 +327,8 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
         for what in ("context", "kernels")
         if (said := card.sources.get(what, "")).startswith(MEASURED_HERE)
     ]
+    if (rates := card.sources.get("rates", "")).startswith(ASSUMED):
+        notes.append(f"A size names no card: times are those of {rates.removeprefix(ASSUMED)}.")
     if interval.high.fits and (interval.high.squeezed or interval.expected.squeezed):
         return [
             *notes,

@@ -50,7 +50,8 @@ def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
     for text in (*answer.notes, *(answer.after or answer.before).notes):
         yield Text.assemble(("note  ", "dim"), clean(text))
     if answer.plan:
-        yield Text(f"wrote {clean(answer.plan)}")
+        needless = ", which changes nothing: the job fits without" if answer.after is None else ""
+        yield Text(f"wrote {clean(answer.plan)}{needless}")
     if next_command:
         yield Text()
         yield Text.assemble(("next: ", "bold"), clean(next_command))
@@ -96,6 +97,8 @@ def verdict(answer: Fit) -> str:
         limit = percent(answer.at_most)
         return f"does not fit within {limit} time, needs {more}: {peak}; {card} would do{so_far}"
     tried = ", ".join(answer.levers_tried)
+    if (answer.least_card_bytes or 0) < answer.after.peak_bytes:  # captured with room to spare
+        return f"does not fit: a card of {card} would do, by {tried}; with more room {peak}{so_far}"
     least = "least possible" if answer.complete else "least found"
     return f"does not fit: {least} {peak} by {tried}; a card of {card} would do{so_far}"
 

@@ -23,6 +23,8 @@ DEFAULT_CAPABILITY = (8, 0)
 """Assumed for a card given by its size alone."""
 DEFAULT_PROFILE = "a100-80gb"
 """What a script sees when no card is named and the machine has none: large, capability 8.0."""
+ASSUMED = "assumed, like "
+"""Begins the source of what a card given by its size has of a known one, whose name follows."""
 _SMALLEST_CARD_BYTES = 64 * MIB
 
 _UNITS = {
@@ -233,8 +235,7 @@ def profile_of_size(total_bytes: int, capability: tuple[int, int]) -> DeviceProf
         total_memory_bytes=total_bytes,
         context_low_bytes=min(p.context_low_bytes for p in family),
         context_high_bytes=max(p.context_high_bytes for p in family),
-        sources=dict.fromkeys(peer.sources, f"assumed, like {peer.name}")
-        | {"total_memory": "given"},
+        sources=dict.fromkeys(peer.sources, f"{ASSUMED}{peer.name}") | {"total_memory": "given"},
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memplan.capturing.job import faults as script_faults
@@ -47,6 +49,19 @@ def test_sizes_that_do_not_fit_the_world(message: str, of_the_world: bool) -> No
     options = CaptureOptions(profile=profile, place=RankPlace(0, 8, 8))
     hint = hint_of(AssertionError(message), "train.py", options)
     assert ("the world has 8 ranks" in hint) == of_the_world
+
+
+def test_a_package_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lib", "wandb"):
+        Path(name).mkdir()
+    Path("lib", "data.py").touch()
+    hints = [
+        hint_of(ModuleNotFoundError(f"No module named {name!r}", name=name), "jobs/t.py", OPTIONS)
+        for name in ("lib.data", "wandb")
+    ]
+    assert hints[0].startswith("PYTHONPATH=. in front: Python looks for lib beside jobs/t.py")
+    assert "PYTHONPATH" not in hints[1]  # what a run has left there
 
 
 def test_a_typo_ends_a_real_run_too() -> None:

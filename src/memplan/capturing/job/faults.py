@@ -63,6 +63,9 @@ def hint_of(error: BaseException, name: str, options: CaptureOptions) -> str:
     if _NO_SUCH_DEVICE in text or (options.place is None and _TOO_FEW_DEVICES.search(text)):
         return _of_devices(options)
     if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if any(Path(package).glob("*.py")) or Path(f"{package}.py").is_file():
+            return f"PYTHONPATH=. in front: Python looks for {package} beside {name}, not here"
         return advice(error.name)
     if text.startswith(f"ImportError: No module named {name}"):  # of runpy, for `-m`
         return "the right name, and the folder that holds its package"
