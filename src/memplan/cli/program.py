@@ -128,7 +128,7 @@ def _refuse_other_kinds(path: Path) -> None:
     if path.suffix == ".ipynb":
         raise UsageError(
             f"{path} is a notebook, not a script",
-            f"jupyter nbconvert --to script {path}, and then the script that it writes",
+            f"%load_ext memplan and %%memplan in it; or jupyter nbconvert --to script {path}",
         )
     if path.suffix == ".sh" or _SHELL.match(first):
         raise UsageError(
