@@ -17,6 +17,7 @@ from memplan.timing.workload import storage_bytes
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError
 from memplan.types.plan import FrozenPart
+from memplan.types.step_graph import Bools
 from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Phase, Role, Trace
 
 SMALLEST = 1 << 20
@@ -128,7 +129,7 @@ def frozen_bytes(trace: Trace) -> list[int]:
     return [nbytes for (_, nbytes), count in parameters.items() for _ in range(count)]
 
 
-def _updated_in_backward(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _updated_in_backward(trace: Trace) -> Bools:
     """Storages that operators of backward passes write. A weight's gradient is gone before the
     step there, and has no role."""
     ops = trace.ops

@@ -384,6 +384,12 @@ def compared(value: int) -> Observer:
     return observe
 
 
+def any_of_numbers(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Numbers that nobody knows are not all zero."""
+    if args[0].is_floating_point():
+        state.values.note_origin(result, "all")
+
+
 def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
     """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
     return False
@@ -437,6 +443,7 @@ HANDLERS: dict[Any, Handler] = {
 
 OBSERVERS: dict[Any, Observer] = {
     aten.topk.default: assume_topk,
+    aten.any.default: any_of_numbers,
     aten.argmax.default: note_choice(0),
     aten.argmin.default: note_choice(0),
     aten.max.dim: note_choice(1),

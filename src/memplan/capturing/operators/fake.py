@@ -91,8 +91,7 @@ def run_fake(
     if known is not None:
         values.keep(known, outputs, fakes)
     elif len(outputs) == 1 and outputs[0].numel() == 1 and not func.is_view:
-        numbers = func is torch.ops.aten.any.default and args[0].is_floating_point()
-        values.note_origin(outputs[0], "all" if numbers else func._opname)  # they are not all zero
+        values.note_origin(outputs[0], func._opname)
     observer = state.observers.get(func)
     if observer is not None:
         observer(state, func, args, kwargs, result)
