@@ -29,7 +29,7 @@ from memplan.capturing.host.process import capture_peak_bytes
 from memplan.capturing.job import other_processes
 from memplan.capturing.job.caught import Caught
 from memplan.capturing.mode import CaptureMode
-from memplan.capturing.operators import data_dependent, one_kernel, shape_rules
+from memplan.capturing.operators import assumed, data_dependent, one_kernel, shape_rules
 from memplan.capturing.operators.attention import Attention
 from memplan.capturing.operators.kernel_memory import KernelMemory, convolution_layout
 from memplan.capturing.operators.recurrent import Recurrent
@@ -102,7 +102,7 @@ class CaptureSession:
                 **one_kernel.HANDLERS,
                 **shape_rules.HANDLERS,
             },
-            observers={**data_dependent.OBSERVERS, **self._additions.observers()},
+            observers={**assumed.OBSERVERS, **self._additions.observers()},
         )
         self._mode = CaptureMode(self.state, self._additions)
         self._draws = HostDraws()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.capturing.operators.data_dependent import assume_routing_map
+from memplan.capturing.operators.assumed import assume_routing_map
 from memplan.capturing.standins.extension_names import Extension
 from memplan.capturing.standins.launch import record
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import (
