@@ -286,11 +286,11 @@ def test_a_checkpoint_around_batch_norm_runs_plainly() -> None:
 
 def test_a_buffer_that_moves_after_it_was_read() -> None:
     """As a codebook does that follows what is assigned to it."""
-    weight, buffer = nn.Parameter(torch.randn(4)), torch.ones(4)
+    weight, buffer = nn.Parameter(torch.randn(4, 4)), torch.ones(4, 4)
 
     def loss() -> Tensor:
         read = weight * buffer.clone()
-        buffer.mul_(0.5)
+        buffer.mul_(0.5).add_(weight.detach() @ weight.detach(), alpha=0.25)
         return read.square().sum()
 
     start = weight.detach().clone()
@@ -298,6 +298,7 @@ def test_a_buffer_that_moves_after_it_was_read() -> None:
     step = memplan.compile(loss, optimizer=optimizer, codegen="inductor")
     step()
     torch.testing.assert_close(weight.detach(), start - 0.1 * 2 * start)
+    torch.testing.assert_close(buffer, 0.5 + 0.25 * start @ start)
     assert not step.report().fallback
 
 

@@ -127,10 +127,24 @@ def compiled(
     besides; how the allocator hands out others may depend on them. `look`: no code, nor the time
     that a C++ or GPU compiler takes. `options`: as `compile_fx_inner` takes them.
     """
+    _multiply_before_adding(module.graph)
     run = None
     with _watched(given, beside, deadline_seconds, look=look) as seen, suppress(_LookedError):
         run = compile_fx_inner(module, inputs, **options)
     return run, seen[0] if seen else _without_kernels(module, given)
+
+
+def _multiply_before_adding(graph: fx.Graph) -> None:
+    """Where Inductor makes one kernel of a matrix product and an addition, it forgets the factor
+    of the addition (`alpha`, PyTorch 2.13). A codebook that moves is written so."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        one, other = node.args
+        factor = node.kwargs.get("alpha")
+        if isinstance(factor, (int, float)) and isinstance(other, fx.Node):
+            with graph.inserting_before(node):
+                scaled = graph.call_function(torch.ops.aten.mul.Tensor, (other, factor))
+            scaled.meta = {**node.meta, "val": other.meta["val"] * factor}
+            node.args, node.kwargs = (one, scaled), {}
 
 
 class _LookedError(BaseException):
