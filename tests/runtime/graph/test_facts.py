@@ -19,6 +19,7 @@ from bench.recompute.tracker import measure
 from memplan.order.evaluate import held, peak
 from memplan.runtime.graph import step_capture as stepping
 from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.execute import called
 from memplan.runtime.graph.ordering import Ordering
 from memplan.runtime.graph.program import Added, facts_of, tensors
 from memplan.runtime.graph.report import ProgramReport
@@ -78,7 +79,7 @@ class Watcher:
         self._waiting = iter(executable.nodes)
         space = executable._space
         self._targets = {
-            node.target if isinstance(node.target, Added) else node.target._op
+            called(node)
             for node in executable.nodes
             if isinstance(node.target, (Added, torch._ops.OpOverload))
         }

@@ -26,6 +26,7 @@ from tests.runtime.graph.training import (
     captures_steps,
     classifier,
     perceptron,
+    plain_loop,
     snapshot,
 )
 
@@ -256,6 +257,23 @@ def test_an_error_before_the_first_update_leaves_all_as_it_was(error: BaseExcept
     assert snapshot(job, None, gradients=True) == before
     assert "as before the call" in caught.value.__notes__[0]
     step(*job.batches[1])
+
+
+@captures_steps
+def test_what_only_the_graph_raises_is_a_reason_to_run_plainly() -> None:
+    torch.manual_seed(1)
+    theirs = classifier(dropped)
+    torch.manual_seed(1)
+    job = classifier(dropped)
+    step, plain = compiled(job, order=False), plain_loop(theirs)
+    torch.manual_seed(2)
+    wanted = [plain(*batch) for batch in theirs.batches]
+    torch.manual_seed(2)
+    found = [step(*job.batches[0])]
+    failing(step, torch.ops.aten._log_softmax_backward_data.default, TypeError("another layout"))
+    found += [step(*batch) for batch in job.batches[1:]]
+    torch.testing.assert_close(found, [one.detach() for one in wanted], rtol=0, atol=0)
+    assert "another layout" in step.report().fallback
 
 
 @captures_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -545,6 +546,64 @@ def test_lazy_modules_are_captured_from_the_second_call_on() -> None:
     report = step.report()
     assert not report.fallback
     assert (report.plain_calls, report.compiled_calls) == (1, 2)
+
+
+def test_what_the_first_call_prepares_is_captured_from_the_second_on() -> None:
+    """Transformers puts hooks on a model so, under a lock."""
+
+    def make() -> Job:
+        job = classifier()
+        plain, lock, factors = job.loss_fn, threading.Lock(), list[float]()
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            if not factors:
+                with lock:
+                    factors.append(2.0)
+            loss: Tensor = plain(x, y) * factors[0]
+            return loss
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    report = step.report()
+    assert not report.fallback
+    assert (report.plain_calls, report.compiled_calls) == (1, 3)
+
+
+def test_inputs_that_share_memory_that_is_written_run_plainly() -> None:
+    """PyTorch's compiler hands a graph the memory in place of both."""
+
+    def make() -> Job:
+        job = classifier()
+        plain = job.loss_fn
+
+        def loss_fn(x: Tensor, part: Tensor, y: Tensor) -> Tensor:
+            x.mul_(2)
+            return plain(x, y) * part.mean()
+
+        job.loss_fn = loss_fn
+        job.batches = [(x, x[:, :3], y) for x, y in job.batches]
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert "share memory" in step.report().fallback
+
+
+def test_results_that_lie_otherwise_than_pytorch_traced() -> None:
+    """Of a batch norm, PyTorch traces that they lie as its input; on the CPU they lie in rows."""
+
+    def make() -> Job:
+        norm, last = nn.BatchNorm1d(6), nn.Linear(6, 4)
+        model = nn.ModuleList([norm, last])
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            scores = last(norm(x.transpose(1, 2)).transpose(1, 2))
+            return F.cross_entropy(scores.mean(1), y)
+
+        return Job(model, [adam(model)], loss_fn, batches((5, 3, 6), count=2))
+
+    assert_captured(assert_as_plain(make)[0], 2)
 
 
 def test_a_loss_that_is_a_view_of_a_parameter_runs_plainly() -> None:

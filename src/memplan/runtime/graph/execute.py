@@ -143,12 +143,9 @@ class Executable:
         return lines
 
     def _call(self, node: fx.Node) -> str:
-        target: Any = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = target._op  # what calling it calls
         arguments = [self._expression(value) for value in node.args]
         arguments += [f"{key}={self._expression(value)}" for key, value in node.kwargs.items()]
-        return f"{self._constant(target)}({', '.join(arguments)})"
+        return f"{self._constant(called(node))}({', '.join(arguments)})"
 
     def _tuple(self, value: Any) -> str:
         return f"({''.join(self._expression(item) + ', ' for item in _items(value))})"
@@ -178,6 +175,10 @@ class Executable:
         return name
 
 
+_OR_COPIED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""PyTorch's shape rules and its kernels do not always agree on how a result lies (batch norm of a
+transposed input, arithmetic of an expanded one). Where a view cannot be made of what is really
+there, autograd copies it, too."""
 _FIRST_LINE = 5
 """Line number of the first node."""
 
@@ -193,6 +194,14 @@ def _origin_of(node: fx.Node, *, whole_step: bool) -> BufferOrigin:
         source=found.source or "memplan.compile",
         phase=Phase.OPTIMIZER if facts.update else phase,
     )
+
+
+def called(node: fx.Node) -> Any:
+    """What a node's line calls."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _OR_COPIED.get(target, target)._op  # what calling it calls
+    return target
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -29,7 +29,6 @@ from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
 from memplan.runtime.graph.joint import (
     Joint,
     LossGradient,
-    UncapturedError,
     copied,
     forward_alone,
     is_tangent,
@@ -141,7 +140,6 @@ class StepParts(Parts):
         self._without_gradient = without_gradient
         self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
         """Until the code is there."""
-        self._given = len(primals)
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._primals: list[fx.Node] = []
@@ -162,8 +160,6 @@ class StepParts(Parts):
         self._refuse_graph(gm, kwargs["num_fwd_outputs"])
         places = gm.graph.find_nodes(op="placeholder")
         self._primals = [one for one in places if not is_tangent(one)]
-        if len(self._primals) != self._given:
-            raise UncapturedError("an operator with effects, which PyTorch keeps in their order")
         self._start = LossGradient(loss_gradient(gm), self._scaler)
         gradients = len(returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, ParamSpec
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -100,7 +100,7 @@ class CompiledStep(Generic[P]):
         try:
             # A lazy module makes its parameters in the first call, and takes itself apart.
             lazy = any(map(is_lazy, self._updates.parameters()))
-            run = self._plainly if self._fallback or lazy else partial(self._run, last)
+            run = self._plainly if self._fallback or lazy else partial(self._run, last, before)
             result = run(args, kwargs)
             if not any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)):
                 kind = type(result).__name__  # an iterator, of which PyTorch returns the items
@@ -164,7 +164,7 @@ class CompiledStep(Generic[P]):
 
     # One call
 
-    def _run(self, last: bool, args: Any, kwargs: Any) -> Any:
+    def _run(self, last: bool, before: _Before, args: Any, kwargs: Any) -> Any:
         capture = self._capture
         self._updates.begin()
         in_graph = capture.can_update_in_graph()
@@ -190,13 +190,21 @@ class CompiledStep(Generic[P]):
         try:
             with strict():
                 result = capture(*args, **kwargs)
-        except BaseException as error:
-            if capture.ran is not None or not isinstance(error, Exception):
-                raise
+        except Exception as error:
             inner = getattr(error, "inner_exception", error)
+            if capture.ran is not None:
+                if isinstance(inner, (MemplanError, torch.OutOfMemoryError)) or self._micro:
+                    raise
+                if self._half_done(before, error):
+                    raise
+                # The plain call raises it, too, unless PyTorch traced what does not run so.
+                self._take_back(before)
+                capture.ran = None
             if isinstance(inner, MemplanError):
                 raise inner from None
-            return self._give_up(_reason(inner), args, kwargs)
+            # What a first call prepares (hooks, caches) is there in the second.
+            again = isinstance(inner, Unsupported) and not (known or self._plain_calls)
+            return self._give_up(_reason(inner), args, kwargs, for_good=not again)
         if capture.ran is None:  # nothing was computed
             raise no_gradient()
         if 0 < known < len(self._past) + len(capture.programs):
@@ -208,36 +216,48 @@ class CompiledStep(Generic[P]):
     def _undo(self, before: _Before, error: BaseException) -> None:
         """After an error in the middle: as before the call where it can be, with words if not."""
         self._micro = 0
-        self._clear()
         if self._scaler is not None and self._scaler._scale is not None:
             self._scaler.update(self._scaler.get_scale())  # forgets which gradients are unscaled
-        changed = {id(p) for p, version in before.versions if p._version != version}
-        updated = len(self._updates.done | changed)
-        ran = self._capture.ran
-        written = [] if ran is None else ran.written_until(error)
-        if updated or written:
-            error.add_note(
-                f"memplan: the step is half done: {updated} of {len(before.versions)} parameters "
-                f"are updated{''.join(f', {name} is written' for name in written)}. "
-                "Load the last checkpoint."
-            )
+        if done := self._half_done(before, error):
+            self._clear()
+            error.add_note(f"memplan: the step is half done: {done}. Load the last checkpoint.")
             return
-        self._updates.forget_begun()
-        _restore(before.generators)
+        self._take_back(before)
         if isinstance(error, MemplanError):
             return
         again = ", of which the first is the next" if self._options.accumulate > 1 else ""
-        buffers = "" if ran is None else "buffers, "
+        buffers = "" if self._capture.ran is None else "buffers, "
         error.add_note(
             f"memplan: weights, {buffers}optimizer state and generators are as before the "
             f"call{'s that gathered gradients' + again if again else ''}; gradients are cleared."
         )
 
-    def _give_up(self, why: str, args: Any, kwargs: Any) -> Any:
+    def _half_done(self, before: _Before, error: BaseException) -> str:
+        """What a call has changed that is not taken back, in words; empty where nothing."""
+        changed = {id(p) for p, version in before.versions if p._version != version}
+        updated = len(self._updates.done | changed)
+        ran = self._capture.ran
+        written = [] if ran is None else ran.written_until(error)
+        if not (updated or written):
+            return ""
+        also = "".join(f", {name} is written" for name in written)
+        return f"{updated} of {len(before.versions)} parameters are updated{also}"
+
+    def _take_back(self, before: _Before) -> None:
+        self._clear()
+        self._updates.forget_begun()
+        for one, copy in before.generators:
+            one.set_state(copy.get_state())
+
+    def _give_up(self, why: str, args: Any, kwargs: Any, *, for_good: bool = True) -> Any:
+        """`for_good`: else the next call is captured, if it can be."""
         self._leaves.forget()
         result = self._plainly(args, kwargs)
-        self._fallback = why
         self._past += self._reports()
+        if not for_good:
+            self._capture.begin_anew()
+            return result
+        self._fallback = why
         self._capture.forget()
         log.warning("memplan: %s runs plainly: %s", self.__name__, why)
         return result
@@ -287,11 +307,6 @@ def _generators() -> list[tuple[torch.Generator, torch.Generator]]:
     """Each device's, and a copy: no tensor, which would count among the step's."""
     on_cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [(one, one.clone_state()) for one in (torch.default_generator, *on_cards)]
-
-
-def _restore(generators: list[tuple[torch.Generator, torch.Generator]]) -> None:
-    for one, copy in generators:
-        one.set_state(copy.get_state())
 
 
 def _requires_grad(value: Any) -> bool:

@@ -26,6 +26,7 @@ from memplan.runtime.graph.joint import (
     changed_inputs,
     copied,
     forward_alone,
+    is_tangent,
     returned,
     whole_step,
 )
@@ -150,6 +151,12 @@ class StepCapture:
         def refuse(joint: fx.GraphModule, results: int) -> None:
             if why := WATCH.end():
                 raise UncapturedError(why)
+            inputs = joint.graph.find_nodes(op="placeholder")
+            if sum(not is_tangent(one) for one in inputs) != len(primals):
+                raise UncapturedError(
+                    "an operator with effects, which PyTorch keeps in their order, or inputs that "
+                    "share memory, which is written"
+                )
             if _lies_in_other_rows(joint):
                 raise UncapturedError(
                     "a recurrent cell on the CPU whose width is no multiple of 64: PyTorch's "
