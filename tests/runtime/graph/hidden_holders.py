@@ -239,3 +239,17 @@ def kernel_of_attention() -> Holder:
         torch.backends.cuda.enable_flash_sdp(value > 1)
 
     return read, put
+
+
+@holder
+def maps_of_an_enumeration() -> Holder:
+    class Held(enum.Enum):
+        ONE = 1.0
+        TWO = 2.0
+        HALF = 0.5
+
+    def put(value: float) -> None:
+        Held._member_map_["ONE"] = Held._value2member_map_[1.0] = Held._value2member_map_[value]
+
+    put(1.0)
+    return lambda: float(Held["ONE"].value + Held(1.0).value) / 2, put

@@ -277,6 +277,18 @@ def test_what_only_the_graph_raises_is_a_reason_to_run_plainly() -> None:
 
 
 @captures_steps
+def test_a_reason_without_words_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_words(*_args: Any, **_options: Any) -> Any:
+        raise AssertionError
+
+    job = classifier()
+    step = compiled(job)
+    monkeypatch.setattr(solve, "early_updates", without_words)
+    step(*job.batches[0])
+    assert "AssertionError in without_words (test_failures.py:" in step.report().fallback
+
+
+@captures_steps
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_ctrl_c_while_a_step_is_captured(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is as it was, PyTorch's compiler too, and the next call captures the step."""

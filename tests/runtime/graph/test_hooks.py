@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,20 @@ def test_hooks_that_autograd_forgets_are_not_kept_alive() -> None:
         return job
 
     step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
+
+
+def test_a_callback_of_the_collector_is_no_part_of_a_step() -> None:
+    called = list[str]()
+    gc.callbacks.append(lambda phase, _info: called.append(phase))
+    before = gc.get_threshold()
+    gc.set_threshold(100)
+    try:
+        step, _ = assert_as_plain(classifier)
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
+    assert called and gc.isenabled()
     assert_captured(step, 4)
 
 

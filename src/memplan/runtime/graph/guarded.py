@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import builtins
 import contextlib
+import enum
 import functools
 import operator
 import random
@@ -169,6 +170,8 @@ class Guarded:
         self.refusal = ""
         """Why a capture cannot be guarded."""
         self._classes: dict[type, list[Any]] = {}
+        self._members: dict[type[enum.Enum], tuple[dict[Any, Any], ...]] = {}
+        """Of enumerations, by name and by value: a capture has what it was given."""
         self._asked: list[tuple[Callable[[], Any], Any]] = []
         """What PyTorch asked the system, and the answers."""
         self._names = _builtins()
@@ -201,6 +204,10 @@ class Guarded:
             return True
         if any(answered(ask) != answer for ask, answer in self._asked):
             return True
+        for one, known in self._members.items():
+            # Flags have more as soon as they are asked for.
+            if not all(map(operator.le, map(dict.items, known), map(dict.items, _members(one)))):
+                return True
         for kind, seen in self._classes.items():
             now = list(vars(kind).values())
             if not _same(now, seen):
@@ -223,6 +230,8 @@ class Guarded:
         for kind in (*of_class, *type(value).__mro__):
             if kind not in self._classes and kind.__flags__ & _HEAP_TYPE:
                 self._classes[kind] = list(vars(kind).values())
+                if issubclass(kind, enum.Enum):
+                    self._members[kind] = tuple(dict(of) for of in _members(kind))
 
 
 def answered(ask: Callable[[], Any]) -> Any:
@@ -232,6 +241,10 @@ def answered(ask: Callable[[], Any]) -> Any:
     except Exception as error:
         return type(error)
     return type(found), repr(found) if isinstance(found, float) else found
+
+
+def _members(kind: type[enum.Enum]) -> tuple[dict[Any, Any], ...]:
+    return kind._member_map_, kind._value2member_map_
 
 
 _HEAP_TYPE = 1 << 9

@@ -6,9 +6,11 @@ import functools
 import logging
 import re
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -314,7 +316,11 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """An error's first line, and what Dynamo explains."""
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
-    explained = re.search(r"^ *Explanation: (.*)", str(error), re.MULTILINE)
+    """An error's first line, and what Dynamo explains; where it was raised, if it has no words."""
+    first = str(error).strip().partition("\n")[0].rstrip(": ")
+    if first in ("", AssertionError.__name__):
+        *_, place = traceback.extract_tb((error.__cause__ or error).__traceback__)
+        file = Path(place.filename).name
+        return f"{first or type(error).__name__} in {place.name} ({file}:{place.lineno})"
+    explained = re.search(r"^ *Explanation: (.+)", str(error), re.MULTILINE)
     return f"{first}: {explained[1]}" if explained else first

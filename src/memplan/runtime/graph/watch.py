@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import cProfile
 import functools
+import gc
 import sys
 import sysconfig
 import threading
@@ -116,8 +117,12 @@ class _Watch:
     def __init__(self) -> None:
         self._calls: _Profile | _Monitor | None = None
         self._blind = False
+        self._collected = False
 
     def begin(self) -> None:
+        # A collection runs functions of the user's (`gc.callbacks`) at any time.
+        self._collected |= gc.isenabled()
+        gc.disable()
         calls = _Calls()
         try:
             calls.begin()
@@ -129,9 +134,13 @@ class _Watch:
         """Why what was traced since `begin` may be another next time; empty where it is not."""
         calls, blind = self._calls, self._blind
         self._calls, self._blind = None, False
+        ended = calls.end() if calls is not None else ()
+        if self._collected:
+            gc.enable()
+            self._collected = False
         if blind:
             return "another profiler is at work while the step is captured"
-        for code in calls.end() if calls is not None else ():
+        for code in ended:
             if code.co_name != "__del__":
                 return (
                     "a function that PyTorch does not follow, but calls for its answer: "
