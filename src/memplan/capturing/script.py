@@ -125,7 +125,7 @@ def _capture(
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
         raise device_error(elsewhere[0])
-    _check_content(trace, target, options)
+    _check_content(trace, target, trains=options.steps != 0 and not session.steps.only_gradients)
     return trace
 
 
@@ -246,14 +246,14 @@ def _assume_nothing_follows(
     )
 
 
-def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) -> None:
+def _check_content(trace: Trace, target: ScriptTarget, *, trains: bool) -> None:
     if not (trace.events.bytes > 0).any():
         raise CaptureError(
             f"{target.name} ended without asking for GPU memory",
             "if it runs on the CPU only, choose the GPU in the script, for example with its "
             "--device option; if it stopped early, see what it printed",
         )
-    if trace.meta.optimizer_steps == 0 and options.steps != 0:
+    if trains and trace.meta.optimizer_steps == 0:
         raise CaptureError(
             f"{target.name} ended without a single optimizer step",
             "a script that trains, or memplan estimate --steps 0 for one that only runs forward",

@@ -245,8 +245,10 @@ class TraceBuilder:
     def updated_by_hand(self, first: int, *, in_place: bool) -> bool:
         """Whether, among the operators since `first`, with which a backward pass begins, a forward
         pass reads something that was computed from what the backward pass wrote; or, `in_place`,
-        whether that was written over what is older than the backward pass."""
+        whether that was written over what is older than the backward pass. What the host computes
+        from gradients cannot be followed: weights that it copies to the device are an update."""
         columns, ops = self._ops, self.ops
+        copies = {self.intern("aten.copy_.default"), self.intern("aten._to_copy.default")}
         oldest, from_gradients = -1, set[int]()
         for op in range(first, ops):
             phase = columns["phase"][op]
@@ -256,7 +258,11 @@ class TraceBuilder:
                 continue
             if oldest < 0:  # the backward pass is over
                 oldest = min((number for number in from_gradients if number >= 0), default=0)
-            if not from_gradients.intersection(self._row("reads", op)):
+            reads = self._row("reads", op)
+            from_host = columns["name"][op] in copies and set(reads) <= set(writes)
+            if from_host and from_gradients and self._weights_among(writes):
+                from_gradients.update(writes)
+            elif not from_gradients.intersection(reads):
                 continue
             if phase == Phase.FORWARD and columns["call"][op] >= 0:  # within a module
                 return True
@@ -264,6 +270,9 @@ class TraceBuilder:
                 return True
             from_gradients.update(writes)
         return False
+
+    def _weights_among(self, storages: Iterable[int]) -> bool:
+        return any(number >= 0 and self.role_of(number) == Role.PARAMETER for number in storages)
 
     def _row(self, name: str, op: int) -> array[int]:
         starts, numbers = self._ops[f"{name}_start"], self._ops[name]
