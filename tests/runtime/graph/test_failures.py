@@ -467,3 +467,13 @@ def test_releases_whose_guards_are_not_enough_run_plainly(
     assert step.report().fallback == "guards leave out much"
     assert not step.report().programs
     assert sum("guards leave out much" in one for one in caplog.messages) == 1
+
+
+def test_a_check_of_the_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_call: object, **_keywords: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("memplan.runtime.graph.step_capture.StepCapture._backend", fails)
+    step = compiled(classifier())
+    step(*classifier().batches[0])
+    assert "`raise AssertionError` in " in step.report().fallback

@@ -25,7 +25,7 @@ from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
 from memplan.runtime.graph.updates import Updates
-from memplan.types.errors import MemplanError, UsageError
+from memplan.types.errors import MemplanError, UsageError, first_line
 
 log = logging.getLogger("memplan")
 
@@ -154,7 +154,8 @@ class CompiledStep(Generic[P]):
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, LookedError):
                 return error.inner_exception.found
-            raise UsageError(f"no graph: {error.inner_exception}", "another function") from error
+            why = _reason(error.inner_exception)
+            raise UsageError(f"no graph: {why}", "another function") from error
         except TorchDynamoException as error:
             raise UsageError(f"no graph: {_reason(error)}", "another function") from error
         finally:
@@ -300,6 +301,6 @@ def _requires_grad(value: Any) -> bool:
 
 def _reason(error: BaseException) -> str:
     """An error's first line, and what Dynamo explains."""
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
+    first = first_line(error)
     explained = re.search(r"^ *Explanation: (.*)", str(error), re.MULTILINE)
     return f"{first}: {explained[1]}" if explained else first
