@@ -266,6 +266,37 @@ def _after_five_batches(ending: Ending) -> None:
         ending.stop()
 
 
+TRAINS = """
+    for (batch,) in DataLoader(loader.dataset, batch_size=4):
+        loss = forward(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+"""
+ON_ALL = """
+with torch.no_grad():
+    model(torch.randn(32 * 1024, 512).cuda())
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "seen"),
+    [
+        ("for epoch in range(100):", True),
+        ("for epoch in range(100):\n    loss = None", True),
+        ("while step < 1000:", False),
+    ],
+)
+def test_what_follows_the_last_epoch(tmp_path: Path, loop: str, seen: bool) -> None:
+    """Epochs that are like the one before run without batches, and may fail of it."""
+    fails = "    loss.item()\n" if "None" in loop else ""
+    trace = run(tmp_path, f"step = 0\n{loop}{TRAINS}{fails}{'' if fails else ON_ALL}")
+    assert (32 * 1024 * 512 * 4 in trace.events.bytes) == (seen and not fails)
+    assert trace.meta.optimizer_steps == 4
+    assert not any(said.kind == "ending" for said in trace.meta.assumptions)
+
+
 def test_parameters_without_a_gradient_are_said(tmp_path: Path) -> None:
     body = (
         """

@@ -68,15 +68,16 @@ def test_a_loop_that_updates_by_hand_ends_when_it_repeats(
     assert "asked for the same memory" in trace.meta.stop_reason
 
 
-def on_the_host(model: nn.Module) -> None:
+def on_the_host(model: nn.Module, back: str = "cpu") -> None:
     """As `scipy.optimize.minimize` has it: gradients go to the host, weights come back."""
     for p in model.parameters():
         assert p.grad is not None
-        p.data.copy_(p.detach().cpu() - RATE * p.grad.cpu())
+        p.data.copy_((p.detach().cpu() - RATE * p.grad.cpu()).to(back))
 
 
-def test_weights_that_the_host_computes_are_an_update() -> None:
-    trace = record(lambda: loop(on_the_host, micro=2))
+@pytest.mark.parametrize("back", ["cpu", "cuda"])
+def test_weights_that_the_host_computes_are_an_update(back: str) -> None:
+    trace = record(lambda: loop(lambda model: on_the_host(model, back), micro=2))
     assert 2 <= trace.meta.optimizer_steps <= 5
     assert "asked for the same memory" in trace.meta.stop_reason
 
