@@ -97,6 +97,7 @@ class Ending:
         def next_batch(loader: Any) -> Any:
             batch = read_on(loader)
             self.inputs.gave(loader, self.state.recorder.builder.step)
+            self.later.gave(loader, self.state.recorder.builder.step)
             return batch
 
         def read_on(loader: Any) -> Any:
@@ -118,15 +119,15 @@ class Ending:
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             real_init(loader, *args, **kwargs)
-            self._unread[id(loader)] = loader.batch_size or 0
+            self._unread[id(loader)] = _batch_size(loader)
 
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, loader.batch_size or 0)
+            self._largest = max(self._largest, _batch_size(loader))
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
-            if self.later.skips(loader):
+            if self.optimizer_grows() <= _MORE and self.later.skips(loader):
                 if self.later.are_endless:
                     self.stop()
                 return iter(())
@@ -272,11 +273,12 @@ class Ending:
             return
         if self.whole_run is not None:
             self._bring_forward()
+        if not self.later.begun and (self._evaluated or self._opened_another):
+            self._train_no_more()
+            return
         self._steps_left -= 1
         if self._steps_left < 0:
             self.stop()
-        if self._evaluated or self._opened_another:
-            self._train_no_more()
 
     def _watch_time(self) -> None:
         """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
@@ -357,3 +359,8 @@ class Ending:
         """Whether anything ran without gradients, on batches of another loader, since the loaders
         began to run dry."""
         return self._evaluated and self._opened_another
+
+
+def _batch_size(loader: Any) -> int:
+    """Also of one that is given its batch sampler, as Accelerate's are."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0

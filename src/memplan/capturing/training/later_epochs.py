@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from memplan.capturing.training.brought_forward import INSTALLED
 from memplan.types.deadline import Deadline
@@ -29,6 +29,9 @@ class LaterEpochs:
         self.begun = False
         """They run without batches."""
         self._origins: WeakKeyDictionary[Any, _Origin] = WeakKeyDictionary()
+        self._in_steps: WeakSet[Any] = WeakSet()
+        """Iterators that gave a batch after the first optimizer step; those of a trial run of the
+        evaluation before did not."""
         self._trained: set[_Origin] = set()
         self._skipped = 0
         self._deadline = Deadline(_SECONDS, cpu_time=True)
@@ -36,8 +39,12 @@ class LaterEpochs:
     def opened(self, loader: Any, iterator: Any) -> None:
         self._origins[iterator] = _origin(loader)
 
+    def gave(self, iterator: Any, step: int) -> None:
+        if step > 0 and iterator in self._origins:
+            self._in_steps.add(iterator)
+
     def trained_on(self, iterators: Iterable[Any]) -> None:
-        self._trained.update(self._origins[one] for one in iterators if one in self._origins)
+        self._trained.update(self._origins[one] for one in iterators if one in self._in_steps)
 
     def begin(self) -> None:
         self.begun = True
