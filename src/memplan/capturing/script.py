@@ -125,7 +125,7 @@ def _capture(
     trace = session.trace([target.name, *target.argv])
     if elsewhere and trace.meta.optimizer_steps == 0:
         raise device_error(elsewhere[0])
-    _check_content(trace, target, options)
+    _check_content(trace, target, trains=options.steps != 0 and not session.steps.only_gradients)
     return trace
 
 
@@ -148,6 +148,8 @@ def _judge_end(
     if elsewhere:
         raise device_error(elsewhere[0]) from error
     reported = error.__context__ if isinstance(error.__context__, Exception) else None
+    if session.ending.later.begun:
+        return  # an epoch without batches is not what it expects
     if session.ending.draining:
         _assume_nothing_follows(session, (stop and reported) or error, target)
     elif stop is not None:
@@ -246,14 +248,14 @@ def _assume_nothing_follows(
     )
 
 
-def _check_content(trace: Trace, target: ScriptTarget, options: CaptureOptions) -> None:
+def _check_content(trace: Trace, target: ScriptTarget, *, trains: bool) -> None:
     if not (trace.events.bytes > 0).any():
         raise CaptureError(
             f"{target.name} ended without asking for GPU memory",
             "if it runs on the CPU only, choose the GPU in the script, for example with its "
             "--device option; if it stopped early, see what it printed",
         )
-    if trace.meta.optimizer_steps == 0 and options.steps != 0:
+    if trains and trace.meta.optimizer_steps == 0:
         raise CaptureError(
             f"{target.name} ended without a single optimizer step",
             "a script that trains, or memplan estimate --steps 0 for one that only runs forward",

@@ -245,18 +245,24 @@ class TraceBuilder:
     def updated_by_hand(self, first: int, *, in_place: bool) -> bool:
         """Whether, among the operators since `first`, with which a backward pass begins, a forward
         pass reads something that was computed from what the backward pass wrote; or, `in_place`,
-        whether that was written over what is older than the backward pass."""
+        whether that was written over what is older than the backward pass. What the host computes
+        from gradients cannot be followed: weights that are copied from there are an update."""
         columns, ops = self._ops, self.ops
-        oldest, from_gradients = -1, set[int]()
+        copies = {self.intern("aten.copy_.default"), self.intern("aten._to_copy.default")}
+        oldest, from_gradients, from_host = -1, set[int](), set[int]()
         for op in range(first, ops):
             phase = columns["phase"][op]
-            writes = self._row("writes", op)
+            reads, writes = self._row("reads", op), self._row("writes", op)
             if phase == Phase.BACKWARD:
                 from_gradients.update(writes)
                 continue
             if oldest < 0:  # the backward pass is over
                 oldest = min((number for number in from_gradients if number >= 0), default=0)
-            if not from_gradients.intersection(self._row("reads", op)):
+            if columns["name"][op] in copies and from_host.issuperset(set(reads) - set(writes)):
+                if from_gradients and self._weights_among(writes):
+                    return True
+                from_host.update(writes)
+            if not from_gradients.intersection(reads):
                 continue
             if phase == Phase.FORWARD and columns["call"][op] >= 0:  # within a module
                 return True
@@ -264,6 +270,9 @@ class TraceBuilder:
                 return True
             from_gradients.update(writes)
         return False
+
+    def _weights_among(self, storages: Iterable[int]) -> bool:
+        return any(number >= 0 and self.role_of(number) == Role.PARAMETER for number in storages)
 
     def _row(self, name: str, op: int) -> array[int]:
         starts, numbers = self._ops[f"{name}_start"], self._ops[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 
 class MemplanError(Exception):
     """Base of every error raised on purpose.
@@ -71,3 +73,14 @@ class OptimizerInBackwardError(MemplanError):
     """The job used what a weight update in backward had already released or changed."""
 
     exit_code = 1
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; of one that says nothing, such as a bare `assert`, the
+    line of code that raised it and its place."""
+    # PyTorch's compiler adds where the script was.
+    said = str(error).partition("from user code:")[0].strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and (not said or said.endswith(":")):
+        return f"`{frames[-1].line}` in {frames[-1].filename}:{frames[-1].lineno}"
+    return said or type(error).__name__

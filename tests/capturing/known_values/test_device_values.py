@@ -139,6 +139,32 @@ def test_numbers_that_nobody_knows_are_not_zero() -> None:
     assert said == [True, False]
 
 
+def test_a_mask_selects_something_where_more_is_done_for_it() -> None:
+    """As the points that a ray meets, and the anchors that match a box."""
+    done: list[str] = []
+
+    def job() -> None:
+        mask = scores() > 0
+        if mask.any():
+            done.append("in the body")
+        if not mask.any():
+            return
+        if mask.any() and not done:
+            done.append("not asked")
+        for _ in range(2):
+            if mask.any():
+                done.append("leaves")
+                continue
+            done.append("goes on")
+        if mask.any():
+            done.append("one")
+        else:
+            done.append("other")
+
+    record(job, steps=0)
+    assert done == ["in the body", "goes on", "goes on", "other"]
+
+
 def test_real_values_are_compared_for_real() -> None:
     def job() -> None:
         items = torch.arange(8.0).cuda()

@@ -114,7 +114,9 @@ def solvers() -> torch.Tensor:
 def least_squares() -> torch.Tensor:
     with torch.no_grad():
         assert torch.linalg.lstsq(real(2, 6, 3), real(2, 6, 1)).solution.shape == (2, 3, 1)
-    return real(1).sum()
+    found = torch.linalg.lstsq(real(5, 64, 16), real(5, 64))
+    assert [tuple(part.shape) for part in found] == [(5, 16), (5, 1), (0,), (0,)]
+    return found.solution.sum() + torch.linalg.lstsq(real(3, 6), real(3, 2)).solution.sum()
 
 
 def embeddings() -> torch.Tensor:

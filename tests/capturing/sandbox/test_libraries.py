@@ -143,7 +143,9 @@ def test_arrow(empty: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"x": [1, 2]})
     with Sandbox():
-        parquet.write_table(table, empty / "x.parquet")
+        for name in ("x.parquet", "y.parquet"):
+            parquet.write_table(table, empty / name)
+            assert parquet.read_table(empty / name).to_pydict() == {"x": [1, 2]}
         with (
             (empty / "x.arrow").open("wb") as file,
             arrow.ipc.new_stream(file, table.schema) as out,

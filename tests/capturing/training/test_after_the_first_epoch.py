@@ -16,6 +16,7 @@ from memplan.capturing.session import CaptureSession
 from memplan.capturing.training.ending import Ending
 from memplan.simulate import simulate
 from memplan.types.device import find_profile
+from memplan.types.trace import Role
 from tests.capturing.training.scripts import EPOCHS, run
 
 
@@ -264,6 +265,72 @@ def test_predictions_that_are_not_all_seen_are_said(
 def _after_five_batches(ending: Ending) -> None:
     if max(ending._batches.values(), default=0) > 5:
         ending.stop()
+
+
+TRAINS = """
+    for (batch,) in DataLoader(loader.dataset, batch_size=4):
+        loss = forward(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+"""
+ON_ALL = """
+with torch.no_grad():
+    model(torch.randn(32 * 1024, 512).cuda())
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "seen"),
+    [
+        ("for epoch in range(100):", True),
+        ("for epoch in range(100):\n    loss = None", True),
+        ("while step < 1000:", False),
+    ],
+)
+def test_what_follows_the_last_epoch(tmp_path: Path, loop: str, seen: bool) -> None:
+    """Epochs that are like the one before run without batches, and may fail of it."""
+    fails = "    loss.item()\n" if "None" in loop else ""
+    trace = run(tmp_path, f"step = 0\n{loop}{TRAINS}{fails}{'' if fails else ON_ALL}")
+    assert (32 * 1024 * 512 * 4 in trace.events.bytes) == (seen and not fails)
+    assert trace.meta.optimizer_steps == 4
+    assert not any(said.kind == "ending" for said in trace.meta.assumptions)
+
+
+def test_an_evaluation_tried_before_the_training_is_no_training(tmp_path: Path) -> None:
+    """As Lightning does: it has its batches in all later epochs."""
+    body = f"""
+scores = DataLoader(loader.dataset, batch_size=64)
+step = 0
+@torch.no_grad()
+def evaluate(most):
+    global reading
+    reading = iter(scores)
+    torch.cat([model(batch.cuda()) for (batch,), _ in zip(reading, range(most))])
+evaluate(2)
+for epoch in range(4):{TRAINS}    evaluate(100)
+print(torch.zeros(3 << 20, device="cuda").shape)
+"""
+    assert 12 << 20 in run(tmp_path, body).events.bytes
+
+
+def test_a_larger_model_on_the_same_loader_is_seen(tmp_path: Path) -> None:
+    """Stages by one function: the second is no later epoch of the first."""
+    body = """
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(5):
+        for (batch,) in loader:
+            model(batch.cuda()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+train(model)
+train(nn.Linear(512, 4096).cuda())
+"""
+    states = run(tmp_path, body).storages.role == Role.OPTIMIZER_STATE
+    assert states.sum() >= 8, "two of each weight and bias"
 
 
 def test_parameters_without_a_gradient_are_said(tmp_path: Path) -> None:

@@ -68,6 +68,20 @@ def test_a_loop_that_updates_by_hand_ends_when_it_repeats(
     assert "asked for the same memory" in trace.meta.stop_reason
 
 
+def on_the_host(model: nn.Module, back: str = "cpu") -> None:
+    """As `scipy.optimize.minimize` has it: gradients go to the host, weights come back."""
+    for p in model.parameters():
+        assert p.grad is not None
+        p.data.copy_((p.detach().cpu() - RATE * p.grad.cpu()).to(back))
+
+
+@pytest.mark.parametrize("back", ["cpu", "cuda"])
+def test_weights_that_the_host_computes_are_an_update(back: str) -> None:
+    trace = record(lambda: loop(lambda model: on_the_host(model, back), micro=2))
+    assert 2 <= trace.meta.optimizer_steps <= 5
+    assert "asked for the same memory" in trace.meta.stop_reason
+
+
 def test_the_last_update_counts() -> None:
     assert record(lambda: loop(data_in_place, rounds=1)).meta.optimizer_steps == 1
 

@@ -308,7 +308,7 @@ def test_memory_that_another_part_of_the_loop_keeps_is_counted() -> None:
 
 
 def test_a_sampler_behind_the_training(tmp_path: Path) -> None:
-    """As diffusers' examples sample once an epoch: the loop runs, the network hardly ever."""
+    """As diffusers' examples sample after an epoch: the loop runs, the network hardly ever."""
     from memplan.capturing.options import CaptureOptions, ScriptTarget
     from memplan.capturing.script import capture_script
     from memplan.types.device import find_profile
@@ -336,7 +336,7 @@ class Denoiser(nn.Module):
 model = Denoiser().cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 data = DataLoader(TensorDataset(torch.randn(256, 3, 16, 16)), batch_size=8)
-for epoch in range(10):
+for epoch in range(1):
     for (clean,) in data:
         clean = clean.cuda()
         timesteps = torch.randint(0, 1000, (len(clean),), device="cuda")

@@ -52,10 +52,23 @@ assert seen == len(loader)"""
     assert any("AssertionError" in said.text for said in trace.meta.assumptions)
 
 
+def test_gradients_without_an_optimizer_are_an_answer(tmp_path: Path) -> None:
+    script = tmp_path / "saliency.py"
+    script.write_text(
+        "import torch\n"
+        "x = torch.randn(64, 512, device='cuda', requires_grad=True)\n"
+        "print(torch.autograd.grad(x.square().sum(), x)[0].shape)"
+    )
+    options = CaptureOptions(profile=find_profile("rtx4090"))
+    trace = capture_script(ScriptTarget("script", str(script), ()), options)
+    assert any("no optimizer was made" in note for note in trace.meta.notes)
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
         ("forward(torch.randn(4, 512))", CaptureError, "without a single optimizer step"),
+        ("forward(torch.randn(4, 512)).backward()\ndel optimizer", CaptureError, "a single optimi"),
         ("raise ValueError('no such file')", CaptureError, r"train.py:\d+.*ValueError: no such"),
         ("for x in range(3)\n    pass", CaptureError, r"train.py:12: SyntaxError: expected ':'\n"),
         (

@@ -131,5 +131,5 @@ def test_a_loader_that_looks_a_batch_ahead_does_not_hide_the_evaluation(tmp_path
     """Accelerate's loaders have one batch in hand when they run dry: it is trained on."""
     pytest.importorskip("accelerate")
     trace = run(tmp_path, ACCELERATE)
-    assert trace.meta.optimizer_steps == 5  # and one of the next epoch
+    assert trace.meta.optimizer_steps == 6  # and two of the next epoch, one of them in hand
     assert rows_of_inputs(trace) == {2, 64}

@@ -285,7 +285,7 @@ def test_a_reason_without_words_says_where(monkeypatch: pytest.MonkeyPatch) -> N
     step = compiled(job)
     monkeypatch.setattr(solve, "early_updates", without_words)
     step(*job.batches[0])
-    assert "AssertionError in without_words (test_failures.py:" in step.report().fallback
+    assert "`raise AssertionError` in " in step.report().fallback
 
 
 @captures_steps

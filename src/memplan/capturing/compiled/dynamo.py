@@ -45,7 +45,7 @@ from memplan.capturing.recording.context import shown_path
 from memplan.capturing.standins.finder import PACKAGES, without_triton
 from memplan.capturing.standins.registry import RuledOperator
 from memplan.capturing.standins.rules import Rule
-from memplan.types.errors import MemplanError
+from memplan.types.errors import MemplanError, first_line
 from memplan.types.trace import Provenance
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ _AUTOGRAD_SETTINGS = {
     # It hands over generators of the device; without it, states of the host's, of no size here.
     "graphsafe_rng_functionalization": False,
 }
-_SHOWN = 120
+_SHOWN = 200
 _HALTED = "import of triton halted"
 _NO_TRITON = (
     "it launches a Triton kernel, which compilers do not see in the stand-in: install Triton, "
@@ -244,7 +244,7 @@ def _not_compiled(
     state: CaptureState, code: types.CodeType, line: int, error: BaseException
 ) -> None:
     shown = shown_path(code.co_filename)
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = first_line(error)
     reason = _NO_TRITON if _HALTED in first else f"{type(error).__name__}: {first[:_SHOWN]}"
     state.assumptions.add(
         "compile",

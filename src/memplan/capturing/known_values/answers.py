@@ -103,6 +103,8 @@ class Answers:
         impatient = times > _PATIENCE and times % 2 == 0
         if dtype == torch.bool:
             usual = origin in _TRUE_ORIGINS
+            if origin == "any" and who.goes_further is not None:
+                usual = who.goes_further  # of a mask, which selects some elements and others not
             if who.goes_on is not None and origin not in _HEALTH:
                 patience = _PATIENCE if usual == who.goes_on else None
                 return self._goes_on(source, origin, patience) == who.goes_on

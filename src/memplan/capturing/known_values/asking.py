@@ -21,6 +21,7 @@ _tree = lru_cache(maxsize=16)(syntax_of)
 LARGE = 1e30
 """Larger than any threshold that a loop would compare a number with."""
 _LBFGS = "torch/optim/lbfgs.py"
+_LEAVES = (ast.Raise, ast.Return, ast.Continue, ast.Break)
 _GREATER, _LESS = (ast.Gt, ast.GtE), (ast.Lt, ast.LtE)
 _BYTES_PER_INSTRUCTION = 2
 
@@ -39,6 +40,9 @@ class Asking:
     holds: bool | None = None
     """The truth of the condition with which the `assert` passes that it is part of, or the `if`
     that does nothing but raise; None elsewhere."""
+    goes_further: bool | None = None
+    """The truth of the condition with which more is done, of an `if` without `else` that it is part
+    of: its body, or, where that leaves what is around it, what comes after; None elsewhere."""
     lbfgs: str = ""
     """The comparison, where `torch.optim.LBFGS` asks; `value` when it reads a number."""
 
@@ -56,7 +60,8 @@ def asking() -> Asking:
             return Asking(lbfgs="value" if compared is None else ast.unparse(compared))
         if shown_path(filename):
             path = _expressions(frame.f_code, frame.f_lasti)
-            return _in_header(path) or Asking(holds=_in_check(path))
+            header = _in_header(path)
+            return header or Asking(holds=_in_check(path), goes_further=_in_choice(path))
         frame = frame.f_back
     return Asking()
 
@@ -70,6 +75,16 @@ def _in_check(path: list[ast.AST]) -> bool | None:
             continue
         if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
             return _negated(rest) == raises
+    return None
+
+
+def _in_choice(path: list[ast.AST]) -> bool | None:
+    """What a condition has to be for more to be done."""
+    for node, *rest in (path[position:] for position in range(len(path) - 1)):
+        if not isinstance(node, ast.If) or node.orelse or rest[0] is not node.test:
+            continue
+        if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
+            return _negated(rest) == isinstance(node.body[-1], _LEAVES)
     return None
 
 

@@ -78,6 +78,29 @@ def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     return losses, run_fake(state, aten.new_empty.default, (log_probs, shape), {})
 
 
+def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`native/BatchLinearAlgebra.cpp`: on CUDA the driver is `gels`, which tells no rank and no
+    singular values. Solution and residuals lie in one matrix, as high as the higher operand."""
+    a, b = args[:2]
+    rows, columns = a.shape[-2:]
+    vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    batch = [*torch.broadcast_shapes(a.shape[:-2], b.shape[: -1 if vector else -2])]
+    sides = 1 if vector else b.shape[-1]
+
+    def made(*shape: int, **dtype: torch.dtype) -> Any:
+        return run_fake(state, aten.new_empty.default, (a, [*shape]), dtype)
+
+    whole = made(*batch, sides, max(rows, columns)).mT
+    solution = whole[..., :columns, :]
+    residuals = made(*batch, sides) if rows > columns else made(0)
+    solution = solution[..., 0] if vector else solution
+    result = solution, residuals, made(0, dtype=torch.int64), made(0)
+    observer = state.observers.get(func)
+    if observer is not None:
+        observer(state, func, args, kwargs, result)
+    return result
+
+
 def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """FSDP2 gathers shards that lie on the host too (loaded by `assign=True`): its kernel copies
     from there, without memory of its own."""
@@ -137,6 +160,7 @@ def _empty(state: CaptureState, like: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 HANDLERS: dict[Any, Handler] = {
+    aten.linalg_lstsq.default: least_squares,
     aten._grouped_mm.default: grouped_mm,
     aten._ctc_loss.default: ctc_loss,
     aten._ctc_loss_backward.default: ctc_loss_backward,

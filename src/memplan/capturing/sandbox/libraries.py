@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def _arrow(patches: Patches, view: View, module: types.ModuleType) -> None:
 
     for name in ("memory_map", "OSFile"):
         patches.set(module, name, opener(getattr(module, name)))
+
+
+def _arrow_paths(patches: Patches, view: View, module: types.ModuleType) -> None:
+    """Of what is read as a data set, as `pandas.read_parquet` does."""
+    real: Any = module._resolve_filesystem_and_path
+
+    def resolve(path: Any, *args: Any, **kwargs: Any) -> Any:
+        with suppress(FileNotFoundError):  # one that is about to be written
+            path = _on_disk(view, path, False)
+        return real(path, *args, **kwargs)
+
+    replace_by_name(patches, {id(real): resolve})
 
 
 def _parquet(patches: Patches, view: View, module: types.ModuleType) -> None:
@@ -119,6 +132,7 @@ _ADAPTERS: dict[str, Callable[[Patches, View, types.ModuleType], None]] = {
     "sqlite3.dbapi2": _sqlite,
     "numpy.lib._datasource": _numpy,
     "pyarrow": _arrow,
+    "pyarrow.fs": _arrow_paths,
     "pyarrow.parquet.core": _parquet,
     "h5py._hl.files": _hdf5,
     "torch.autograd.profiler": _profiler,

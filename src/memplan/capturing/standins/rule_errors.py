@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from memplan.capturing.recording.context import shown_path
-from memplan.types.errors import CaptureError
+from memplan.types.errors import CaptureError, first_line
 
 if TYPE_CHECKING:
     from memplan.capturing.state import CaptureState
@@ -47,9 +47,8 @@ def failed(
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     place = f"{_shown(frames[-1].filename)}:{frames[-1].lineno}" if frames else place_of(function)
-    detail = (str(error).strip().splitlines() or ["(no message)"])[0]
     return CaptureError(
-        f"{place}: the rule for {name} raised {type(error).__name__}: {detail} "
+        f"{place}: the rule for {name} raised {type(error).__name__}: {first_line(error)} "
         f"(called at {_where(state)})",
         _DEBUG,
     )

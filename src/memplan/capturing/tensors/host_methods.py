@@ -53,7 +53,8 @@ def install(patches: Patches, state: CaptureState) -> None:
             )
         return host(tensor).numpy()
 
-    def to_array(tensor: FakeTensor, dtype: Any = None) -> Any:
+    def to_array(tensor: FakeTensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        # NumPy asks without `copy` where PyTorch's own method is found not to take it.
         array = to_numpy(tensor)
         return array if dtype is None else array.astype(dtype, copy=False)
 

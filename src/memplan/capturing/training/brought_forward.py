@@ -20,7 +20,7 @@ from typing import Any
 import memplan
 from memplan.capturing.recording.context import syntax_of
 
-_INSTALLED = tuple(
+INSTALLED = tuple(
     str(path)
     for path in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -40,7 +40,7 @@ def bring_forward(frame: FrameType | None) -> int:
     turns comes in this one. Returns how many conditions hold because of that."""
     count = 0
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INSTALLED):
+        if not frame.f_code.co_filename.startswith(INSTALLED):
             for name, tests in _by_counter(frame).items():
                 count += _set(frame, name, tests)
         frame = frame.f_back

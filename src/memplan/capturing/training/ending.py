@@ -1,11 +1,12 @@
 """How a capture ends: not in the middle of an epoch, if what comes after it can still be reached.
 
 Once a step repeats, more training steps show nothing new, but the evaluation and the checkpoint at
-the end of the epoch may. So the data loaders that are being read run dry, the script goes on to
-whatever follows, with a few batches from each loader it opens, and is stopped when it trains again
-or after a time limit. A training that then holds more than the one before (another model, larger
-batches, layers unfrozen) is another one: it is followed as the first was. A loader whose batches
-leave memory behind, as where predictions are collected, is read to its end.
+the end of the epoch may. So the data loaders that are being read run dry, and the script goes on to
+whatever follows, with a few batches from each loader it opens. A training that then holds more than
+the one before (another model, larger batches, layers unfrozen) is another one: it is followed as
+the first was. After a step of one that does not, the epochs to come run without batches, to what
+follows the last; the script is stopped when it trains once more or after a time limit. A loader
+whose batches leave memory behind, as where predictions are collected, is read to its end.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from memplan.capturing.state import CaptureState
 from memplan.capturing.training.brought_forward import bring_forward
 from memplan.capturing.training.host_draws import HostDraws
 from memplan.capturing.training.input_time import InputTimes
+from memplan.capturing.training.later_epochs import LaterEpochs
 from memplan.capturing.training.whole_run import WholeRun
 from memplan.types.batches import Batches
 from memplan.types.deadline import Deadline
@@ -51,6 +53,7 @@ class Ending:
         self.whole_run = WholeRun(scan_seconds, state.recorder, draws) if scan_seconds else None
         self.inputs = InputTimes()
         self.draining = False
+        self.later = LaterEpochs()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
         """The iterator that was read last."""
@@ -94,6 +97,7 @@ class Ending:
         def next_batch(loader: Any) -> Any:
             batch = read_on(loader)
             self.inputs.gave(loader, self.state.recorder.builder.step)
+            self.later.gave(loader, self.state.recorder.builder.step)
             return batch
 
         def read_on(loader: Any) -> Any:
@@ -115,15 +119,21 @@ class Ending:
         @functools.wraps(real_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             real_init(loader, *args, **kwargs)
-            self._unread[id(loader)] = loader.batch_size or 0
+            self._unread[id(loader)] = _batch_size(loader)
 
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, loader.batch_size or 0)
-            if self.whole_run is None:
-                return real_iter(loader)
-            return self.whole_run.opened(loader, real_iter)
+            self._largest = max(self._largest, _batch_size(loader))
+            if self.whole_run is not None:
+                return self.whole_run.opened(loader, real_iter)
+            if self.optimizer_grows() <= _MORE and self.later.skips(loader):
+                if self.later.are_endless:
+                    self.stop()
+                return iter(())
+            iterator = real_iter(loader)
+            self.later.opened(loader, iterator)
+            return iterator
 
         real_reset = iterator._reset
 
@@ -185,6 +195,7 @@ class Ending:
             bring_forward(sys._getframe(1))
 
     def _drain(self) -> None:
+        self.later.trained_on(self._reading)
         self.draining = self.state.answers.finishing = True
         self._deadline = Deadline(_SECONDS_AFTER, cpu_time=True)
         self.state.on_real_op = self._watch_time
@@ -217,8 +228,17 @@ class Ending:
         elif self._opened_another and self._is_more(held):
             self._train_on()
         elif self._opened_another and not self._evaluated:
-            self.stop()
+            self._train_no_more()
         return nullcontext()
+
+    def _train_no_more(self) -> None:
+        """Another epoch has begun, like those before: let the script run through the rest."""
+        if self.whole_run is not None or not self._opened_another:
+            self.stop()
+        if not self.later.begun:
+            self.later.begin()
+            self._dry.update(self._batches)
+            self._steps_left, self._forwards_left = _STEPS_AHEAD, _FORWARDS_AHEAD
 
     def _is_more(self, held: tuple[int, int]) -> bool:
         """Whether this training needs more than those before, or will once it has its state."""
@@ -239,6 +259,7 @@ class Ending:
         if self.whole_run is not None:
             self.whole_run.trains()
         self._deadline, self.state.on_real_op = None, None
+        self.later.begun = False
         self._batches.clear()
         self._nothing_seen()
         self.another_training()
@@ -252,8 +273,11 @@ class Ending:
             return
         if self.whole_run is not None:
             self._bring_forward()
+        if not self.later.begun and (self._evaluated or self._opened_another):
+            self._train_no_more()
+            return
         self._steps_left -= 1
-        if self._evaluated or self._opened_another or self._steps_left < 0:
+        if self._steps_left < 0:
             self.stop()
 
     def _watch_time(self) -> None:
@@ -335,3 +359,8 @@ class Ending:
         """Whether anything ran without gradients, on batches of another loader, since the loaders
         began to run dry."""
         return self._evaluated and self._opened_another
+
+
+def _batch_size(loader: Any) -> int:
+    """Also of one that is given its batch sampler, as Accelerate's are."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0

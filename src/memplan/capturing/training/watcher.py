@@ -59,6 +59,7 @@ class StepWatcher:
         self.stop_reason = ""
         self._deadline = Deadline(_PATIENCE_SECONDS, cpu_time=True)
         self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._any_made = False
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """How often each has stepped, also inside another that wraps it."""
         self._updated: set[int] = set()
@@ -111,6 +112,7 @@ class StepWatcher:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             real_init(optimizer, *args, **kwargs)
             self._made.add(optimizer)
+            self._any_made = True
 
         patches.set(torch.optim.Optimizer, "__init__", init)
         observer.on_steps(self._before, self._after)
@@ -162,7 +164,7 @@ class StepWatcher:
     @property
     def has_optimizers(self) -> bool:
         """Whether the job has made an optimizer of PyTorch's: then only its steps count."""
-        return self._first is not None or len(self._made) > 0
+        return self._first is not None or self._any_made
 
     def updated_by_hand(self) -> None:
         """The script has updated weights itself: a step ends."""
@@ -351,7 +353,18 @@ class StepWatcher:
             ]
         if not self.enough and 0 < self.completed <= _STATE_STEPS:
             return [f"the job ended by itself after {self.completed} optimizer step(s)"]
+        if self.only_gradients:
+            return [
+                "no optimizer was made and no update of weights was seen: the answer is for the "
+                "backward passes that ran"
+            ]
         return []
+
+    @property
+    def only_gradients(self) -> bool:
+        """Whether the job computes gradients for something else than an optimizer of PyTorch's."""
+        steps = self.has_optimizers or self.completed
+        return not steps and self.state.context.backward_seen
 
     def _out_of_patience(self) -> bool:
         # The state grows step by step where it is a history (L-BFGS).

@@ -6,11 +6,9 @@ import functools
 import logging
 import re
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -27,7 +25,7 @@ from memplan.runtime.graph.leaves import Leaves
 from memplan.runtime.graph.report import CompileReport, ProgramReport
 from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
 from memplan.runtime.graph.updates import Updates
-from memplan.types.errors import MemplanError, UsageError
+from memplan.types.errors import MemplanError, UsageError, first_line
 
 log = logging.getLogger("memplan")
 
@@ -156,7 +154,8 @@ class CompiledStep(Generic[P]):
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, LookedError):
                 return error.inner_exception.found
-            raise UsageError(f"no graph: {error.inner_exception}", "another function") from error
+            why = _reason(error.inner_exception)
+            raise UsageError(f"no graph: {why}", "another function") from error
         except TorchDynamoException as error:
             raise UsageError(f"no graph: {_reason(error)}", "another function") from error
         finally:
@@ -316,11 +315,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """An error's first line, and what Dynamo explains; where it was raised, if it has no words."""
-    first = str(error).strip().partition("\n")[0].rstrip(": ")
-    if first in ("", AssertionError.__name__):
-        *_, place = traceback.extract_tb((error.__cause__ or error).__traceback__)
-        file = Path(place.filename).name
-        return f"{first or type(error).__name__} in {place.name} ({file}:{place.lineno})"
+    """An error's first line, and what Dynamo explains."""
+    first = first_line(error)
     explained = re.search(r"^ *Explanation: (.+)", str(error), re.MULTILINE)
     return f"{first}: {explained[1]}" if explained else first
