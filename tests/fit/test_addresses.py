@@ -51,6 +51,7 @@ def test_a_job_with_memory_pools_of_its_own_is_told() -> None:
     answer = fit(SCRIPT, job.profile, job, solve).answer
     assert not answer.levers
     assert any("memory pools" in note for note in answer.notes)
+    assert STEPS_TO_PLAN not in job.steps  # known without a capture
 
 
 def test_a_plan_with_addresses_is_estimated_on_its_own_allocator() -> None:

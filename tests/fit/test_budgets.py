@@ -34,7 +34,14 @@ def test_no_budget_where_the_least_peak_does_not_fit() -> None:
     least = replace(MISSES, budget=0, least=True)
     assert next_budget([MISSES] * 4, CARD) is None
     assert next_budget([MISSES, least], CARD) is None
-    assert next_budget([MISSES, least, replace(least, needed=1000, fits=True)], CARD) is not None
+    fits = replace(least, planned=700, needed=1000, fits=True)
+    assert next_budget([MISSES, least, fits], CARD) == next_budget([MISSES], CARD)
+
+
+@pytest.mark.parametrize(("planned", "budget"), [(900, 950), (990, None)])
+def test_no_budget_below_a_least_peak_that_fits(planned: int, budget: int | None) -> None:
+    least = replace(FITS, budget=0, planned=planned)
+    assert next_budget([MISSES, least], CARD) == budget
 
 
 def test_looser_by_what_is_spare_but_once() -> None:

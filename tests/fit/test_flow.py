@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit import low_bit, offload
-from memplan.fit.answer import Fit, Numbers
+from memplan.fit import flow, low_bit, offload
+from memplan.fit.answer import Fit, Lever, Numbers
 from memplan.fit.choice import Limits
 from memplan.fit.flow import Fitted, fit
+from memplan.fit.judge import Verdict
+from memplan.fit.state import State
 from memplan.fit.text import fit_lines
 from memplan.phases import plain_peak, step_graph
 from memplan.types.device import find_profile
@@ -191,6 +195,24 @@ def test_the_least_peak_is_tried_before_giving_up(program: ScriptTarget) -> None
     assert not answer.fits
     assert answer.attempts[-1].budget_bytes == 0
     assert answer.attempts[-1].planned_bytes == min(a.planned_bytes for a in answer.attempts)
+
+
+def test_a_plan_that_does_not_fit_for_gaps_gets_addresses_before_dearer_levers(
+    program: ScriptTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def placed(state: State) -> State:
+        if state.plan.recompute is None:
+            return state
+        estimate = msgspec.structs.replace(state.verdict.estimate, fits=True)
+        lever = Lever(kind="addresses", name="1 planned", bound="")
+        changed = state.with_lever(lever).with_parts(alloc_conf="planned")
+        return replace(changed, verdict=Verdict(estimate, addresses=True))
+
+    monkeypatch.setattr(flow, "with_planned_addresses", placed)
+    chain = job("2600MiB", ballast=lambda attempt: 2600 * MIB, moves_state=True)
+    answer = run(program, chain).answer
+    assert answer.fits and [one.kind for one in answer.levers][-1] == "addresses"
+    assert all(plan is None or plan.state is None for _, plan in chain.asked)
 
 
 def test_no_plan_fits_but_a_smaller_batch_does(program: ScriptTarget) -> None:

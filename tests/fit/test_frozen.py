@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memplan.cli import main
 from memplan.fit.frozen import frozen_bytes
 from memplan.types.plan import OrderPart, Plan
 from memplan.types.plan_file import load_plan, save_plan
+from memplan.types.trace import Phase, Role
 from memplan.types.trace_file import load_trace
 from tests import warm
+from tests.estimation.jobs import MIB, training_job
 
 ADAPTED = """
 import sys
@@ -75,6 +79,17 @@ def test_weights_whose_copies_hide_come_before_recomputation(
     assert answer["fits"] and {"frozen"} <= kinds <= {"frozen", "allocator"}
     assert answer["captures"] == 2 and "recompute" not in answer["levers_tried"]
     assert answer["added_fraction"] < 0.01
+
+
+def test_a_weight_whose_gradient_has_another_shape_is_not_frozen() -> None:
+    """As under FSDP2, where gradients of a layer lie in one storage."""
+    trace = training_job()
+    weights = np.flatnonzero(trace.storages.role == Role.PARAMETER)
+    updates = trace.ops.phase == Phase.OPTIMIZER
+    starts = np.cumsum([0, *(len(weights) * updates)])
+    ops = replace(trace.ops, writes=np.tile(weights, updates.sum()), writes_start=starts)
+    assert frozen_bytes(replace(trace, ops=ops)) == []
+    assert frozen_bytes(trace) == [64 * MIB] * 2  # none that writes them
 
 
 def test_a_weight_that_is_updated_in_backward_is_not_frozen() -> None:

@@ -45,6 +45,12 @@ def test_a_good_guess_saves_questions() -> None:
     assert asked[0] == 256 and len(asked) <= 6
 
 
+def test_where_none_fits_the_smallest_says_so() -> None:
+    fits, asked = counted(0)
+    assert largest_fitting(4096, 0.6, fits) is None
+    assert asked == [2048, 1]
+
+
 @pytest.mark.parametrize(("least", "multiple"), [(16, 8), (1, 1)])
 def test_refined_in_multiples(least: int, multiple: int) -> None:
     fits, asked = counted(870)

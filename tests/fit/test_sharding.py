@@ -6,11 +6,13 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memplan.capturing.options import ScriptTarget
 from memplan.estimation import estimate
 from memplan.fit.answer import Change
+from memplan.fit.nearest import nearest_changes
 from memplan.fit.options import find_switches
 from memplan.fit.search import Search
 from memplan.fit.sharding import more_ranks, with_options
@@ -19,6 +21,7 @@ from memplan.fit.state import Job, MoreNodes, State, first_state
 from memplan.fit.what_if import with_less
 from memplan.types.device import find_profile
 from memplan.types.plan import OrderPart, Plan, StatePart
+from memplan.types.trace import Communicator
 from memplan.worker.captures import Captured
 from tests.estimation.jobs import MIB, training_job
 from tests.fit.chain_job import ChainProgram, not_captured
@@ -71,9 +74,31 @@ def test_ranks_that_are_not_enough(tmp_path: Path) -> None:
     assert change is None and said.startswith("64 ranks are not enough: each needs peak")
 
 
+def test_ranks_that_cannot_be_enough_are_not_captured(tmp_path: Path) -> None:
+    before = state(script(tmp_path, ""), {1: 1024, 2: 512, 4: 256, 8: 128})
+    change, said = more_ranks(before)
+    assert change is None and said.startswith("64 ranks are not enough: an eighth")
+    assert not before.job.search.captures
+
+
 def test_more_ranks_of_a_job_that_shards_nothing(tmp_path: Path) -> None:
     assert more_ranks(state(script(tmp_path, ""), dict.fromkeys((1, 2, 4, 8), 64))) == (None, "")
     assert more_ranks(state(script(tmp_path, ""), {1: 64})) == (None, "")
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_state_that_is_sharded_is_not_sharded_once_more(tmp_path: Path, collective: str) -> None:
+    before = state(script(tmp_path, ""), {1: 64})
+    trace = before.captured.trace
+    group = Communicator(ranks=8, local_ranks=8, nodes=1, collectives=[collective])
+    meta = msgspec.structs.replace(trace.meta, communicators=[group])
+    captured = replace(before.captured, trace=replace(trace, meta=meta))
+    of_rank = replace(before, captured=captured)
+    changes, tried = nearest_changes(of_rank, of_rank, of_rank)
+    said = [one.kind for one in changes] + tried
+    assert any("sharded_optimizer" in one or "GPUs" in one for one in said) == (
+        collective == "all_reduce"
+    )
 
 
 SWITCHES = """

@@ -12,12 +12,13 @@ from memplan.layout.static_plan import static_plan
 from memplan.types.device import DeviceProfile
 from memplan.types.errors import NoAnswerError
 from memplan.types.estimate import Estimate
-from memplan.types.trace import PRIVATE_POOLS
+from memplan.types.trace import PRIVATE_POOLS, Trace
 from memplan.worker.failure import CaptureFailedError
 from memplan.worker.planned_addresses import estimate_under
 
 _SECONDS = 10.0
 """For the layout."""
+_POOLS = "No addresses are planned: the job has memory pools of its own."
 
 
 def with_planned_addresses(state: State) -> State:
@@ -31,14 +32,16 @@ def with_planned_addresses(state: State) -> State:
     chosen = state.verdict.estimate.alloc_conf and not state.verdict.alloc_conf
     if chosen or not _gaps_are_missing(state.verdict.estimate, state.job.profile):
         return state
+    if _has_pools(state.captured.trace):
+        return state.with_note(_POOLS)
     job = state.job
     job.search.say("planning addresses", 1)
     job.search.tried.append("addresses")
     try:
         captured = job.capture(job.program, state.plan, quiet=True, steps=STEPS_TO_PLAN)
         job.search.captured()
-        if (captured.trace.events.stream >= PRIVATE_POOLS).any():
-            return state.with_note("No addresses are planned: the job has memory pools of its own.")
+        if _has_pools(captured.trace):
+            return state.with_note(_POOLS)
         found = static_plan(captured.trace, seconds=job.search.solving_seconds(_SECONDS), device=0)
     except (CaptureFailedError, NoAnswerError):
         return state
@@ -58,6 +61,10 @@ def with_planned_addresses(state: State) -> State:
         bound="",
     )
     return after.with_lever(lever)
+
+
+def _has_pools(trace: Trace) -> bool:
+    return bool((trace.events.stream >= PRIVATE_POOLS).any())
 
 
 def _gaps_are_missing(found: Estimate, profile: DeviceProfile) -> bool:

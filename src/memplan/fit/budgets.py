@@ -70,7 +70,12 @@ def next_budget(outcomes: Sequence[Outcome], card: Card) -> int | None:
     if 0 < last.budget * _OVER < last.planned:
         return last.budget  # once more, on what was learnt
     target = min(_in_proportion(last.planned, last.needed, card), last.planned)
-    return int(_CAUTION * target) or None
+    target = int(_CAUTION * target)
+    known = max((o.planned for o in outcomes if o.fits), default=0)
+    if target <= known:  # the least peak fits: what adds less lies above it
+        target = (known + min(o.planned for o in asked)) // 2
+        return target if target - known > _WORTH_BYTES * known else None
+    return target or None
 
 
 def _looser(outcomes: Sequence[Outcome], fitting: list[Outcome], card: Card) -> int | None:

@@ -221,9 +221,10 @@ class _Finder:
 
     def place(self) -> None:
         """Addresses for the best plan, where it fits only as the allocator gives memory back in
-        each step, or does not for gaps."""
+        each step. (`_placed` tries them for those that do not fit.)"""
         end = self.best().end if self._routes else self._first
-        self._with(with_planned_addresses, end)
+        if end.fits:
+            self._with(with_planned_addresses, end)
 
     def best(self, without: str = "") -> _Route:
         """The cheapest that fits; where none does, the one that fits the smallest card. Of those
@@ -275,7 +276,14 @@ class _Finder:
             self.notes.append("With activations on the host, the script fails.")
             return
         if end is not None:
+            best = self.best().end
+            if not best.fits or end.added_seconds < best.added_seconds:
+                end = self._placed(end)
             self._routes.append(_Route(route.base, end, planner))
+
+    def _placed(self, end: State) -> State:
+        """With addresses, where gaps are what does not fit: they add no time, other levers do."""
+        return end if end.fits else self._with(with_planned_addresses, end)
 
     def _with(self, lever: Callable[[State], State], base: State) -> State:
         changed = lever(base)
@@ -292,7 +300,7 @@ class _Finder:
         base = RegionSearch(base).run()
         if base.fits:
             return _Route(base, base)
-        placed = self._with(with_planned_addresses, base)
+        placed = self._placed(base)
         if placed.fits:
             return _Route(base, placed)
         try:
@@ -312,7 +320,7 @@ class _Finder:
             chosen = None
             if passes_overlap(base.captured.trace) and _PIPELINED not in self.notes:
                 self.notes.append(_PIPELINED)
-        return _Route(base, chosen.state if chosen else base, planner)
+        return _Route(base, self._placed(chosen.state) if chosen else base, planner)
 
     def _capture_rows(self) -> None:
         """Plans of many budgets, for each set of levers."""

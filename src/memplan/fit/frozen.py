@@ -122,18 +122,20 @@ def frozen_bytes(trace: Trace) -> list[int]:
     start, stop = step
     stays = (begin < start) & (end >= stop)
     role = trace.storages.role
-    large = (role == Role.PARAMETER) & (size >= SMALLEST) & stays & ~_updated_in_backward(trace)
+    large = (role == Role.PARAMETER) & (size >= SMALLEST) & stays & ~_updated(trace)
     given = (role == Role.GRADIENT) & (stays | ((begin >= start) & (begin < stop)))
     parameters = Counter(kinds[one] for one in np.flatnonzero(large).tolist())
     parameters.subtract(kinds[one] for one in np.flatnonzero(given).tolist())
     return [nbytes for (_, nbytes), count in parameters.items() for _ in range(count)]
 
 
-def _updated_in_backward(trace: Trace) -> Bools:
-    """Storages that operators of backward passes write. A weight's gradient is gone before the
-    step there, and has no role."""
+def _updated(trace: Trace) -> Bools:
+    """Storages that the optimizer writes, or operators of backward passes: where weights are
+    updated there, gradients are gone before the step and have no role. FSDP2's gradients lie in
+    storages of another shape than their weights."""
     ops = trace.ops
-    writes = np.repeat(ops.phase == Phase.BACKWARD, np.diff(ops.writes_start))
+    updates = np.isin(ops.phase, (Phase.BACKWARD, Phase.OPTIMIZER))
+    writes = np.repeat(updates, np.diff(ops.writes_start))
     written = np.zeros(len(trace.storages), bool)
     written[ops.writes[writes]] = True
     return written

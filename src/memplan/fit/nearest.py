@@ -41,7 +41,7 @@ def nearest_changes(plain: State, base: State, lowest: State) -> tuple[list[Chan
     smaller, kept = _smaller_jobs(lowest)
     changes = [*switches, *smaller, *([ranks] if ranks else [])]
     tried = [*switched, *kept, *([too_few] if too_few else [])]
-    if ranks is None and not too_few:
+    if ranks is None and not too_few and not _is_sharded(lowest):
         divided, reason = _sharded(base, lowest)
         changes += [divided] if divided else []
         tried += [reason] if reason else []
@@ -84,6 +84,7 @@ def largest_fitting(
     refined at most twice between it and the next larger one, in multiples of `multiple`.
 
     `share`: the fraction of `value` that is expected to fit; it only decides what is asked first.
+    Where that does not fit, the smallest value comes next: it tells whether any does.
     Assumes that whatever is smaller than a value that fits, fits.
     """
     halves = [value >> k for k in range(1, value.bit_length()) if value >> k >= least]
@@ -94,7 +95,7 @@ def largest_fitting(
             high = probe
         else:
             low = probe + 1
-        probe = (low + high) // 2
+        probe = (low + high) // 2 if high < len(halves) else high - 1
     if high == len(halves):
         return None
     best, above = halves[high], halves[high - 1] if high else value
@@ -184,6 +185,13 @@ class _KnobSearch:
             after=value,
             command=program.command,
         )
+
+
+def _is_sharded(state: State) -> bool:
+    """Whether a rank keeps gradients of its own part of the weights only, and so their state."""
+    return any(
+        "reduce_scatter" in one.collectives for one in state.captured.trace.meta.communicators
+    )
 
 
 def _sharded(base: State, lowest: State) -> tuple[Change | None, str]:

@@ -18,8 +18,6 @@ from memplan.types.plan import Fingerprint
 from memplan.worker.failure import CaptureFailedError
 
 _TIMES = (2, 4, 8)
-_MIDDLE = 1
-"""Tried first: two captures tell which of three is the least that fits."""
 _SHARDING = frozenset(
     {
         *("reshard", "reshard_after_forward", "fsdp_reshard_after_forward", "full_shard", "zero3"),
@@ -47,28 +45,34 @@ def more_ranks(lowest: State) -> tuple[Change | None, str]:
 
     `lowest`: with the plan of the least peak in effect, which stays.
     """
-    tried: dict[int, tuple[MoreNodes, State]] = {}
-    for place in (_MIDDLE, _MIDDLE - 1, _MIDDLE + 1):
-        middle = tried.get(_TIMES[_MIDDLE])
-        if middle is not None and middle[1].fits != (place < _MIDDLE):
-            continue
-        wider = lowest.job.more_nodes(_TIMES[place])
+    job, fitting, tried = lowest.job, None, None
+    context = job.profile.context_high_bytes
+    needed, room = lowest.needed - context, job.profile.total_memory_bytes - context
+    # What is too much when all of it is divided by the number of nodes needs no capture.
+    low, high = sum(needed > times * room for times in _TIMES), len(_TIMES)
+    if low == high and (most := job.more_nodes(_TIMES[-1])):
+        return None, f"{most.ranks} ranks are not enough: an eighth of all a rank needs is too much"
+    while low < high:
+        place = (low + high) // 2
+        wider = job.more_nodes(_TIMES[place])
         if wider is None:
             break
-        lowest.job.search.say(f"trying {wider.ranks} ranks", 3)
+        job.search.say(f"trying {wider.ranks} ranks", 3)
         try:
-            found = replace(lowest, job=replace(lowest.job, capture=wider.capture)).trying()
+            found = replace(lowest, job=replace(job, capture=wider.capture)).trying()
         except CaptureFailedError as error:
             return None, f"{wider.ranks} ranks could not be captured: {error.outcome.reason}"
         if not lowers(lowest.verdict, found.verdict):
             return None, ""
-        tried[_TIMES[place]] = wider, found
-    fitting = [one for _, one in sorted(tried.items(), key=lambda item: item[0]) if one[1].fits]
+        if found.fits:
+            fitting, high = (wider, found), place
+        else:
+            tried, low = (wider, found), place + 1
     if fitting:
-        return _of_ranks(lowest, *fitting[0]), ""
+        return _of_ranks(lowest, *fitting), ""
     if not tried:
         return None, ""
-    wider, found = tried[max(tried)]
+    wider, found = tried
     needs = peak_text(found.verdict.estimate)
     return None, f"{wider.ranks} ranks are not enough: each needs {needs}"
 
