@@ -29,9 +29,15 @@ from memplan.capturing.host.process import capture_peak_bytes
 from memplan.capturing.job import other_processes
 from memplan.capturing.job.caught import Caught
 from memplan.capturing.mode import CaptureMode
-from memplan.capturing.operators import assumed, data_dependent, one_kernel, shape_rules
+from memplan.capturing.operators import (
+    assumed,
+    data_dependent,
+    one_kernel,
+    operand_layout,
+    shape_rules,
+)
 from memplan.capturing.operators.attention import Attention
-from memplan.capturing.operators.kernel_memory import KernelMemory, convolution_layout
+from memplan.capturing.operators.kernel_memory import KernelMemory
 from memplan.capturing.operators.recurrent import Recurrent
 from memplan.capturing.options import CaptureOptions
 from memplan.capturing.parity import formulas
@@ -288,7 +294,7 @@ class CaptureSession:
         library = attention.install()
         stack.callback(library._destroy)
         stack.callback(one_kernel.install()._destroy)
-        patches.set(torch._C, "_conv_determine_backend_memory_format", convolution_layout)
+        stack.callback(operand_layout.install(patches)._destroy)
         self.state.handlers[aten.scaled_dot_product_attention.default] = attention.handler()
         memory = self._watch_kernels()
         recurrent = Recurrent(self.state, self.options.profile, memory)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from memplan.capturing.kernels.model import Scratch, Shape, ceil_div, itemsize, numel
+from memplan.capturing.kernels.model import Scratch, Shape, ceil_div, exactly, itemsize, numel
 
 INDEX_BYTES = 8
 _ALIGNING = 2 * 256 - 1
@@ -55,6 +55,24 @@ class OpCall:
 
 
 Rule: TypeAlias = Callable[[OpCall], list[Scratch]]
+
+
+def contiguous_copies(call: OpCall, *places: int) -> list[Scratch]:
+    """What a kernel copies, while it runs, of tensor arguments that are not contiguous."""
+    return [
+        exactly("operand's copy", numel(call.shapes[place]) * itemsize(call.dtypes[place]))
+        for place in places
+        if call.strides and not _contiguous(call.shapes[place], call.strides[place])
+    ]
+
+
+def _contiguous(shape: Shape, strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def radix_sort_temporary(items: int, key: int, value: int) -> tuple[int, int, int]:

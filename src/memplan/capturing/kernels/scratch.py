@@ -14,6 +14,7 @@ from memplan.capturing.kernels.calls import (
     INDEX_BYTES,
     OpCall,
     Rule,
+    contiguous_copies,
     scan_temporary,
     small_temporary,
 )
@@ -160,20 +161,31 @@ def _safe_softmax(call: OpCall) -> list[Scratch]:
     ]
 
 
+def _of_contiguous(call: OpCall) -> list[Scratch]:
+    """SoftMax.cu (`host_softmax`), layer_norm_kernel.cu: the first tensor argument, contiguous."""
+    return contiguous_copies(call, 0)
+
+
+def _of_two_contiguous(call: OpCall) -> list[Scratch]:
+    """SoftMax.cu (`host_softmax_backward`): gradient and output, contiguous."""
+    return contiguous_copies(call, 0, 1)
+
+
 def _softmax_backward(call: OpCall) -> list[Scratch]:
     """SoftMax.cu (`softmax_backward_cuda_out`): the gradient times the output."""
-    return [exactly("grad * output", call.count * call.itemsize)]
+    product = exactly("grad * output", call.count * call.itemsize)
+    return [product, *contiguous_copies(call, 0, 1)]
 
 
 def _layer_norm_backward(call: OpCall) -> list[Scratch]:
     """layer_norm_kernel.cu: very long inputs add up weight and bias in partial sums of 32 rows.
-    Tensor arguments: grad_output, input, mean, rstd, weight, bias."""
-    return _partial_sums(call, first=4)
+    Tensor arguments: grad_output, input, mean, rstd, weight, bias; the first two contiguous."""
+    return [*contiguous_copies(call, 0, 1), *_partial_sums(call, first=4)]
 
 
 def _rms_norm_backward(call: OpCall) -> list[Scratch]:
     """The same kernel. Tensor arguments: grad_output, input, rstd, weight."""
-    return _partial_sums(call, first=3)
+    return [*contiguous_copies(call, 0, 1), *_partial_sums(call, first=3)]
 
 
 def _partial_sums(call: OpCall, first: int) -> list[Scratch]:
@@ -272,6 +284,8 @@ def _rules() -> dict[str, Rule]:
         (_ctc_backward, "_ctc_loss_backward"),
         (_logsumexp, "logsumexp"),
         (_safe_softmax, "_safe_softmax"),
+        (_of_contiguous, "_softmax _log_softmax native_layer_norm _fused_rms_norm"),
+        (_of_two_contiguous, "_log_softmax_backward_data"),
         (_softmax_backward, "_softmax_backward_data"),
         (_layer_norm_backward, "native_layer_norm_backward"),
         (_rms_norm_backward, "_fused_rms_norm_backward"),

@@ -24,11 +24,19 @@ from memplan.capturing.kernels.convolution import (
     conv_workspace,
     trial_workspace,
 )
-from memplan.capturing.kernels.cudnn_norm import BatchNorm, batch_norm_backend, batch_norm_scratch
+from memplan.capturing.kernels.cudnn_norm import batch_norm_backend, batch_norm_scratch
 from memplan.capturing.kernels.model import Scratch
 from memplan.capturing.kernels.reduction import reduction_scratch
 from memplan.capturing.kernels.scratch import SCRATCH, scratch_for
 from memplan.capturing.kernels.workspaces import BLAS_OPS, uses_cublaslt, workspace_requests
+from memplan.capturing.operators.operand_layout import (
+    batch_norm_call,
+    channels_last,
+    convolution_layout,
+    copies,
+    dtype_name,
+    suggested_layout,
+)
 from memplan.capturing.state import CaptureState, Observer, Recording
 from memplan.types.device import DeviceProfile
 from memplan.types.trace import EventKind
@@ -136,7 +144,7 @@ class KernelMemory:
         call = OpCall(
             f"aten.{func._schema.name.split('::')[1]}",
             [tuple(tensor.shape) for tensor in tensors],
-            [_dtype(tensor) for tensor in tensors],
+            [dtype_name(tensor) for tensor in tensors],
             strides=[tensor.stride() for tensor in tensors],
             out_shapes=[tuple(t.shape) for t in outputs if isinstance(t, torch.Tensor)],
             args=other,
@@ -152,20 +160,15 @@ class KernelMemory:
         """Batch normalisation; a backward's first tensor is the gradient, cuDNN's the input."""
         backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
         x = args[1] if backward and not cudnn else args[0]
-        weight = args[2] if backward else args[1]
         training = True if backward and cudnn else bool(args[7] if backward else args[5])
-        call = BatchNorm(
-            shape=tuple(x.shape),
-            dtype=_dtype(x),
-            weight_dtype=None if weight is None else _dtype(weight),
-            training=training,
-            channels_last=_channels_last(x),
-            cudnn_enabled=bool(torch.backends.cudnn.enabled),
-        )
+        call = batch_norm_call(x, args[2] if backward else args[1], training)
+        backend = batch_norm_backend(call)
+        copied = []
         if not backward:
-            backend = batch_norm_backend(call)
             self.state.kernels["batch_norm", backend, call.dtype] += 1
-        self.add(batch_norm_scratch(call, backward=backward))
+        elif backend == "cudnn" and training:
+            copied = copies(suggested_layout(x), [args[1] if cudnn else args[0]])
+        self.add([*copied, *batch_norm_scratch(call, backward=backward)])
 
     # Matrix products
 
@@ -185,7 +188,7 @@ class KernelMemory:
                 bias=bias.shape,
                 bias_contiguous=bias.is_contiguous(),
                 beta=float(kwargs.get("beta", 1.0)),
-                dtype=_dtype(mat1),
+                dtype=dtype_name(mat1),
                 env=os.environ,
             )
         capability = self.profile.capability
@@ -206,7 +209,7 @@ class KernelMemory:
         conv = _convolution(
             x, w, result, stride, padding, dilation, transposed, output_padding, groups
         )
-        self._convolve(conv, Direction.FORWARD)
+        self._convolve(conv, Direction.FORWARD, convolution_layout(x, w, None), [x, w])
 
     def convolution_backward(
         self, state: CaptureState, func: Any, args: Any, outputs: list[FakeTensor | None]
@@ -222,6 +225,12 @@ class KernelMemory:
         conv = _convolution(
             x, w, grad, stride, padding, dilation, transposed, output_padding, groups
         )
+        layout = convolution_layout(x, w, None)
+        # The input is copied at once for both, if at all.
+        operands = {
+            Direction.BACKWARD_DATA: [grad, w] if outputs[1] is None else [grad, w, x],
+            Direction.BACKWARD_FILTER: [grad, x],
+        }
         numbers = []
         directions = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, None)
         for output, direction in zip(outputs, directions, strict=True):
@@ -229,7 +238,7 @@ class KernelMemory:
                 continue
             numbers.append(state.record(output))
             if direction is not None:
-                self._convolve(conv, direction)
+                self._convolve(conv, direction, layout, operands[direction])
             else:
                 self.add(self._bias_gradient(grad))
         return numbers
@@ -244,7 +253,15 @@ class KernelMemory:
             half=grad.element_size() == 2,
         )
 
-    def _convolve(self, conv: Convolution, direction: Direction) -> None:
+    def _convolve(
+        self,
+        conv: Convolution,
+        direction: Direction,
+        layout: torch.memory_format,
+        operands: list[torch.Tensor],
+    ) -> None:
+        """`layout` is what cuDNN wants; PyTorch's own kernels want contiguous operands
+        (`native/Convolution.cpp`, `native/cudnn/ConvShared.cpp`)."""
         cudnn: Any = torch.backends.cudnn
         settings = ConvSettings(
             capability=self.profile.capability,
@@ -257,7 +274,9 @@ class KernelMemory:
         backend = conv_backend(conv, settings)
         self.state.kernels["convolution", backend, f"{conv.dtype}, groups {conv.groups}"] += 1
         self._try_plans(conv, direction, settings)
-        self.add([conv_workspace(conv, direction, settings)])
+        if not backend.startswith("cudnn"):
+            layout = torch.contiguous_format
+        self.add([*copies(layout, operands), conv_workspace(conv, direction, settings)])
 
     def _try_plans(self, conv: Convolution, direction: Direction, settings: ConvSettings) -> None:
         """The first call under `cudnn.benchmark`; each thread remembers the plans it found."""
@@ -287,7 +306,7 @@ class KernelMemory:
             attention_scratch.flash_backward_scratch(
                 query.shape,
                 key.shape,
-                _dtype(query),
+                dtype_name(query),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 sm_count=self.profile.sm_count,
                 grad_out_copied=not grad.transpose(1, 2).is_contiguous(),
@@ -314,7 +333,7 @@ class KernelMemory:
     ) -> None:
         query, _key, value = args[:3]
         self.add(
-            attention_scratch.efficient_forward_scratch(query.shape, value.shape, _dtype(query))
+            attention_scratch.efficient_forward_scratch(query.shape, value.shape, dtype_name(query))
         )
 
     def efficient_backward(
@@ -326,7 +345,7 @@ class KernelMemory:
                 query.shape,
                 key.shape,
                 value.shape,
-                _dtype(query),
+                dtype_name(query),
                 self.profile.capability,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
@@ -341,7 +360,7 @@ class KernelMemory:
         query, key, value = args[1:4]
         self.add(
             attention_scratch.cudnn_backward_scratch(
-                query.shape, key.shape, value.shape, _dtype(query)
+                query.shape, key.shape, value.shape, dtype_name(query)
             )
         )
 
@@ -359,10 +378,6 @@ def _tensors_of(args: Any) -> Iterator[torch.Tensor]:
             yield item
         elif isinstance(item, (list, tuple)):
             yield from _tensors_of(item)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _convolution(
@@ -389,46 +404,12 @@ def _convolution(
         x=shapes[0],
         w=shapes[1],
         y=shapes[2],
-        dtype=_dtype(x),
+        dtype=dtype_name(x),
         stride=lists[0],
         padding=lists[1],
         dilation=lists[2],
         groups=groups,
         transposed=transposed,
         output_padding=lists[3],
-        channels_last=_channels_last(x) or _channels_last(w),
-    )
-
-
-def convolution_layout(x: torch.Tensor, w: torch.Tensor, _backend: Any) -> torch.memory_format:
-    """The memory format of a convolution's results on CUDA: channels last where the input or the
-    weight is (`cudnn_conv_suggest_memory_format` in `native/ConvUtils.h`). A PyTorch without CUDA
-    says that every result is contiguous."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(w.dim())
-    if last is None or torch.float64 in (x.dtype, w.dtype):
-        return torch.contiguous_format
-    return last if _suggests_last(x) or _suggests_last(w) else torch.contiguous_format
-
-
-def _suggests_last(tensor: torch.Tensor) -> bool:
-    """`is_channels_last_strides_2d` of `c10/core/MemoryFormat.h`: a weight of 1 by 1 that was moved
-    to channels last counts too, though it lies in memory as it did."""
-    shape, stride = tensor.shape, tensor.stride()
-    if not stride[1]:
-        return False
-    least = 0
-    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
-        if not shape[dim] or stride[dim] < least or (dim == 0 and least == stride[1]):
-            return False
-        least = stride[dim] * max(shape[dim], 1)
-    return True
-
-
-def _channels_last(tensor: torch.Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(tensor.dim())
-    return (
-        memory_format is not None
-        and tensor.is_contiguous(memory_format=memory_format)
-        and not tensor.is_contiguous()
+        channels_last=channels_last(x) or channels_last(w),
     )
