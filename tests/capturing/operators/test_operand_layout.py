@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,5 +90,6 @@ def test_what_lies_in_channels_last_is_not_copied() -> None:
     trace = trained(make, image, image)
     assert copies(trace, Phase.FORWARD, weight) == 1
     assert not copies(trace, Phase.BACKWARD, ROWS * 16 * 24 * 24 * 4)
-    trace = trained(lambda: make().to(memory_format=torch.channels_last), image, image)
+    last: Any = {"memory_format": torch.channels_last}
+    trace = trained(lambda: make().to(**last), image, image)
     assert not copies(trace, Phase.FORWARD, weight)

@@ -345,10 +345,13 @@ class StepWatcher:
         """What a reader should know about the steps that were seen."""
         if self.enough and self.max_steps is None:
             seen = self.ending is not None and self.ending.saw_evaluation
-            later = "layers unfrozen" if seen else "an evaluation in mid-epoch, layers unfrozen"
+            later = [] if seen else ["an evaluation in mid-epoch"]
+            later.append("layers unfrozen")
+            if self.state.recorder.finished:
+                later.append("what the script does after the training")
             return [
                 "the rest of the run is taken to be like these steps; what happens later "
-                f"({later}) was not seen: --steps N shows more",
+                f"({', '.join(later)}) was not seen: --steps N shows more",
                 *(self.ending.notes() if self.ending is not None else ()),
             ]
         if not self.enough and 0 < self.completed <= _STATE_STEPS:
