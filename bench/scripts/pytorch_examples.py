@@ -106,7 +106,6 @@ CASES = (
     ),
     _case(
         "imagenet", "imagenet/main.py", "-a", "resnet50", "{work}/images", prepare=_CLASSES,
-        checks=(share("optimizer_state", 4 * _RESNET50),),
         floor=Reference(12 * _RESNET50 + 256 * 3 * 224 * 224 * 4, "25.6 M × 12 bytes and a batch"),
     ),
     _case("ddp-tutorial-single", f"{_TUTORIAL}/single_gpu.py", "50", "10"),
