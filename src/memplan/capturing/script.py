@@ -149,7 +149,8 @@ def _judge_end(
         raise device_error(elsewhere[0]) from error
     reported = error.__context__ if isinstance(error.__context__, Exception) else None
     if session.ending.later.begun:
-        return  # an epoch without batches is not what it expects
+        session.ending.cut_off()
+        return
     if session.ending.draining:
         _assume_nothing_follows(session, (stop and reported) or error, target)
     elif stop is not None:

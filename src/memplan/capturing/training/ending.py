@@ -294,6 +294,10 @@ class Ending:
         self.state.recorder.finished = True
         raise EnoughSeen
 
+    def cut_off(self) -> None:
+        """The script failed in an epoch without batches: what follows was not seen."""
+        self.state.recorder.finished = True
+
     def _allow(self, loader: Any) -> None:
         """Raises StopIteration for a loader that has given enough."""
         if not self._is_another(loader):
