@@ -67,6 +67,9 @@ def schema_of(name: str) -> dict[str, Any]:
         fields = parts[part.__name__]["properties"]
         for key, text in _explained(part):
             fields[key]["description"] = text
+    for found in parts.values():
+        if "description" in found:  # how far it is indented differs between releases of Python
+            found["description"] = inspect.cleandoc(found["description"])
     whole = parts.pop(answer.__name__) | {"title": f"memplan {name}"}
     return {"$schema": _DIALECT, **whole, "$defs": parts}
 
