@@ -147,7 +147,7 @@ def test_a_mask_selects_something_where_more_is_done_for_it() -> None:
         mask = scores() > 0
         if mask.any():
             done.append("in the body")
-        if not mask.any():
+        if mask.any():
             return
         if mask.any() and not done:
             done.append("not asked")
@@ -160,6 +160,9 @@ def test_a_mask_selects_something_where_more_is_done_for_it() -> None:
             done.append("one")
         else:
             done.append("other")
+        if not mask.any():
+            return  # a first attempt was good enough, as a Cholesky factor without errors
+        done.append("again")
 
     record(job, steps=0)
     assert done == ["in the body", "goes on", "goes on", "other"]

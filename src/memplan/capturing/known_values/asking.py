@@ -21,7 +21,7 @@ _tree = lru_cache(maxsize=16)(syntax_of)
 LARGE = 1e30
 """Larger than any threshold that a loop would compare a number with."""
 _LBFGS = "torch/optim/lbfgs.py"
-_LEAVES = (ast.Raise, ast.Return, ast.Continue, ast.Break)
+_LEAVES = (ast.Raise, ast.Continue, ast.Break)
 _GREATER, _LESS = (ast.Gt, ast.GtE), (ast.Lt, ast.LtE)
 _BYTES_PER_INSTRUCTION = 2
 
@@ -42,7 +42,8 @@ class Asking:
     that does nothing but raise; None elsewhere."""
     goes_further: bool | None = None
     """The truth of the condition with which more is done, of an `if` without `else` that it is part
-    of: its body, or, where that leaves what is around it, what comes after; None elsewhere."""
+    of: its body, or, where that leaves what is around it, what comes after; None elsewhere, and
+    where it returns, as where a first attempt was good enough."""
     lbfgs: str = ""
     """The comparison, where `torch.optim.LBFGS` asks; `value` when it reads a number."""
 
@@ -83,6 +84,8 @@ def _in_choice(path: list[ast.AST]) -> bool | None:
     for node, *rest in (path[position:] for position in range(len(path) - 1)):
         if not isinstance(node, ast.If) or node.orelse or rest[0] is not node.test:
             continue
+        if isinstance(node.body[-1], ast.Return):
+            return None
         if all(isinstance(inner, (ast.UnaryOp, ast.BoolOp)) for inner in rest[:-1]):
             return _negated(rest) == isinstance(node.body[-1], _LEAVES)
     return None
