@@ -138,11 +138,12 @@ def find_interval(
 
 
 def _likely_reserved(drawn: list[Replay]) -> int:
-    """What the first replay allocates, and the median of the fragmentation of them all."""
-    fragmented = sorted(map(_fragmentation, drawn))[len(drawn) // 2]
-    reserved = [replay.reserved for replay in drawn]
-    likely = drawn[0].timeline.allocated_peak_bytes + fragmented
-    return min(max(likely, min(reserved)), max(reserved))
+    """What the first replay allocates, and the median of the fragmentation of them all; or what a
+    replay reserved that is nearest to that, for segments are reserved whole."""
+    allocated = drawn[0].timeline.allocated_peak_bytes
+    likely = allocated + sorted(map(_fragmentation, drawn))[len(drawn) // 2]
+    nearest = min((replay.reserved for replay in drawn), key=lambda one: abs(one - likely))
+    return max(nearest, allocated)
 
 
 def _fragmentation(replay: Replay) -> int:
