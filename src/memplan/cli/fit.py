@@ -125,7 +125,9 @@ def _card(args: argparse.Namespace) -> DeviceProfile:
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     profile = calibrated(args.calibration, profile)
     if profile is None:
-        raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
+        raise UsageError(
+            "no card to fit: this machine has none", f"--gpu before the script: {_USAGE}"
+        )
     return profile
 
 
