@@ -87,13 +87,8 @@ def verdict(answer: Fit) -> str:
     """The answer in one line. Of a job of several ranks it names the one that was looked at alone:
     another may need more."""
     seen = answer.before
-    alone = not answer.ranks and not seen.ranks and seen.world_size is not None
-    several = alone and seen.world_size != 1
-    return (
-        f"rank {seen.rank} of {seen.world_size}: {_verdict(answer)}"
-        if several
-        else _verdict(answer)
-    )
+    alone = not (answer.ranks or seen.ranks) and (seen.world_size or 1) > 1
+    return (f"rank {seen.rank} of {seen.world_size}: " if alone else "") + _verdict(answer)
 
 
 def _verdict(answer: Fit) -> str:
