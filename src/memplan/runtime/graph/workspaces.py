@@ -76,14 +76,17 @@ def laid_out() -> Iterator[None]:
 
 def _may_lie_otherwise(func: Any, leaves: list[Any]) -> bool:
     """Whether an operator makes something of operands of which one does not lie in rows. How
-    pointwise ones lay out results, PyTorch's shape functions know."""
+    pointwise ones lay out results, PyTorch's shape functions know. Indices and workspaces of
+    libraries may not be zeros."""
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         not any(map(is_symbolic, leaves))
         and func.namespace == "aten"
         and not func.is_view
         and not func._schema.is_mutable
         and torch.Tag.pointwise not in func.tags
-        and any(isinstance(one, torch.Tensor) and not one.is_contiguous() for one in leaves)
+        and all(one.is_floating_point() and one.numel() for one in given)
+        and not all(one.is_contiguous() for one in given)
     )
 
 
