@@ -70,7 +70,7 @@ def test_html(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
             "not an answer of memplan's",
         ),
         (b'{"schema_version": 1, "memp', "truncated"),
-        (b"\x80\x04}q", "it ends early"),
+        (b"\x80\x04}q", "pickle data was truncated"),
         (b"", "is empty"),
     ],
 )

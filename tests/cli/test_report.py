@@ -58,7 +58,7 @@ def damaged(files: Path) -> dict[str, tuple[bytes, str]]:
     return {
         "a trace of another version": (later, "version 99"),
         "a truncated trace": (trace[: len(trace) // 2], "damaged"),
-        "a truncated snapshot": (snapshot[: len(snapshot) // 2], "ends early"),
+        "a truncated snapshot": (snapshot[: len(snapshot) // 2], "was truncated"),
         "a truncated answer": (b'{"schema_version": 1, "memplan', "truncated"),
         "a plan of another version": (b'{"schema_version": 7, "made_from": {}}', "not a plan"),
         "a page": (b"<html>", "HTML"),

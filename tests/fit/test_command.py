@@ -186,7 +186,8 @@ def test_options_reach_the_captures() -> None:
 
 
 def test_a_plan_of_one_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit("--gpu", "24GiB", "--json", "torchrun", "--nproc-per-node", "2", "train.py") == 0
+    launched = ("torchrun", "--nproc-per-node", "2", "train.py")
+    assert fit("--gpu", "24GiB", "--json", "--rank", "0", *launched) == 0
     notes = read_answer("fit", capsys.readouterr().out)["notes"]
     assert any(note.startswith("The plan is made from rank 0 of 2") for note in notes)
 
