@@ -243,7 +243,8 @@ def test_a_signal_gets_what_is_known(
         if times == 2:  # only now: two that wait become one
             process.send_signal(number)
         out, _ = process.communicate(timeout=300)
-        assert process.returncode == code
+        ended = process.returncode  # a signal that comes while Python ends is what it dies of
+        assert (128 - ended if ended < 0 else ended) == code
     if code == 3:
         answer = json.loads(out)
         assert answer["complete"] is False and answer["fits"] is False and answer["before"]
