@@ -67,6 +67,8 @@ class CaptureState:
     """The process's own among them: number 0 of the trace."""
     current_device: Callable[[], int] = lambda: 0
     """The device that `cuda` without an index means."""
+    has_sparse: bool = False
+    """Whether the job has made a sparse tensor."""
     everything: bool = False
     """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
 
@@ -167,16 +169,19 @@ class CaptureState:
             return 0
         return index or self.own_device
 
-    def refuse_sparse(self, tensor: torch.Tensor) -> None:
+    def refuse_sparse(self, tensor: torch.Tensor, func: Any = "this") -> None:
         """Raises CaptureError for a tensor that has no storage of its own."""
         if tensor.layout is not torch.strided:
             raise self.cannot(
                 f"a tensor of layout {tensor.layout}",
-                "only dense tensors can be followed",
+                f"{func} has no rule for it",
                 "use dense ones when estimating (sparse=False for embeddings)",
             )
 
     def number_of(self, tensor: torch.Tensor) -> int:
+        """Of a sparse tensor, that of its values."""
+        if tensor.layout is torch.sparse_coo:
+            tensor = self.fake_mode.dispatch(aten._values.default, (), (tensor,), {})
         return self.recorder.number_of(tensor.untyped_storage())
 
     def op_name(self, func: Any) -> str:
