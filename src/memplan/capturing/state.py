@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.capturing.fake.fast_fake import DeviceFakeMode
 from memplan.capturing.host.memory import HostMemory
 from memplan.capturing.known_values.answers import Answers, Assumptions
+from memplan.capturing.known_values.assumed_sizes import AssumedSizes
 from memplan.capturing.known_values.store import Values, worth_keeping
 from memplan.capturing.recording.context import Context, shown_path, source_of
 from memplan.capturing.recording.recorder import Recorder
@@ -28,7 +29,7 @@ from memplan.capturing.recording.work import Work
 from memplan.types.engines import Engine, Stage
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
-from memplan.types.trace import Role
+from memplan.types.trace import Provenance, Role
 
 aten = torch.ops.aten
 
@@ -93,6 +94,7 @@ class CaptureState:
     fake_mode: DeviceFakeMode = field(default_factory=DeviceFakeMode)
     recorder: Recorder = field(default_factory=Recorder)
     values: Values = field(default_factory=Values)
+    sizes: AssumedSizes = field(default_factory=AssumedSizes)
     assumptions: Assumptions = field(default_factory=Assumptions)
     kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     work: Work = field(default_factory=Work)
@@ -160,7 +162,9 @@ class CaptureState:
                 "let the script use cuda:0 when estimating",
             )
         self.refuse_sparse(tensor)
-        return self.recorder.track(tensor, self.device_number(device))
+        high = self.sizes.high_bytes(tensor) if self.sizes.any else None
+        known = None if high is None else Provenance.ASSUMED
+        return self.recorder.track(tensor, self.device_number(device), high=high, provenance=known)
 
     def device_number(self, device: torch.device) -> int:
         """A device's number in the trace, where the process's own is 0."""
