@@ -133,7 +133,7 @@ def test_a_second_optimizer_may_ask_in_each_of_its_steps() -> None:
     """Adam, then L-BFGS: what is asked in one step is bounded, not what is asked in all."""
 
     class Asking(optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             asked = self.param_groups[0]["params"][0].grad.sum()
             for _ in range(3_000):
                 asked.item()
