@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from bench.pages import write_between
 from bench.process import watch
-from bench.results import ROOT, write_result
+from bench.results import ROOT, known_result, write_result
 from bench.scripts.environment import THIRD_PARTY
 
 LIST = Path(__file__).with_name("fit_jobs") / "jobs.toml"
@@ -197,11 +197,13 @@ def source() -> str:
 
 
 def kept(job: Job, current: str | None) -> Row | None:
-    """The answer of an earlier run; `current` None takes that of any memplan."""
+    """The answer of an earlier run; `current` None takes that of any memplan, a committed one where
+    `build/fit` has none."""
+    row: Row
     try:
-        row: Row = json.loads((KEPT / f"{job.name}.json").read_text(encoding="utf-8"))
+        row = json.loads((KEPT / f"{job.name}.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return None
+        row = {} if current is not None else known_result("fit").get(job.name, {})
     same = {key: row.get(key) for key in job.what()} == job.what()
     return row if same and (current is None or (current and row.get("source") == current)) else None
 

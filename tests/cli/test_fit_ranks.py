@@ -1,4 +1,4 @@
-"""`memplan fit --rank all`: which ranks share a plan, and where the plans are written."""
+"""`memplan fit` of several ranks: which share a plan, and where the plans are written."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def fit(*words: str) -> int:
-    return main(["fit", "--rank", "all", *words, *WORDS])
+    return main(["fit", *words, *WORDS])
 
 
 def plan_for(monkeypatch: pytest.MonkeyPatch, rank: int) -> Plan:
@@ -146,8 +146,15 @@ def test_ranks_that_are_alike_share_one_plan(
 
 @pytest.mark.parametrize("option", ["--frontier", "--price=h100=2/h"])
 def test_what_is_about_one_rank(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit("--gpu", "h100", option) == 2
+    assert fit("--gpu", "h100", "--rank", "all", option) == 2
     assert "is about one rank" in capsys.readouterr().err
+
+
+def test_without_a_rank_it_is_about_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit("--json", "--gpu", "h100", "--price=h100=2/h") == 0
+    answer = read_answer("fit", capsys.readouterr().out)
+    assert answer["ranks"] == []
+    assert any("made from rank 0 of 4" in note for note in answer["notes"])
 
 
 def test_ranks_between_those_that_were_captured() -> None:

@@ -81,6 +81,7 @@ def test_a_graph_file(graph_file: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert answer["gpu"] is None and answer["status"] == "solved" and answer["optimal"]
     assert main(["order", str(graph_file)]) == 0
     text = capfd.readouterr().out
+    assert text.startswith("allocated peak")
     assert "the least possible" in text and "below program order" in text
 
 

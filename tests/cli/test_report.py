@@ -12,6 +12,7 @@ from memplan.capturing.importers import pickle_data
 from memplan.cli import main
 from memplan.estimation import estimate
 from memplan.report.memory_viz import memory_viz_snapshot
+from memplan.types.device import find_profile
 from memplan.types.trace_file import MAGIC, save_trace
 from tests.estimation.jobs import training_job
 
@@ -41,6 +42,12 @@ def test_the_card_of_the_verdict(files: Path, capfd: pytest.CaptureFixture[str])
     words = ["report", "-f", "--gpu", "512MiB", "-o", str(files / "r.html")]
     assert main([*words, str(files / "trace")]) == 0
     assert 'class="no">Peak' in (files / "r.html").read_text(encoding="utf-8")
+    trace = training_job()
+    for name, tone in (("512MiB", "no"), ("rtx4090", "yes"), ("a card of tomorrow", "")):
+        trace.meta.gpu = find_profile(name).name if tone else name
+        save_trace(trace, files / "trace", overwrite=True)
+        assert main([*words[:2], *words[4:], str(files / "trace")]) == 0
+        assert f'class="{tone}">Peak' in (files / "r.html").read_text(encoding="utf-8"), name
     assert main([*words, str(files / "answer")]) == 2
     assert "which has a card" in capfd.readouterr().err
 

@@ -18,7 +18,7 @@ from memplan.capturing.options import ScriptTarget
 from memplan.fit.choice import Limits
 from memplan.fit.flow import Fitted, fit
 from memplan.fit.search import Search
-from memplan.fit.text import fit_lines
+from memplan.fit.text import fit_lines, verdict
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
 from memplan.worker.captures import Captured, NotYetError
@@ -67,6 +67,13 @@ def test_the_least_memory_stands_beside_the_cheapest() -> None:
     assert answer.least.added_fraction > answer.added_fraction
     assert answer.least.least_card_bytes == min(a.least_card_bytes for a in answer.attempts)
     assert answer.least.bound == "compute"
+
+
+def test_a_rank_that_was_looked_at_alone_is_named() -> None:
+    fitted = unlimited()
+    before = msgspec.structs.replace(fitted.answer.before, rank=0, world_size=4)
+    answer = msgspec.structs.replace(fitted.answer, before=before)
+    assert verdict(answer) == f"rank 0 of 4: {first_line(fitted)}"
 
 
 def test_what_the_link_adds_stands_beside_the_step() -> None:

@@ -86,10 +86,13 @@ def test_processes_that_the_answer_does_not_say() -> None:
 
 def test_a_plan_that_fits_is_placed_with_the_plan() -> None:
     before, after = answer_of("h100", 90 * GIB), answer_of("h100", 70 * GIB)
-    fit = {"fits": True, "before": before, "after": after}
-    assert demand_of_answer(msgspec.json.encode(fit)).estimate == after
+    fit = {"fits": True, "before": before, "after": after, "plan": "job.plan"}
+    demand = demand_of_answer(msgspec.json.encode(fit))
+    assert demand.estimate == after
+    assert "memplan run --plan job.plan" in place(demand).notes[0]
     none = {"fits": False, "before": before, "after": after}
-    assert demand_of_answer(msgspec.json.encode(none)).estimate == before
+    demand = demand_of_answer(msgspec.json.encode(none))
+    assert demand.estimate == before and not demand.notes
 
 
 def test_a_trace_is_replayed_for_each_card() -> None:

@@ -94,6 +94,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     profile = find_profile(text)
     assert profile.total_memory_bytes == nbytes
     assert profile.capability == (8, 0)
+    assert find_profile(profile.name).total_memory_bytes == nbytes, "as a trace names it"
 
 
 @given(st.integers(64 << 20, 1 << 40))

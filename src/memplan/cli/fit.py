@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 
     prices = _prices(args.price, args.gpu or profile.name, profile)
     check_settings(args.alloc_conf or "", os.environ | job.environment)
-    if args.rank == ALL_RANKS and job.world is not None and job.world.size > 1:
+    if job.rank is None and not (args.frontier or args.price):
         answer = _of_all_ranks(args, job, profile, path)
     else:
         fitted, answer = _fitted(args, job, profile, prices)
@@ -125,7 +125,9 @@ def _card(args: argparse.Namespace) -> DeviceProfile:
     profile = find_profile(args.gpu) if args.gpu else machine_profile()
     profile = calibrated(args.calibration, profile)
     if profile is None:
-        raise UsageError("no card to fit: this machine has none", f"--gpu, as in {_USAGE}")
+        raise UsageError(
+            "no card to fit: this machine has none", f"--gpu before the script: {_USAGE}"
+        )
     return profile
 
 

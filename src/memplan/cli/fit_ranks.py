@@ -1,4 +1,5 @@
-"""`memplan fit --rank all`: ranks that differ, as stages of a pipeline do, each with its plan."""
+"""`memplan fit` of several ranks: those that differ, as stages of a pipeline do, have plans of
+their own."""
 
 from __future__ import annotations
 

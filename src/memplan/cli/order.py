@@ -167,7 +167,7 @@ def _text(answer: OrderAnswer, *, compared: bool) -> str:
         baseline = "none in time"
     laid = answer.layout.ordered
     lines = [
-        f"peak {format_bytes(ordered)}, {gain:.1%} below program order: {quality} "
+        f"allocated peak {format_bytes(ordered)}, {gain:.1%} below program order: {quality} "
         f"({answer.operators} operators, {answer.seconds:.1f} s)",
         f"  program order      {format_bytes(program)}",
         f"  best of PyTorch's  {baseline}",

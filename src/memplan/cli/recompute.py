@@ -106,12 +106,12 @@ def _text(plain: int, points: list[Point], budget: int | None, least: int | None
     if budget is not None:
         point = points[0]
         if not point.added_seconds:
-            return f"peak {format_bytes(plain)} as it is: nothing to recompute\n"
+            return f"allocated peak {format_bytes(plain)} as it is: nothing to recompute\n"
         return (
-            f"peak {format_bytes(point.peak_bytes)} within {format_bytes(budget)}, "
+            f"allocated peak {format_bytes(point.peak_bytes)} within {format_bytes(budget)}, "
             f"+{point.added_fraction:.1%} time (without recomputation {format_bytes(plain)})\n"
         )
-    lines = [f"{'peak':>12}  {'of plain':>8}  added time"]
+    lines = [f"{'allocated':>12}  {'of plain':>8}  added time"]
     lines += [
         f"{format_bytes(point.peak_bytes):>12}  {point.peak_bytes / plain:>8.1%}  "
         f"+{point.added_fraction:.1%}"

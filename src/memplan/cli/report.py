@@ -20,7 +20,11 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-o", "--output", required=True, metavar="OUT", help="the HTML file to write")
     add("-f", "--force", action="store_true", help="write over an existing file")
-    add("--gpu", metavar="NAME|SIZE", help="the card of the verdict on a trace")
+    add(
+        "--gpu",
+        metavar="NAME|SIZE",
+        help="the card of the verdict on a trace; else the one that it was captured for",
+    )
     add("file", metavar="FILE")
 
 

@@ -18,7 +18,7 @@ from memplan.report.html.tree import rows_of_answer, rows_of_trace, tree
 from memplan.report.replayed import replayed
 from memplan.report.text import format_bytes, headline, interval_text
 from memplan.timing.step import priced_step
-from memplan.types.device import DeviceProfile, captured_for
+from memplan.types.device import DEFAULT_PROFILE, DeviceProfile, captured_for
 from memplan.types.errors import UsageError
 from memplan.types.estimate import Estimate
 from memplan.types.plan import AllocationPart, Plan
@@ -51,11 +51,14 @@ def _trace_page(path: Path, profile: DeviceProfile | None) -> Page:
     from memplan.simulate.replay import with_start
 
     trace = with_start(load_any(path))
+    card = captured_for(trace.meta.gpu)
+    if profile is None and card.name == trace.meta.gpu != DEFAULT_PROFILE:  # somebody chose it
+        profile = card
     answer = estimate(trace, profile)
     page = estimate_page(answer, path.name)
     room = answer.gpu.total_bytes - answer.gpu.context_bytes if answer.gpu else None
     _draw(page, trace, room)
-    _draw_step(page, trace, profile or captured_for(trace.meta.gpu))
+    _draw_step(page, trace, profile or card)
     return page
 
 

@@ -33,14 +33,15 @@ def stage_peaks(steady: Settled, interval: Interval, card: DeviceProfile) -> lis
     stages = _stages(steady)
     likely, high = interval.expected.timeline, interval.high.timeline
     held = _engine_bytes(steady.trace, likely)
-    margin = margin_bytes(interval.expected.own_reserved, meta.method)
+    more = interval.held[1] - interval.expected.reserved
+    margin = margin_bytes(interval.reserved[1], meta.method)
     found = []
     for number, name in enumerate(_SHOWN):
         rows = np.flatnonzero(stages == number)
         if not len(rows):
             continue
         most = int(rows[likely.reserved[rows].argmax()])
-        peak = int(likely.reserved[most]) + card.context_bytes
+        peak = int(likely.reserved[most]) + more + card.context_bytes
         top = int(high.reserved[rows].max()) + card.context_high_bytes + margin
         found.append(
             StagePeak(

@@ -320,7 +320,7 @@ def _notes(interval: Interval, profile: DeviceProfile | None, card: DeviceProfil
         )
         return [
             f"No card is known, so there is no verdict: the script saw {card.device_name} "
-            f"({card.name}){assumed}. --gpu names another."
+            f"({card.name}){assumed}. --gpu, before the script, names another."
         ]
     notes = [
         f"{what} of {card.name}: {said}"

@@ -3,7 +3,7 @@
 How much an allocator reserves depends chaotically on the sizes it is asked for: a workspace a
 little larger can cost a segment or save one. A single replay with uncertain sizes is therefore one
 draw of many. The trace is replayed with its uncertain sizes at several points between low and
-expected. The expected value is what is allocated at the expected sizes and the middle one of what
+expected. The expected value is what is allocated at the expected sizes, and the middle one of what
 these replays reserve beyond what they allocate. The interval spans them all and the high sizes with
 the latest reuse of memory that several streams used.
 
@@ -73,6 +73,8 @@ class Interval:
     """Peaks of one process, low <= expected <= high for each of the three totals."""
 
     expected: Replay
+    """At the expected sizes: what it holds is what is likely to be held. How much is likely to be
+    reserved is the middle of several replays (`held`)."""
     high: Replay
     held: tuple[int, int, int]
     """Low, expected, high bytes, the margin included: of PyTorch's allocator, and of others that
@@ -103,8 +105,9 @@ def find_interval(
     drawn = [
         player.play(sizes, "expected", "earliest", profile.context_bytes) for sizes in _draws(trace)
     ]
-    expected = _middle(drawn)
-    margin = margin_bytes(expected.own_reserved, trace.meta.method)
+    expected = drawn[0]
+    more = _likely_reserved(drawn) - expected.reserved
+    margin = margin_bytes(expected.own_reserved + more, trace.meta.method)
     high = expected
     if _varies(trace) or limited:
         taken = profile.context_high_bytes + margin
@@ -113,10 +116,10 @@ def find_interval(
     routed = [player.play(one, "expected", "earliest", context) for one in uneven(trace)]
     played = [*drawn, high, *routed]
     totals = [replay.reserved for replay in played] + ([] if least is None else [least])
-    held = reserved = _span(totals, expected.reserved, margin)
+    held = reserved = _span(totals, expected.reserved + more, margin)
     if expected.own_reserved != expected.reserved:
         own = [replay.own_reserved for replay in played]
-        reserved = _span(own, expected.own_reserved, margin)
+        reserved = _span(own, expected.own_reserved + more, margin)
     peak, top = held[1] + profile.context_bytes, held[2] + profile.context_high_bytes
     if limited and all(replay.fits for replay in played):
         # Each replay was held to the room beside its own context, so none needs more than the
@@ -134,12 +137,13 @@ def find_interval(
     )
 
 
-def _middle(drawn: list[Replay]) -> Replay:
-    """The replay that is nearest to the allocated bytes of the first, at the expected sizes, and
-    the median of the fragmentation of them all."""
-    fragmented = sorted(map(_fragmentation, drawn))[len(drawn) // 2]
+def _likely_reserved(drawn: list[Replay]) -> int:
+    """What the first replay allocates, and the median of the fragmentation of them all; or what a
+    replay reserved that is nearest to that, for segments are reserved whole."""
     allocated = drawn[0].timeline.allocated_peak_bytes
-    return min(drawn, key=lambda one: abs(one.reserved - allocated - fragmented))
+    likely = allocated + sorted(map(_fragmentation, drawn))[len(drawn) // 2]
+    nearest = min((replay.reserved for replay in drawn), key=lambda one: abs(one - likely))
+    return max(nearest, allocated)
 
 
 def _fragmentation(replay: Replay) -> int:

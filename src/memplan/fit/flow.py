@@ -266,12 +266,12 @@ class _Finder:
         """Beside a route that recomputes: values may be offloaded instead, where that is
         cheaper."""
         planner = route.planner
-        if planner is None or planner.graph.others or route.end.plan.offload is not None:
+        if planner is None or not planner.offloads or route.end.plan.offload is not None:
             return
         self._search.say("trying activations on the host", _USUAL_CAPTURES)
         self._search.tried.append("offload")
         try:
-            end = OffloadPlanner(route.base, planner.graph).search(planner.best())
+            end = OffloadPlanner(route.base, planner.graphs[0]).search(planner.best())
         except CaptureFailedError:
             self.notes.append("With activations on the host, the script fails.")
             return
@@ -314,7 +314,7 @@ class _Finder:
         def ahead(added: float) -> list[Callable[[State], State]]:
             return [one.apply for one in left if one.least(base) < added]
 
-        if planner.graph.values.droppable.any():
+        if any(graph.values.droppable.any() for graph in planner.graphs):
             chosen = planner.search(ahead) or planner.lowest()
         else:
             chosen = None

@@ -20,7 +20,7 @@ def recompute_levers(
     groups = [sorted(group) for group in selection.groups if group]
     profile = evaluator.profile(*to_arrays(graph, selection))
     folded: dict[str, list[int]] = defaultdict(list)
-    for number, group in enumerate(part.groups):
+    for number, group in enumerate(part.groups[: len(groups)]):
         folded[_like(group.name)].append(number)
     levers = []
     for name, numbers in folded.items():

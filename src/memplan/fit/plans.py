@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.state import State
-from memplan.phases import plain_peak, step_graph
+from memplan.phases import plain_peak, step_graph, step_graphs
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.solution import Solution
@@ -28,6 +29,8 @@ _FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 4.0
 """For a plan; the first one, from which lifetimes are learnt, and the one of the least peak, from
 which all begin, need not be the best."""
+_NEAR = 0.9
+"""Of the first budget: passes with a higher peak than that are planned, each kind for itself."""
 _LOWER = 0.99
 """Of the lowest peak so far: what a new least peak has to be below."""
 
@@ -53,7 +56,7 @@ class Solver(Protocol):
 class Planned:
     """A plan and the job as captured with it."""
 
-    selection: Selection
+    selections: list[Selection]
     evaluation: Evaluation
     state: State
     outcome: Outcome
@@ -63,7 +66,8 @@ class Planned:
 class _Plan:
     """One that is not captured yet."""
 
-    selection: Selection
+    selections: list[Selection]
+    """One for each kind of pass."""
     budget: int
     """0 for the least peak."""
     evaluation: Evaluation
@@ -85,12 +89,15 @@ class Planner:
         self._base = base
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._solver = solver
-        self.graph = step_graph(base.captured.trace, profile)
-        """With the lifetimes that the captures with a plan have shown."""
-        self._first_budget = first_budget(plain_peak(self.graph), base.needed, self._card)
+        self.graphs = [step_graph(base.captured.trace, profile)]
+        """Of each kind of pass that is planned, the dearest first, with the lifetimes that the
+        captures with a plan have shown."""
+        self._first_budget = first_budget(self._plain_peak(), base.needed, self._card)
+        above = int(_NEAR * self._first_budget)
+        self.graphs = step_graphs(base.captured.trace, profile, above)
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
-        self._least: Selection | None = None
+        self._least: list[Selection] | None = None
         """Of the graph as it is now, and its peak."""
         self._least_peak = 0
 
@@ -117,19 +124,19 @@ class Planner:
         """Captures plans for so many budgets, spread evenly between the least peak and the plain
         one."""
         self._selection(0)
-        budgets = np.linspace(self._least_peak, plain_peak(self.graph), count + 1, endpoint=False)
+        budgets = np.linspace(self._least_peak, self._plain_peak(), count + 1, endpoint=False)
         self._try_all([0, *budgets[1:].astype(int).tolist()])
 
     def _try_all(self, budgets: Sequence[int], ahead: Ahead = _nothing) -> bool:
         """Side by side; whether there was anything new."""
-        known = [planned.selection for planned in self.planned]
+        known = [planned.selections for planned in self.planned]
         plans = []
         for wanted in sorted(budgets):  # the least peak first: no budget below it is searched for
-            selection, budget = self._selection(wanted)
-            if selection in known:
+            selections, budget = self._selection(wanted)
+            if selections in known:
                 continue
-            known.append(selection)
-            plan = self._plan(selection, budget)
+            known.append(selections)
+            plan = self._plan(selections, budget)
             least = min((p.outcome.planned for p in self.planned), default=math.inf)
             if budget or plan.evaluation.peak_bytes < _LOWER * least:
                 plans.append(plan)
@@ -150,18 +157,47 @@ class Planner:
         """Of the plans captured so far, the one that fits the smallest card."""
         return min(self.planned, key=lambda p: p.outcome.needed, default=None)
 
-    def _selection(self, budget: int) -> tuple[Selection, int]:
+    @property
+    def offloads(self) -> bool:
+        """Whether values may be sent to the host instead: with one kind of pass, one at a time."""
+        return len(self.graphs) == 1 and not self.graphs[0].others
+
+    def _plain_peak(self) -> int:
+        return max(map(plain_peak, self.graphs))
+
+    def _selection(self, budget: int) -> tuple[list[Selection], int]:
         """What to drop, and the budget that this keeps to: 0 where there is none for `budget`."""
         if budget > 0 and (self._least is None or budget >= self._least_peak):
-            seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
-            selection = self._solved(partial(self._solver.solve, self.graph, budget), seconds)
-            if selection is not None:
-                return selection, budget
+            selections = self._within(budget)
+            if selections is not None:
+                return selections, budget
         if self._least is None:
-            least = partial(self._solver.least_peak, self.graph)
-            self._least = self._solved(least, _FIRST_SECONDS) or Selection()
-            self._least_peak = Evaluator(self.graph).evaluate(self._least).peak_bytes
+            least = self._solver.least_peak
+            each = [self._solved(partial(least, g), _FIRST_SECONDS) for g in self.graphs]
+            self._least = [selection or Selection() for selection in each]
+            self._least_peak = self._evaluated(self._least).peak_bytes
+            if len(self.graphs) > 1:  # the others need not go as far as the one that has most
+                self._least = self._within(self._least_peak) or self._least
         return self._least, 0
+
+    def _within(self, budget: int) -> list[Selection] | None:
+        seconds = _SOLVE_SECONDS if self.planned else _FIRST_SECONDS
+        selections = []
+        for graph in self.graphs:
+            selection = self._solved(partial(self._solver.solve, graph, budget), seconds)
+            if selection is None:
+                return None
+            selections.append(selection)
+        return selections
+
+    def _evaluated(self, selections: list[Selection]) -> Evaluation:
+        """Of all passes of the step."""
+        each = [Evaluator(g).evaluate(s) for g, s in zip(self.graphs, selections, strict=True)]
+        return replace(
+            max(each, key=lambda one: one.peak_bytes),
+            added_seconds=sum(one.added_seconds for one in each),
+            plain_seconds=sum(one.plain_seconds for one in each),
+        )
 
     def _solved(self, solve: Callable[..., Solution[Selection]], most: float) -> Selection | None:
         search, began = self._base.job.search, time.monotonic()
@@ -169,42 +205,47 @@ class Planner:
         search.solved(began)
         return found
 
-    def _plan(self, selection: Selection, budget: int) -> _Plan:
-        graph = self.graph
+    def _plan(self, selections: list[Selection], budget: int) -> _Plan:
         self._base.job.search.tried.append("recompute")
-        evaluator = Evaluator(graph)
-        evaluation = evaluator.evaluate(selection)
-        part = to_part(
-            graph,
-            selection,
-            budget_bytes=budget,
-            peak_bytes=evaluation.peak_bytes,
-            added_seconds=evaluation.added_seconds,
+        evaluation = self._evaluated(selections)
+        parts, levers = [], []
+        for graph, selection in zip(self.graphs, selections, strict=True):
+            part = to_part(
+                graph,
+                selection,
+                budget_bytes=budget,
+                peak_bytes=evaluation.peak_bytes,
+                added_seconds=evaluation.added_seconds,
+            )
+            parts.append(part)
+            levers += recompute_levers(Evaluator(graph), selection, part)
+        part = msgspec.structs.replace(
+            parts[0],
+            groups=[group for part in parts for group in part.groups],
+            hold=[value for part in parts for value in part.hold],
         )
+        forward_ops = self.graphs[0].forward_ops
         made_from = self._base.plan.made_from
-        made_from = msgspec.structs.replace(made_from, forward_ops=graph.forward_ops)
-        return _Plan(
-            selection,
-            budget,
-            evaluation,
-            parts={"recompute": part, "made_from": made_from},
-            levers=recompute_levers(evaluator, selection, part),
-        )
+        made_from = msgspec.structs.replace(made_from, forward_ops=forward_ops)
+        parts_of_plan = {"recompute": part, "made_from": made_from}
+        return _Plan(selections, budget, evaluation, parts=parts_of_plan, levers=levers)
 
     def _try(self, plan: _Plan) -> None:
-        selection, evaluation = plan.selection, plan.evaluation
+        selections, evaluation = plan.selections, plan.evaluation
         state = self._base.trying(**plan.parts)
         state = state.with_levers(*state.levers, *plan.levers)
         state.attempted(plan.budget, evaluation.peak_bytes, evaluation.added_fraction)
-        before = self.graph
-        observed = step_graph(state.captured.trace, state.job.profile)
-        self.graph = with_observed_lifetimes(before, observed, selection.dropped)
-        learnt = self.graph is not before
+        before = self.graphs
+        observed = step_graphs(state.captured.trace, state.job.profile, 0)
+        dropped = [selection.dropped for selection in selections]
+        for one in observed:
+            self.graphs = list(map(with_observed_lifetimes, self.graphs, repeat(one), dropped))
+        learnt = any(now is not then for now, then in zip(self.graphs, before, strict=True))
         self._least = None if learnt else self._least
-        peak = plain_peak(observed) if learnt else evaluation.peak_bytes
+        peak = max(map(plain_peak, observed)) if learnt else evaluation.peak_bytes
         self.planned.append(
             Planned(
-                selection,
+                selections,
                 evaluation,
                 state,
                 Outcome(

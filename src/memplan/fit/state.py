@@ -15,7 +15,7 @@ from memplan.capturing.options import ScriptTarget
 from memplan.fit.answer import Attempt, Lever
 from memplan.fit.judge import Verdict, judge, least_card, lowers
 from memplan.fit.search import Found, Search
-from memplan.phases import find_steps, request_signature, step_graph
+from memplan.phases import find_steps, request_signature, step_graphs
 from memplan.types.device import DeviceProfile
 from memplan.types.plan import Fingerprint, Plan
 from memplan.types.trace import Trace
@@ -189,8 +189,8 @@ class State:
     def step_seconds(self) -> float:
         """Of forward and backward, by the card's data sheet. Raises NoAnswerError for a trace
         without a backward pass."""
-        graph = step_graph(self.captured.trace, self.job.profile)
-        return float(graph.ops.seconds.sum()) * graph.passes
+        graphs = step_graphs(self.captured.trace, self.job.profile, 0)
+        return sum(graph.plain_seconds for graph in graphs)
 
 
 def first_state(job: Job, plain: Captured) -> State:

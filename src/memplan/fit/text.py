@@ -84,7 +84,14 @@ def fit_html(answer: Fit) -> str:
 
 
 def verdict(answer: Fit) -> str:
-    """The answer in one line."""
+    """The answer in one line. Of a job of several ranks it names the one that was looked at alone:
+    another may need more."""
+    seen = answer.before
+    alone = not (answer.ranks or seen.ranks) and (seen.world_size or 1) > 1
+    return (f"rank {seen.rank} of {seen.world_size}: " if alone else "") + _verdict(answer)
+
+
+def _verdict(answer: Fit) -> str:
     so_far = "" if answer.complete else " (ended early: the best so far)"
     if answer.after is None:
         return f"{headline(answer.before)}{so_far}"

@@ -3,7 +3,7 @@
 from memplan.phases.op_graph import op_graph
 from memplan.phases.requests import first_difference, is_steady, request_signature
 from memplan.phases.spans import PhaseSpans
-from memplan.phases.step_graph import plain_peak, step_graph
+from memplan.phases.step_graph import plain_peak, step_graph, step_graphs
 from memplan.phases.steps import Step, StepTable, find_steps
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "plain_peak",
     "request_signature",
     "step_graph",
+    "step_graphs",
 ]

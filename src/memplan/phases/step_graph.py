@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, captured_for
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
+
+_MOST_KINDS = 4
+"""Of passes; where more differ, they mostly differ from step to step, too."""
 
 
 def step_graph(
@@ -37,53 +41,117 @@ def step_graph(
     Raises NoAnswerError for traces without operators (snapshots, CSV) or without a backward pass,
     UsageError for a step that is not there.
     """
-    found = step_passes(trace, step)
-    beside = in_flight(trace, found)
-    trace = beside.trace if beside else trace
-    alive = alive_after(trace)
-    chosen = beside.chosen if beside else _dearest(found, alive)
-    alike = [beside.whole] if beside else [p for p in found.passes if _alike(trace, p, chosen)]
-    rows = slice(chosen.start, chosen.stop)
-    forward = chosen.backward - chosen.start
-    values = pass_values(trace, chosen)
-    base = int(alive[chosen.first_event]) - int(values.bytes[values.alloc < 0].sum())
-    values = values.with_scratch(_scratch_bytes(trace, chosen, values, alive - base))
-    if beside:
-        values = values.there_before(forward)
-    call = _calls(trace, chosen)
-    _, in_function = call_numbers(trace.ops.call[rows])
-    names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
-    where = RowFacts(
-        forward=forward,
-        call=call,
-        replayable=replayable_rows(names, call, values),
-        without_gradients=(trace.ops.phase[rows] == Phase.EVALUATION) | in_function,
-        again=trace.ops.call[rows] == AGAIN,
-    )
-    droppable = droppable_values(values, where)
-    values = values.held_until_release(droppable)
-    if seconds is None:
-        card = profile or captured_for(trace.meta.gpu)
-        times = op_seconds(trace, card, chosen.start, chosen.stop)
-    else:
-        times = (seconds[beside.order] if beside else seconds)[rows]
-    graph = StepGraph(
-        ops=_operators(trace, rows, names, values, where, times),
-        values=GraphValues(
-            bytes=values.bytes,
-            alloc=values.alloc,
-            free=values.free,
-            droppable=droppable,
-            name=_value_names(trace, values),
-        ),
-        forward_ops=forward,
-        base_bytes=base,
-        rest_peak_bytes=_rest_peak(found, alike, alive),
-        passes=beside.passes if beside else len(alike),
-        others=beside.others if beside else 0,
-    )
-    graph.check()
-    return graph
+    return _Step(trace, profile, step, seconds).graph()
+
+
+def step_graphs(trace: Trace, profile: DeviceProfile | None, above: int) -> list[StepGraph]:
+    """As `step_graph`, of each kind of pass that the step has, where several have a higher peak
+    than `above` (requested bytes): training both networks of a GAN, say. The dearest first; only
+    that one where passes are in flight beside each other, or more are unlike than are planned."""
+    return _Step(trace, profile, None, None).graphs(above)
+
+
+class _Step:
+    """What the graphs of a step's passes are made from."""
+
+    def __init__(
+        self, trace: Trace, profile: DeviceProfile | None, step: int | None, seconds: F64 | None
+    ) -> None:
+        self.found = step_passes(trace, step)
+        self.beside = in_flight(trace, self.found)
+        self.trace = trace = self.beside.trace if self.beside else trace
+        self.alive = alive_after(trace)
+        self._card = profile or captured_for(trace.meta.gpu)
+        self._seconds = (
+            seconds[self.beside.order] if self.beside and seconds is not None else seconds
+        )
+
+    def graph(self) -> StepGraph:
+        if self.beside:
+            return self._of(self.beside.chosen, [self.beside.whole], [])
+        chosen = self._dearest(self.found.passes)
+        alike = self._like(chosen, self.found.passes)
+        return self._of(chosen, alike, alike)
+
+    def graphs(self, above: int) -> list[StepGraph]:
+        left = [] if self.beside else self.found.passes
+        kinds: list[list[Pass]] = []
+        while left and (not kinds or self._peak(self._dearest(left)) > above):
+            chosen = self._dearest(left)
+            alike = self._like(chosen, left)
+            kinds.append([chosen, *(p for p in alike if p is not chosen)])
+            left = [p for p in left if p not in alike]
+        if not 1 < len(kinds) <= _MOST_KINDS:
+            return [self.graph()]
+        calls = self._count_calls(self.found)
+        began_with = sum(map(bool, self._count_calls(step_passes(self.trace, 0))))
+        before = dict(zip(self.found.passes, np.cumsum([0, *calls]).tolist(), strict=False))
+        planned = [p for alike in kinds for p in alike]
+        return [
+            replace(
+                self._of(alike[0], planned, alike),
+                calls=tuple(filter(None, calls)),
+                first_pass=max(0, sum(map(bool, calls)) - began_with),
+                calls_before=tuple(before[p] for p in alike),
+            )
+            for alike in kinds
+        ]
+
+    def _count_calls(self, found: StepPasses) -> list[int]:
+        return [int(_calls(self.trace, p).max()) + 1 for p in found.passes]
+
+    def _peak(self, one: Pass) -> int:
+        return int(self.alive[one.first_event : one.last_event + 1].max())
+
+    def _dearest(self, passes: list[Pass]) -> Pass:
+        return max(passes, key=self._peak)
+
+    def _like(self, chosen: Pass, passes: list[Pass]) -> list[Pass]:
+        return [p for p in passes if _alike(self.trace, p, chosen)]
+
+    def _of(self, chosen: Pass, planned: list[Pass], alike: list[Pass]) -> StepGraph:
+        """`planned`: the passes whose peak plans lower. `alike`: those that this one's does."""
+        trace, beside, alive = self.trace, self.beside, self.alive
+        rows = slice(chosen.start, chosen.stop)
+        forward = chosen.backward - chosen.start
+        values = pass_values(trace, chosen)
+        base = int(alive[chosen.first_event]) - int(values.bytes[values.alloc < 0].sum())
+        values = values.with_scratch(_scratch_bytes(trace, chosen, values, alive - base))
+        if beside:
+            values = values.there_before(forward)
+        call = _calls(trace, chosen)
+        _, in_function = call_numbers(trace.ops.call[rows])
+        names = [trace.strings[number] for number in trace.ops.name[rows].tolist()]
+        where = RowFacts(
+            forward=forward,
+            call=call,
+            replayable=replayable_rows(names, call, values),
+            without_gradients=(trace.ops.phase[rows] == Phase.EVALUATION) | in_function,
+            again=trace.ops.call[rows] == AGAIN,
+        )
+        droppable = droppable_values(values, where)
+        values = values.held_until_release(droppable)
+        if self._seconds is None:
+            times = op_seconds(trace, self._card, chosen.start, chosen.stop)
+        else:
+            times = self._seconds[rows]
+        graph = StepGraph(
+            ops=_operators(trace, rows, names, values, where, times),
+            values=GraphValues(
+                bytes=values.bytes,
+                alloc=values.alloc,
+                free=values.free,
+                droppable=droppable,
+                name=_value_names(trace, values),
+            ),
+            forward_ops=forward,
+            base_bytes=base,
+            rest_peak_bytes=_rest_peak(self.found, planned, alive),
+            passes=beside.passes if beside else len(alike),
+            others=beside.others if beside else 0,
+        )
+        graph.check()
+        return graph
 
 
 def _operators(
@@ -143,11 +211,6 @@ def _scratch_bytes(trace: Trace, chosen: Pass, values: PassValues, alive: I64) -
 # Passes
 
 
-def _dearest(found: StepPasses, alive: I64) -> Pass:
-    peaks = [int(alive[p.first_event : p.last_event + 1].max()) for p in found.passes]
-    return found.passes[peaks.index(max(peaks))]
-
-
 def _alike(trace: Trace, one: Pass, chosen: Pass) -> bool:
     """Whether the calls of a pass run the same operators as the chosen one's, so that a plan made
     from that serves both. Kinds of operators that only the other one runs (it gathers weights
@@ -161,10 +224,10 @@ def _alike(trace: Trace, one: Pass, chosen: Pass) -> bool:
     )
 
 
-def _rest_peak(found: StepPasses, alike: list[Pass], alive: I64) -> int:
-    """Most bytes alive in the step outside the passes alike."""
+def _rest_peak(found: StepPasses, planned: list[Pass], alive: I64) -> int:
+    """Most bytes alive in the step outside these passes."""
     outside = np.ones(found.stop - found.start + 1, bool)
-    for p in alike:
+    for p in planned:
         inside = slice(p.first_event + 1 - found.start, p.last_event + 1 - found.start)
         outside[inside] = False
     return int(alive[found.start : found.stop + 1][outside].max(initial=0))

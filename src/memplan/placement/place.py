@@ -25,11 +25,13 @@ class Demand:
         estimate: the answer about it, or about the rank that needs most.
         seen: the card that it was captured for.
         on: the high bound of what it needs of a card, in bytes, and whether the card holds it.
+        notes: what to say beside.
     """
 
     estimate: Estimate
     seen: DeviceProfile
     on: Callable[[DeviceProfile], tuple[int, bool]]
+    notes: tuple[str, ...] = ()
 
 
 def demand_of_trace(trace: Trace) -> Demand:
@@ -48,7 +50,7 @@ def demand_of_answer(encoded: bytes) -> Demand:
 
     Raises FormatError for what is neither.
     """
-    answer = _estimate_in(encoded)
+    answer, *notes = _estimate_in(encoded)
     seen = find_profile(answer.gpu.name if answer.gpu else DEFAULT_PROFILE)
 
     def on(card: DeviceProfile) -> tuple[int, bool]:
@@ -58,32 +60,36 @@ def demand_of_answer(encoded: bytes) -> Demand:
             return needed, answer.fits
         return needed, needed <= card.total_memory_bytes
 
-    return Demand(answer, seen, on)
+    return Demand(answer, seen, on, tuple(notes))
 
 
 class _Fit(msgspec.Struct):
     fits: bool
     before: Estimate | None
     after: Estimate | None
+    plan: str | None = None
     reason: str = ""
     """Of a sweep's combination that has no estimate."""
 
 
-def _estimate_in(encoded: bytes) -> Estimate:
+def _estimate_in(encoded: bytes) -> tuple[Estimate, *tuple[str, ...]]:
+    """With what to say of it."""
     try:
         fit = msgspec.json.decode(encoded, type=_Fit)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     else:
-        found = fit.after if fit.fits and fit.after is not None else fit.before
-        if found is None:
+        if fit.fits and fit.after is not None:
+            start = f"memplan run --plan {fit.plan or 'PLAN'} …"
+            return fit.after, f"this is what the job needs with its plan: {start}"
+        if fit.before is None:
             raise FormatError(
                 f"an answer without an estimate: {fit.reason}",
                 "the answer about another combination",
             )
-        return found
+        return (fit.before,)
     try:
-        return msgspec.json.decode(encoded, type=Estimate)
+        return (msgspec.json.decode(encoded, type=Estimate),)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     raise FormatError(
@@ -148,7 +154,7 @@ def place(
         processes_per_node=local,
         host_bytes_per_node=_host_bytes(answer, local),
         command=list(answer.command),
-        notes=[*_notes(answer, demand.seen, card, mig)],
+        notes=[*demand.notes, *_notes(answer, demand.seen, card, mig)],
     )
 
 

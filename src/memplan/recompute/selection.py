@@ -69,10 +69,18 @@ def to_part(
     names = _unique([_common_module(graph, group) for group in groups])
     return RecomputePart(
         groups=[
-            RecomputeGroup(name=name, drop=[op_output(graph, value) for value in group])
+            RecomputeGroup(name=name, drop=[op_output(graph, value, before) for value in group])
+            for before in graph.calls_before
             for name, group in zip(names, groups, strict=True)
         ],
-        hold=[op_output(graph, value) for value in sorted(selection.held) if inside(value)],
+        hold=[
+            op_output(graph, value, before)
+            for before in graph.calls_before
+            for value in sorted(selection.held)
+            if inside(value)
+        ],
+        passes=list(graph.calls),
+        first_pass=graph.first_pass,
         calls=int(graph.ops.call.max()) + 1 if graph.others else 0,
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
@@ -80,15 +88,15 @@ def to_part(
     )
 
 
-def op_output(graph: StepGraph, value: int) -> OpOutput:
-    """How a plan names a value. Raises ValueError for one that no op inside a call allocates."""
+def op_output(graph: StepGraph, value: int, before: int = 0) -> OpOutput:
+    """How a plan names a value, after so many calls `before` its pass. Raises ValueError for one
+    that no op inside a call allocates."""
     row = int(graph.values.alloc[value])
     if row < 0 or graph.ops.call[row] < 0 or value not in (made := _made_by(graph, row)):
         raise ValueError(f"value {value} is made by no op that a plan can name")
     ops = graph.ops
-    return OpOutput(
-        op=ops.name[row], nth=int(ops.nth[row]), output=made.index(value), call=int(ops.call[row])
-    )
+    call = before + int(ops.call[row])
+    return OpOutput(op=ops.name[row], nth=int(ops.nth[row]), output=made.index(value), call=call)
 
 
 def _made_by(graph: StepGraph, row: int) -> list[int]:

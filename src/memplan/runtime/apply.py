@@ -4,6 +4,7 @@ of a script."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
@@ -25,6 +26,8 @@ from memplan.runtime.tape import (
 from memplan.types.plan import OffloadPart, RecomputePart
 
 _MOST_SURPRISES = 3
+_UNKNOWN = -1
+"""A call that the plan's steps do not have."""
 
 
 class _Running(threading.local):
@@ -55,6 +58,10 @@ class _Calls:
         self._decisions: dict[int, Decisions] = decisions_by_call(part, offloaded)
         self._every_call = every_call
         self._calls = part.calls if part is not None else 0
+        self._calls_of_passes = part.passes if part is not None else []
+        self._nth_pass = part.first_pass if part is not None else 0
+        """Of the step, which ends with a step of the first optimizer."""
+        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._roots: dict[int, int] = {}
         """By id, in the order in which the step called them first; where passes are in flight
         beside each other."""
@@ -118,6 +125,10 @@ class _Calls:
         """Of a call in its pass."""
         if self._calls:
             return self._roots.setdefault(id(root), len(self._roots)) % self._calls
+        if self._calls_of_passes:
+            before = self._calls_of_passes[: self._nth_pass]
+            own = self._calls_of_passes[self._nth_pass : self._nth_pass + 1]
+            return sum(before) + len(self._pass) if own > [len(self._pass)] else _UNKNOWN
         return 0 if self._every_call else len(self._pass)
 
     def leave(self) -> None:
@@ -165,13 +176,18 @@ class _Calls:
         # A pipeline tries its stages out, on memory as it is found, and without a backward pass.
         self._verified |= {call for one, call in self._to_verify if one.backward_began}
         self._to_verify.clear()
+        self._nth_pass += any(one.backward_began for one in self._pass)
         self._pass.clear()
         self._offloaded = None
         self._inputs.forget_what_was_used()
 
-    def end_step(self) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.new_pass()
         self._roots.clear()
+        if self._first_optimizer is None or self._first_optimizer() is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if self._first_optimizer() is optimizer:
+            self._nth_pass = 0
 
 
 class _Applied:
@@ -246,7 +262,7 @@ class AppliedEverywhere(_Applied):
 
     def __enter__(self) -> Self:
         self._modules.watch_all()
-        self._observer.on_steps(ends=lambda _step: self._calls.end_step())
+        self._observer.on_steps(ends=lambda step: self._calls.end_step(step.optimizer))
         return self
 
     def remove(self) -> None:

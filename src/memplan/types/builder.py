@@ -25,6 +25,12 @@ from memplan.types.trace import (
 _CODES = {"<u1": "B", "<i2": "h", "<i4": "i", "<i8": "q"}
 
 
+def printable(text: str) -> str:
+    """A file name that is no UTF-8 holds halves of characters, which no file and no terminal takes:
+    those are written as escapes."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 class TraceBuilder:
     """Appends events, operators and storages, then `build()`s the columns.
 
@@ -54,7 +60,7 @@ class TraceBuilder:
         """The number of a string; the empty string is 0."""
         number = self._strings.get(text)
         if number is None:
-            number = self._strings[text] = len(self._strings)
+            number = self._strings.setdefault(printable(text), len(self._strings))
         return number
 
     def strings(self) -> Iterable[tuple[str, int]]:

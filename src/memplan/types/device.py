@@ -229,8 +229,8 @@ def profile_of_size(total_bytes: int, capability: tuple[int, int]) -> DeviceProf
     peer = min(family, key=lambda p: abs(p.total_memory_bytes - total_bytes))
     return msgspec.structs.replace(
         peer,
-        name=f"{_gib(total_bytes)}:sm{capability[0]}{capability[1]}",
-        device_name=f"NVIDIA GPU {_gib(total_bytes)} (assumed)",
+        name=f"{_size_text(total_bytes)}:sm{capability[0]}{capability[1]}",
+        device_name=f"NVIDIA GPU {_size_text(total_bytes)} (assumed)",
         capability=capability,
         total_memory_bytes=total_bytes,
         context_low_bytes=min(p.context_low_bytes for p in family),
@@ -262,8 +262,10 @@ def _profile_of_size(total_bytes: int, text: str, capability_text: str) -> Devic
     return profile_of_size(total_bytes, capability)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.4g}GiB"
+def _size_text(nbytes: int) -> str:
+    """Which is read as so many bytes again, where few digits say it."""
+    written = [f"{nbytes / (1 << 30):.4g}GiB", f"{nbytes >> 20}MiB", f"{nbytes / 10**9:.4g}GB"]
+    return next((text for text in written if parse_size(text) == nbytes), written[0])
 
 
 def _normalise(text: str) -> str:

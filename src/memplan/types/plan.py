@@ -62,6 +62,11 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     """Of each pass, where others are in flight beside it, as on a pipeline stage: a call of the
     n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
     are counted from the first after a backward pass."""
+    passes: list[Count] = []
+    """Calls of each pass of a step, where these differ and several are planned: calls are then
+    numbered through the step, those of its second pass after these of its first."""
+    first_pass: Count = 0
+    """Of a step, the one that the job begins with: steps end with the first optimizer's."""
     budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
 

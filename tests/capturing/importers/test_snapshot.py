@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ from memplan.capturing.importers.snapshot import read_snapshot
 from memplan.simulate import AllocatorSettings, simulate
 from memplan.types.errors import FormatError, UsageError
 from memplan.types.trace import EventKind, Phase, Provenance, Trace
+from memplan.types.trace_file import load_trace, save_trace
 from tests.capturing.importers.snapshot_maker import MIB, STREAMS, MadeSegment, Maker
 
 several = settings(max_examples=25, deadline=None)
@@ -213,7 +215,17 @@ CPP = [
     frame("??", 0, "at::_ops::mm::call(at::Tensor const&, at::Tensor const&)"),
     frame("/build/torch/csrc/autograd/engine.cpp", 0, "torch::autograd::Engine::evaluate_function"),
 ]
+SETTINGS = "PYTORCH_ALLOC_CONF"
 SETUP = [frame("/home/me/train.py", 5, "build"), frame("<string>", 1, "<module>")]
+
+
+def test_names_that_are_no_text_can_be_written(folder: Path) -> None:
+    broken = os.fsdecode(b"caf\xe9")
+    maker = Maker()
+    maker.malloc(512, frames=[frame(f"/home/me/{broken}.py", 5, "f")], note=broken)
+    trace = imported(folder, {**maker.snapshot(), "allocator_settings": {SETTINGS: broken}})
+    save_trace(trace, folder / "written.trace")
+    assert "/home/me/caf\\udce9.py:5" in load_trace(folder / "written.trace").strings
 
 
 def test_frames_give_lines_operators_phases_and_steps(folder: Path) -> None:

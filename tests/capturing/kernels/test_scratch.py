@@ -100,6 +100,7 @@ def test_losses_keep_what_is_not_reduced() -> None:
     rows = by_name(scratch_for(call("mse_loss", (64, 1000), (64, 1000), reduction=1)))
     assert rows["unreduced loss"] == 64_000 * 4
     assert scratch_for(call("mse_loss", (64, 1000), (64, 1000), reduction=0)) == []
+    assert scratch_for(call("binary_cross_entropy", (64, 9), (64, 9), reduction=1)) == []
     assert len(scratch_for(call("binary_cross_entropy_with_logits", (64,), (64,)))) == 2
 
 

@@ -292,3 +292,18 @@ def test_data_are_moved_in_inference_mode() -> None:
             assert moved.is_contiguous(memory_format=torch.channels_last)
 
     record(job)
+
+
+LOSSES = ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_keep_the_memory_of_what_was_reduced(name: str) -> None:
+    """On the CPU and on CUDA alike."""
+    loss = getattr(F, name)
+    held = loss(torch.full((8, 4), 0.5), torch.ones(8, 4)).untyped_storage().nbytes()
+
+    def job() -> None:
+        loss(torch.full((8, 4), 0.5, device="cuda"), torch.ones(8, 4, device="cuda"))
+
+    assert sizes(record(job), op=name) == [held]

@@ -670,3 +670,21 @@ def function_that_is_a_member() -> Holder:
         lambda: 2.0 if held.function in {math.cos, math.tan} else 1.0,
         lambda value: setattr(held, "function", math.cos if value > 1 else math.sin),
     )
+
+
+@holder
+def module_in_the_place_of_an_imported_one() -> Holder:
+    name = "memplan_test_module"
+
+    def put(value: float) -> None:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name])["factor"] = value
+
+    def factor() -> float:
+        import memplan_test_module  # type: ignore[import-not-found]
+
+        found: float = memplan_test_module.factor
+        return found
+
+    put(1.0)
+    return factor, put

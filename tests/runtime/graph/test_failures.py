@@ -289,6 +289,17 @@ def test_a_reason_without_words_says_where(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @captures_steps
+def test_a_value_that_decides_is_said_with_its_place() -> None:
+    job = classifier(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)))
+    step = compiled(job)
+    for batch in job.batches[:2]:
+        step(*batch)
+    why = "what Python does in forward (batchnorm.py:"
+    assert why in step.report().fallback
+    assert step.report().fallback.endswith(") depends on a tensor's value")
+
+
+@captures_steps
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_ctrl_c_while_a_step_is_captured(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is as it was, PyTorch's compiler too, and the next call captures the step."""

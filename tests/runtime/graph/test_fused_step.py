@@ -163,6 +163,18 @@ def test_promised_bytes_and_budgets() -> None:
     assert peak(model, optimizer, limited, batch) <= least
 
 
+def test_momentum_that_comes_later_is_in_the_promise() -> None:
+    model = Net()
+    model.scale.requires_grad_(False)
+    optimizer, (batch,) = torch.optim.SGD(trained(model), lr=0.1), batches(1, 64)
+    step = compiled(model, optimizer)
+    step(*batch)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    most = peak(model, optimizer, step, batch)
+    before, after = (one.ordered_peak_bytes for one in step.report().programs)
+    assert before < most <= after <= 1.01 * most
+
+
 def test_layouts_that_inductor_chooses() -> None:
     """It puts convolutions' channels last, which backward has to know."""
     layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]

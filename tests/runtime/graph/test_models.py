@@ -172,7 +172,41 @@ MODELS: dict[str, Callable[[], Job]] = {
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))), adam
     ),
     "double": lambda: doubled(),
+    "rows": lambda: rows(),
 }
+
+
+def rows() -> Job:
+    """A batch norm on the CPU gives rows of what does not lie in rows, so that the view behind it
+    is a copy; and a squared error that is reduced keeps the memory of all errors."""
+    layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 6)
+    first, norm, last = layers
+
+    def loss_fn(x: Tensor) -> Tensor:
+        normal = norm(first(x).transpose(1, 2)).transpose(1, 2)
+        return F.mse_loss(last(normal.reshape(-1, 16)), x.reshape(-1, 6))
+
+    job = classifier(lambda: nn.Sequential(*layers), adam, (8, 5, 6))
+    job.batches = [(x,) for x, _ in job.batches]
+    job.loss_fn = loss_fn
+    return job
+
+
+def test_numbers_that_are_saved_for_backward() -> None:
+    """A count, of which the graph knows that it is one."""
+
+    def make() -> Job:
+        job = classifier(make=adam)
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            count = (y > 1).sum().item()
+            return (job.model(x).square() * torch.sym_max(count, 1)).sum()
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert_captured(step, 4)
 
 
 def doubled() -> Job:

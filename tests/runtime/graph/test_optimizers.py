@@ -190,6 +190,26 @@ def test_a_step_hook_that_comes_later_is_in_the_promise() -> None:
     assert after.ordered_peak_bytes > before.ordered_peak_bytes
 
 
+def test_momentum_that_comes_later_is_in_the_promise() -> None:
+    """Its buffers are as large as the weights, and stay when it is switched off."""
+
+    def make() -> Job:
+        job = classifier(make=of(torch.optim.SGD, lr=0.1), count=6)
+
+        def between(number: int) -> None:
+            group = job.optimizers[0].param_groups[0]
+            group["momentum"] = 0.9 if number in (2, 3) else 0.0
+            group["lr"] = 0.1 * (number > 1)
+
+        job.between = between
+        return job
+
+    step, job = assert_as_plain(make)
+    assert_captured(step, 6, programs=2)
+    before, after = (program.ordered_peak_bytes for program in step.report().programs)
+    assert after - before >= sum(one.nbytes for one in job.model.parameters())
+
+
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from memplan.types.builder import printable
 from memplan.types.errors import FormatError
 from memplan.types.trace import Phase
 
@@ -60,7 +61,7 @@ class FrameReader:
 
     def _read(self, frames: Any) -> Place:
         try:
-            stack = [(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames]
+            stack = _stack(frames)
         except (TypeError, KeyError, ValueError, IndexError):
             raise self._error() from None
         return Place(_source(stack), _operator(stack), _phase(stack))
@@ -73,6 +74,12 @@ class FrameReader:
 
 
 _Stack = list[tuple[str, int, str]]
+
+
+def _stack(frames: Any) -> _Stack:
+    return [
+        (printable(str(f["filename"])), int(f["line"]), printable(str(f["name"]))) for f in frames
+    ]
 
 
 def _source(stack: _Stack) -> str:
@@ -90,7 +97,7 @@ def user_stack(frames: Any) -> list[str]:
     """`file:line function` of the frames outside PyTorch and other installed packages, innermost
     first; without such frames, of all that are Python's. Frames as `FrameReader.place` takes them.
     """
-    stack = [(str(f["filename"]), int(f["line"]), str(f["name"])) for f in frames or ()]
+    stack = _stack(frames or ())
     python = [one for one in stack if not _NATIVE_FILE.search(one[0])]
     own = [one for one in python if not _TORCH.search(one[0]) and not _LIBRARY.search(one[0])]
     return [f"{file}:{line} {name}" for file, line, name in (own or python)[:MOST_FRAMES]]

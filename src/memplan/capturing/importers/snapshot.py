@@ -19,7 +19,7 @@ from memplan.capturing.importers.snapshot_schema import (
     read_schema,
 )
 from memplan.capturing.importers.snapshot_start import StartState, rewind
-from memplan.types.builder import TraceBuilder
+from memplan.types.builder import TraceBuilder, printable
 from memplan.types.collection import paused_collection
 from memplan.types.errors import FormatError
 from memplan.types.trace import (
@@ -279,7 +279,7 @@ def _alloc_conf(settings: dict[str, Any]) -> str:
     for name in _SETTINGS_NAMES:
         text = settings.get(name)
         if isinstance(text, str) and text.strip():
-            return text.strip()
+            return printable(text.strip())
     parts = []
     if settings.get("expandable_segments") is True:
         parts.append("expandable_segments:True")

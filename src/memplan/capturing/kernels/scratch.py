@@ -109,7 +109,8 @@ def _welford_type(dtype: str) -> int:
 
 
 def _elementwise_loss(call: OpCall) -> list[Scratch]:
-    """Loss.cu, BinaryOps: the unreduced loss, when a reduction is asked for; then the reduction."""
+    """Loss.cu, BinaryOps: the unreduced loss, when a reduction is asked for; then the reduction.
+    Of the binary cross entropy the unreduced loss is the result's own memory."""
     if call.integer("reduction", 1) == 0:
         return []
     flat = OpCall(
@@ -119,7 +120,9 @@ def _elementwise_loss(call: OpCall) -> list[Scratch]:
         capability=call.capability,
         sm_count=call.sm_count,
     )
-    return [exactly("unreduced loss", call.count * call.itemsize), *SCRATCH["aten.sum"](flat)]
+    own = call.op.startswith("aten.binary_cross_entropy")
+    unreduced = [] if own else [exactly("unreduced loss", call.count * call.itemsize)]
+    return [*unreduced, *SCRATCH["aten.sum"](flat)]
 
 
 def _bce_with_logits(call: OpCall) -> list[Scratch]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.fake.arguments import flat, tensors_among, without_out, written_among
 from memplan.capturing.operators.host_rule import run_on_host
+from memplan.capturing.operators.reduced_losses import kept_bytes
 from memplan.capturing.recording.work import describe, moved_bytes
 from memplan.capturing.state import CaptureState
 
@@ -139,7 +140,10 @@ def _fake_kernel(
     state: CaptureState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
-        return state.fake_mode.dispatch(func, (), args, kwargs)
+        result = state.fake_mode.dispatch(func, (), args, kwargs)
+        if size := kept_bytes(func, args, result):
+            result.untyped_storage().resize_(size)
+        return result
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         why = "its result depends on values that do not exist without a GPU"
         return _host_rule(state, func, args, kwargs, why, error)

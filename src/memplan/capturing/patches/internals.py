@@ -135,6 +135,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             scheduler scheduler.NopKernelSchedulerNode virtualized.V
         torch._functorch: aot_autograd.aot_module_simplified config
             partitioners.default_partition partitioners.min_cut_rematerialization_partition
+        torch._subclasses.fake_tensor: FakeTensorMode
         torch._decomp: decompositions
         torch.utils: _python_dispatch.TorchDispatchMode _python_dispatch._disable_current_modes
             _python_dispatch.is_traceable_wrapper_subclass _pytree

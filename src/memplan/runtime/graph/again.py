@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from memplan.runtime.graph.program import facts_of, is_element, program_of
+from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.runtime.tape.replayable import traits_of
 
 _NOT_CHECKED = "saved_tensor_with_no_vc_check"
@@ -50,15 +51,26 @@ def made_again(
     both; `is_impure`: whether a node is to run though nobody uses its result."""
     program_of(forward)
     program_of(backward)
-    saved: Any = forward.graph.output_node().args[0]
-    made = _Backward(forward, backward, list(saved[results:]), replays)
-    received = made.whole(is_impure)
+    made = _Backward(forward, backward, saved_by(forward, results), replays)
+    received = sorted(made.whole(is_impure), key=_is_number)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     returned = graph.graph_copy(forward.graph, copies)
     saves = (copies[node] for node in received)
     graph.output((*returned[:results], *saves))  # type: ignore[index,misc]
     return fx.GraphModule(root, graph), fx.GraphModule(root, made.graph)
+
+
+def saved_by(forward: fx.GraphModule, results: int) -> list[fx.Node]:
+    """What forward returns for backward behind its results, in the order of backward's inputs. To
+    PyTorch numbers, such as a count of rows, are the last of the outputs and the first inputs."""
+    saved: Any = forward.graph.output_node().args[0]
+    return sorted(saved[results:], key=lambda node: not _is_number(node))
+
+
+def _is_number(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return is_symbolic(val) and not isinstance(val, torch.Tensor)
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -124,7 +136,7 @@ class _Backward:
         self._here[output] = self.graph.node_copy(output, self._mine)
         self.graph.eliminate_dead_code(is_impure_node=is_impure)
         used = [node for node, place in self._received.items() if place.users]
-        used.sort(key=lambda node: bool(node.meta.get(_NOT_CHECKED)))
+        used.sort(key=lambda node: (not _is_number(node), bool(node.meta.get(_NOT_CHECKED))))
         for node, place in self._received.items():
             if node not in used:
                 self.graph.erase_node(place)

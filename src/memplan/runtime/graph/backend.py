@@ -26,9 +26,10 @@ from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint, copied
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.passes import pass_without_saves
-from memplan.runtime.graph.program import is_symbolic, program_of
+from memplan.runtime.graph.program import program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.region import Region, region
+from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
 log = logging.getLogger("memplan")

@@ -16,6 +16,8 @@ import torch._decomp  # which registers them
 from torch._C import DispatchKey
 from torch._inductor import config as inductor_config
 
+from memplan.runtime.graph.workspaces import laid_out
+
 _OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -35,7 +37,8 @@ def eager_kernels() -> Iterator[None]:
         taken.append((kernels, {key: kernels.pop(key) for key in _OF_TRACING if key in kernels}))
         operator._dispatch_cache.clear()
     try:
-        yield
+        with laid_out():
+            yield
     finally:
         for kernels, before in taken:
             kernels.update(before)

@@ -298,7 +298,10 @@ class StepParts(Parts):
         primals.clear()
         made = list(forward(given))
         results = made[: self._results]
-        made = [*made[self._results :], self._start(), *extra]
+        # Numbers that forward saves are its last outputs, and backward's first inputs.
+        saved = sorted(made[self._results :], key=lambda one: isinstance(one, torch.Tensor))
+        made = [*saved, self._start(), *extra]
+        saved.clear()
         extra.clear()
         self._updates.begin_in_pieces(trained.values())
         with torch._C._DisableAutocast():

@@ -21,7 +21,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.graph.again import Again, made_again
+from memplan.runtime.graph.again import Again, made_again, saved_by
 from memplan.runtime.graph.arithmetic import (
     DEVICE,
     GRADIENT,
@@ -169,7 +169,9 @@ def whole_step(
     like = loss_gradient(joint.module)
     start = graph.call_function(LossGradient(like, scaler), ())
     start.meta = {"val": like, BACKWARD: True}
-    gradients = add_backward(graph, backward, [*outputs[joint.results :], start])
+    place = dict(zip(returned(forward), outputs, strict=True))
+    saved = [place[node] for node in saved_by(forward, joint.results)]
+    gradients = add_backward(graph, backward, [*saved, start])
     with _disable_current_modes():
         root = constants(forward, backward)
         program_of(fx.GraphModule(root, graph))

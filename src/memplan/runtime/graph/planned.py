@@ -110,7 +110,7 @@ class PlannedRegions(CustomPartitionerFn):
                 "was the plan made for other arguments, or another version of PyTorch?"
             )
             return None
-        from memplan.runtime.graph.program import is_symbolic
+        from memplan.runtime.graph.workspaces import is_symbolic
 
         inputs = joint.module.graph.find_nodes(op="placeholder")
         if any(is_symbolic(node.meta.get("val")) for node in inputs):

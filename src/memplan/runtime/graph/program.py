@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from memplan.capturing.operators.call_memory import NOTHING, CallMemory
+from memplan.capturing.operators.reduced_losses import kept_bytes
 from memplan.runtime.graph.scratch import call_memory, kept_workspaces, on_cuda
-from memplan.runtime.graph.workspaces import workspace_bytes
+from memplan.runtime.graph.workspaces import is_symbolic, workspace_bytes
 
 FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
@@ -155,13 +156,6 @@ def is_element(node: fx.Node) -> bool:
     )
 
 
-def is_symbolic(value: Any) -> bool:
-    """Whether it is a size that may change, or has one."""
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def tensors(value: Any) -> list[torch.Tensor]:
     """Those in a result."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -252,6 +246,8 @@ class _Reader:
         if found:
             return found[0]
         new = self._new(val, _name(node))
+        if size := kept_bytes(node.target, fx.map_arg(node.args, _value), val):
+            self.storages[new] = StorageFacts(size, _name(node))
         if not val.numel() and (size := workspace_bytes(node, place)):
             self.storages[new] = StorageFacts(size, _name(node))
         return new
@@ -336,8 +332,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
         packet = node.target.overloadpacket.__name__
         if packet in _STATISTICS and node.args[5]:
             found += node.args[3:5]
-    elif is_random_wrapper(node):
-        found = []
+    elif is_random_wrapper(node) or is_symbolic(node.meta.get("val")):
+        found = []  # numbers are computed by Python's operators and `torch.sym_…`
     else:
         raise ValueError(f"a node whose effects are not known: {node.format_node()}")
     return [one for one in found if isinstance(one, fx.Node)]
@@ -380,6 +376,10 @@ def _memory(node: fx.Node) -> CallMemory:
     return call_memory(node)
 
 
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
 def _source(node: fx.Node) -> str:
     modules = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if modules:
@@ -392,5 +392,5 @@ def _flops(node: fx.Node) -> int:
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda needed: needed.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     return int(formula(*args, **kwargs, out_val=node.meta.get("val")))

@@ -14,9 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.runtime.graph.again import Again
+from memplan.runtime.graph.again import Again, saved_by
 from memplan.runtime.graph.execute import Executable
-from memplan.runtime.graph.joint import Joint, add_backward, add_forward, constants, is_tangent
+from memplan.runtime.graph.joint import (
+    Joint,
+    add_backward,
+    add_forward,
+    constants,
+    is_tangent,
+    returned,
+)
 from memplan.runtime.graph.program import BACKWARD, Added
 from memplan.types.errors import InternalError
 
@@ -53,6 +60,8 @@ class Region:
     """As PyTorch's partitioner made them."""
     between: fx.Node
     accumulate: fx.Node
+    saved: list[int]
+    """Places among what forward returns, in the order of backward's inputs."""
     tangents: list[fx.Node]
     results: int
 
@@ -65,12 +74,11 @@ class Region:
             for node in order[at + 1 :]
             if node is not self.accumulate and node not in self.tangents
         ]
-        saved = self.between.args[0]
-        assert isinstance(saved, (list, tuple))
-        received: Any = [*saved[self.results :], *self.tangents]
+        made: Any = self.between.args[0]
+        received = [made[place] for place in self.saved]
         return (
             Executable(order[:at], inputs, self.between),
-            Executable(after, received, self.accumulate),
+            Executable(after, [*received, *self.tangents], self.accumulate),
         )
 
 
@@ -79,15 +87,16 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
     needs is held in between, for those who are to choose what is."""
     forward, backward = joint.parts(replays)
     graph = fx.Graph()
-    returned = add_forward(graph, forward)
+    made = add_forward(graph, forward)
     places = list(backward.graph.find_nodes(op="placeholder"))
     given = [node for node in places if is_tangent(node)]
-    saved = returned[joint.results :]
+    outputs = list(returned(forward))
+    saved = [outputs.index(node) for node in saved_by(forward, joint.results)]
     if places[len(saved) :] != given:
         raise InternalError("backward's inputs are not what forward saves, then gradients")
     inputs = graph.find_nodes(op="placeholder")
     changed = [node for node in inputs if node.name in joint.changed]
-    leaves = tuple(returned) if saves else tuple(returned[: joint.results])
+    leaves = tuple(made) if saves else tuple(made[: joint.results])
     between = graph.call_function(Between(len(changed)), (leaves, *changed))
     between.meta = {"val": [node.meta.get("val") for node in given], BACKWARD: False}
     tangents = []
@@ -95,7 +104,7 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
         element = graph.call_function(operator.getitem, (between, number))
         element.meta = {"val": node.meta.get("val"), BACKWARD: False}
         tangents.append(element)
-    gradients = add_backward(graph, backward, [*saved, *tangents])
+    gradients = add_backward(graph, backward, [*(made[place] for place in saved), *tangents])
     copied = [
         _bytes(gradient)
         for gradient, node in zip(gradients, joint.module.graph.nodes, strict=False)
@@ -104,9 +113,9 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
     accumulate = graph.call_function(Accumulate(max(copied, default=0)), (tuple(gradients),))
     accumulate.meta = {"val": None, BACKWARD: True}
     # The caller may hold the results, and does hold what it came back with, until backward ends.
-    graph.output((tuple(returned[: joint.results]), tuple(tangents), tuple(gradients)))
+    graph.output((tuple(made[: joint.results]), tuple(tangents), tuple(gradients)))
     module = fx.GraphModule(constants(forward, backward), graph)
-    return Region(module, forward, backward, between, accumulate, tangents, joint.results)
+    return Region(module, forward, backward, between, accumulate, saved, tangents, joint.results)
 
 
 def _lies_as(gradient: fx.Node, given: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -316,6 +317,12 @@ def _requires_grad(value: Any) -> bool:
 
 def _reason(error: BaseException) -> str:
     """An error's first line, and what Dynamo explains."""
+    words = str(error)
+    frames = re.findall(r'^ *File "(.+)", line (\d+), in (\S+)', words, re.MULTILINE)
+    if "data-dependent expression" in words and frames:
+        file, line, function = frames[-1]
+        place = f"{function} ({Path(file).name}:{line})"
+        return f"what Python does in {place} depends on a tensor's value"
     first = first_line(error)
-    explained = re.search(r"^ *Explanation: (.+)", str(error), re.MULTILINE)
+    explained = re.search(r"^ *Explanation: (.+)", words, re.MULTILINE)
     return f"{first}: {explained[1]}" if explained else first

@@ -81,6 +81,8 @@ class StepCapture:
         self.guarded = Guarded()
         self._updates_in_graph: bool | None = None
         """Of the graphs that are there; None where none is."""
+        self._needs: dict[int, tuple[int, int]] = {}
+        """Of the optimizers, as these graphs promise it."""
         self._graph: Callable[..., Any] = self._captured()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,15 @@ class StepCapture:
     def is_out_of_date(self, *, updates_in_graph: bool) -> bool:
         """Whether what was captured rests on something that has changed and that no guard sees."""
         known = self._updates_in_graph in (None, updates_in_graph)
-        return not known or self.guarded.changed()
+        return not known or self._need_more() or self.guarded.changed()
+
+    def _need_more(self) -> bool:
+        """Whether the optimizers ask for more bytes than was promised: momentum was switched on."""
+        if self._updates_in_graph is None:
+            return False
+        needs = self._updates.needs(self._needs)
+        pairs = ((now, self._needs.get(key, (0, 0))) for key, now in needs.items())
+        return any(now[0] > before[0] or now[1] > before[1] for now, before in pairs)
 
     def begin_anew(self) -> None:
         """What the next call runs is captured then."""
@@ -146,6 +156,7 @@ class StepCapture:
             raise UncapturedError(why)
 
         self._updates_in_graph = self.can_update_in_graph()
+        self._needs = self._updates.needs({})
         written: set[int] = set()
 
         def refuse(joint: fx.GraphModule, results: int) -> None:

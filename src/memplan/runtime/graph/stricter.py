@@ -20,7 +20,7 @@ or as a key, and in which order a set or a dict gives what it holds.
 
 What Dynamo asks the system while it traces, and puts into the graph as a constant: whether a
 package is there, and its version; and what a function with a cache gives, which Dynamo would run
-anew. It is asked again before each call (`take_asked`).
+anew; and which module has a name. It is asked again before each call (`take_asked`).
 
 These are patches of many places because Dynamo has no single one where they could be decided. Its
 filter of guards can take guards away and add none, and the guards that it is shown do not say which
@@ -34,6 +34,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,6 +81,7 @@ _get_item: Callable[..., Any] = ConstDictVariable.getitem_const_raise_exception_
 _guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
 _mutate: Callable[..., None] = SideEffects.mutation
 _call_list: Callable[..., Any] = CommonListMethodsVariable.call_method
+_import: Callable[..., Any] = InstructionTranslatorBase.import_source
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
 _EQUAL = "is_python_equal"
 _equal: Any = getattr(UserDefinedObjectVariable, _EQUAL, None)
@@ -279,6 +281,13 @@ def _load_builtin(self: Any, name: str) -> Any:
     return _load_a_builtin(self, name)
 
 
+def _import_source(self: Any, name: str) -> Any:
+    """Dynamo imports a module once; another one may have its name next time."""
+    found = _import(self, name)
+    _ask(("module", name), functools.partial(sys.modules.get, name))
+    return found
+
+
 def _call_skipped(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Dynamo calls these functions itself, for what they say now."""
     result = _call_skip(self, tx, args, kwargs)
@@ -356,6 +365,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     *((module, _SKIPS, lambda source: source) for module in _SKIPPING if hasattr(module, _SKIPS)),
     (builder, _DUPE, _same_object),
     *([(builder, _IN_CLOSURES, lambda _source: False)] if hasattr(builder, _IN_CLOSURES) else []),
+    (InstructionTranslatorBase, _import.__name__, _import_source),
     (HashableTracker, _make_key.__name__, _key),
     (UserFunctionVariable, _get_source.__name__, _source),
     (InstructionTranslatorBase, _load.__name__, _load_attr),

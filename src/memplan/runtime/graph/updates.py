@@ -71,6 +71,8 @@ class Updates:
         self._looked = 0
         """Times that they were looked for."""
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self._switches: list[Any] = []
+        """Of the groups: which of their options are on, when these sizes were measured."""
         self._scratch: dict[Any, int] = {}
         """Of this call."""
 
@@ -319,6 +321,16 @@ class Updates:
                 for parameter in order:
                     optimizer.state[parameter] = optimizer.state.pop(parameter)
 
+    def needs(self, before: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """By a parameter's id: its `state_bytes`. `before`, as long as no option was switched on
+        or off since, such as momentum, and no parameter has come or gone."""
+        every = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        switches = [{key: _switch(value) for key, value in group.items()} for group in every]
+        if before and switches == self._switches:
+            return before
+        self._switches, self._sizes = switches, {}
+        return {id(one): self.state_bytes(one) for one in self.parameters()}
+
     def state_bytes(self, parameter: torch.Tensor) -> tuple[int, int]:
         """What a parameter's updates leave in the optimizers' states, and what one asks for and
         frees beside that, in bytes. (0, 0) where nobody updates it."""
@@ -328,7 +340,8 @@ class Updates:
             if key not in self._sizes:
                 with as_in_a_step():
                     self._sizes[key] = self._measure(*found, parameter)
-            state += self._sizes[key][0]
+            held = tensors(list(found[0].state.get(parameter, {}).values()))
+            state += max(self._sizes[key][0], sum(map(storage_bytes, held)))
             scratch = max(scratch, self._sizes[key][1])
         return state, scratch
 
@@ -367,6 +380,15 @@ class Updates:
         state = sum(map(storage_bytes, held))
         scratch = 0 if optimizer.param_groups[number].get("fused") else max(0, meter.peak - seen)
         return state, scratch + _OF_NUMBERS
+
+
+def _switch(value: Any) -> Any:
+    """Of an option: all that decides how much memory an update takes."""
+    if isinstance(value, (list, tuple)):
+        return [_switch(one) for one in value]
+    if isinstance(value, torch.Tensor):
+        return id(value) if isinstance(value, nn.Parameter) else None
+    return value != 0 if isinstance(value, (int, float)) else value
 
 
 class SameArithmetic:

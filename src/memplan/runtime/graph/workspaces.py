@@ -1,17 +1,23 @@
-"""Sizes of results that PyTorch's shape functions do not know.
+"""What PyTorch's shape functions do not know of results.
 
 Some kernels hand a workspace from forward to backward whose size their library chooses (oneDNN's
-recurrent cells, cuDNN's); a shape function says that it is empty. On the CPU such an operator is
-run, once for each set of shapes, on zeros; cuDNN's reserve has a rule, whose upper end counts.
+recurrent cells, cuDNN's); a shape function says that it is empty. And how a result lies whose
+operands do not lie in rows: a batch norm on the CPU gives rows then, and views of these are copies
+where the shape function has a view. On the CPU such an operator is run, once for each set of
+shapes, on zeros; cuDNN's reserve has a rule, whose upper end counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch._dynamo.utils import preserve_rng_state
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -20,7 +26,15 @@ from memplan.capturing.operators.recurrent import forward_call
 
 _RESERVE = 3
 """Place among the results of `_cudnn_rnn`."""
-_known: dict[Any, list[int]] = {}
+_known: dict[Any, list[torch.Tensor | None]] = {}
+"""By operator and operands: the results, without memory of their own."""
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether it is a size that may change, or has one."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def workspace_bytes(node: fx.Node, place: int) -> int:
@@ -31,14 +45,62 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
     if node.target is torch.ops.aten._cudnn_rnn.default and place == _RESERVE:
         return rnn.reserve(forward_call(arguments[0])).high
     leaves, spec = pytree.tree_flatten(arguments)
+    found = _results(node.target, leaves, spec)
+    one = found[place] if place < len(found) else None
+    return 0 if one is None else one.untyped_storage().nbytes()
+
+
+@contextmanager
+def laid_out() -> Iterator[None]:
+    """Entered around a trace with sizes that are known: results on the CPU lie as they do when the
+    operator runs."""
+    dispatch = FakeTensorMode.dispatch
+
+    def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = dispatch(mode, func, types, args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        if not _may_lie_otherwise(func, leaves):
+            return result
+        several, of = pytree.tree_flatten(result)
+        for place, real in enumerate(_results(func, leaves, spec)):
+            fake = several[place]
+            if real is not None and fake.shape == real.shape and fake.stride() != real.stride():
+                lies = {"dtype": fake.dtype, "device": fake.device}
+                with mode:
+                    several[place] = torch.empty_strided(real.shape, real.stride(), **lies)
+        return pytree.tree_unflatten(several, of)
+
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatched):
+        yield
+
+
+def _may_lie_otherwise(func: Any, leaves: list[Any]) -> bool:
+    """Whether an operator makes something of operands of which one does not lie in rows. How
+    pointwise ones lay out results, PyTorch's shape functions know. Indices and workspaces of
+    libraries may not be zeros."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not any(one.numel() for one in given) or any(one.device.type != "cpu" for one in given):
-        return 0
-    key = (node.target, str(spec), *map(_like, leaves))
+    return (
+        not any(map(is_symbolic, leaves))
+        and func.namespace == "aten"
+        and not func.is_view
+        and not func._schema.is_mutable
+        and torch.Tag.pointwise not in func.tags
+        and all(one.is_floating_point() and one.numel() for one in given)
+        and not all(one.is_contiguous() for one in given)
+    )
+
+
+def _results(target: Any, leaves: list[Any], spec: Any) -> list[torch.Tensor | None]:
+    """What an operator gives on the CPU; empty where that is not known."""
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(map(is_symbolic, leaves)) or any(one.device.type != "cpu" for one in given):
+        return []
+    if not any(one.numel() for one in given):
+        return []
+    key = (target, str(spec), *map(_like, leaves))
     if key not in _known:
-        _known[key] = _measured(node.target, leaves, spec)
-    sizes = _known[key]
-    return sizes[place] if place < len(sizes) else 0
+        _known[key] = _measured(target, leaves, spec)
+    return _known[key]
 
 
 def _like(leaf: Any) -> Any:
@@ -47,7 +109,7 @@ def _like(leaf: Any) -> Any:
     return tuple(leaf.shape), leaf.stride(), leaf.dtype
 
 
-def _measured(target: Any, leaves: list[Any], spec: Any) -> list[int]:
+def _measured(target: Any, leaves: list[Any], spec: Any) -> list[torch.Tensor | None]:
     below = torch._C._AutoDispatchBelowAutograd
     # With gradients on, as forward runs: else some kernels leave the workspace out.
     with _disable_current_modes(), torch.enable_grad(), below(), preserve_rng_state():
@@ -56,10 +118,15 @@ def _measured(target: Any, leaves: list[Any], spec: Any) -> list[int]:
             results = target(*args, **kwargs)
         except Exception:
             return []
-    several = results if isinstance(results, (tuple, list)) else (results,)
-    return [
-        one.untyped_storage().nbytes() if isinstance(one, torch.Tensor) else 0 for one in several
-    ]
+        return [_without_memory(one) for one in pytree.tree_leaves(results)]
+
+
+def _without_memory(one: Any) -> torch.Tensor | None:
+    if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
+        return None
+    held = torch.empty(one.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+    lies = torch.empty(0, dtype=one.dtype, device="meta")
+    return lies.set_(held.untyped_storage(), 0, one.shape, one.stride())
 
 
 def _zeros(leaf: Any) -> Any:
