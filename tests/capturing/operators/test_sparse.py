@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from memplan.capturing.options import CaptureOptions
 from memplan.capturing.session import CaptureSession
 from memplan.types.device import find_profile
 from memplan.types.errors import CaptureError
-from memplan.types.trace import EventKind
+from memplan.types.trace import EventKind, Phase, Trace
 from tests.capturing.jobs import record, sizes
 
 ROWS, WIDTH, IDS = 500, 16, 300
@@ -38,9 +39,9 @@ class Twice(Words):
 
 
 class Bags(Words):
-    def __init__(self) -> None:
+    def __init__(self, mode: str = "sum") -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum")  # type: ignore[assignment]
+        self.table = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode=mode)  # type: ignore[assignment]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids.view(30, 10))
@@ -133,6 +134,29 @@ def test_the_rows_of_a_gradient_are_added_up_as_on_a_gpu() -> None:
     before, after = (sizes(record(one)) for one in (job, coalesced))
     index = 8 * IDS
     assert after == [*before, index, index, index, 2 * index, 4 * unique * WIDTH]
+
+
+def test_the_mean_of_a_bag_is_divided_again() -> None:
+    """The gradient of each index, by the size of its bag."""
+
+    def job(mode: str) -> Trace:
+        return record(lambda: Bags(mode).cuda()(ids().cuda()).backward())
+
+    more = Counter(sizes(job("mean"), Phase.BACKWARD)) - Counter(sizes(job("sum"), Phase.BACKWARD))
+    bags = 4 * IDS // 10
+    assert sorted(more.elements()) == [bags, bags, 4 * IDS]
+
+
+def test_a_norm_adds_up_equal_indices() -> None:
+    """As `test_the_rows_of_a_gradient_are_added_up_as_on_a_gpu`."""
+    zeros = torch.zeros(1, 100, dtype=torch.int64)
+    assert torch.sparse_coo_tensor(zeros, torch.ones(100), (2,)).norm() == 100
+
+    def job() -> None:
+        torch.sparse_coo_tensor(zeros, torch.ones(100), (2,)).cuda().norm()
+
+    index = 8 * 100
+    assert sizes(record(job)) == [400, index, index, index, index, 2 * index, 4, 4]
 
 
 def test_indices_that_are_not_known_are_all_different() -> None:

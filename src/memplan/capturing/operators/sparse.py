@@ -57,17 +57,13 @@ def of_parts(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def embedding_bag_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/EmbeddingBag.cpp`: with `sparse`, each index gets the gradient of its bag."""
-    gradient, indices, _, bags, _, _, rows, by_frequency, _, sparse, weights, *rest = args
+    """`native/EmbeddingBag.cpp`: with `sparse`, what CUDA calls is made of other operators."""
+    gradient, indices, offsets, bags, sizes, _, rows, by_frequency, mode, sparse, *rest = args
     if not sparse:
         return NotImplemented
-    spread = run_fake(state, aten.index_select.default, (gradient, 0, bags), {})
-    if weights is not None:
-        column = run_fake(state, aten.unsqueeze.default, (weights, 1), {})
-        run_fake(state, aten.mul_.Tensor, (spread, column), {})
-    padding = rest[0] if rest else -1
+    of_bags = gradient, indices, offsets, bags, sizes
     with state.mode:
-        return aten.embedding_sparse_backward(spread, indices, rows, padding, by_frequency)
+        return aten._embedding_bag_sparse_backward(*of_bags, rows, by_frequency, mode, *rest)
 
 
 def _parts(state: CaptureState, tensor: torch.Tensor) -> list[Any]:
@@ -118,6 +114,10 @@ def _coalesce(state: CaptureState, func: Any, args: Any, _kwargs: Any) -> Any:
     del order
     keys = run_fake(state, aten.slice.Tensor, (keys, 1, 0, unique), {})
     return _made(state, (keys, summed), source.shape, coalesced=True)
+
+
+def _coalesced(state: CaptureState, func: Any, source: Any) -> Any:
+    return source if source.is_coalesced() else _coalesce(state, func, (source,), {})
 
 
 def _clone(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -219,9 +219,7 @@ def _product(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     if matrix.layout is torch.strided or dense.layout is not torch.strided:
         return NotImplemented
     result = _empty(state, dense, matrix.shape[0], dense.shape[1])
-    if not matrix.is_coalesced():
-        matrix = _coalesce(state, func, (matrix,), {})
-    indices, values = _parts(state, matrix)
+    indices, values = _parts(state, _coalesced(state, func, matrix))
     nnz = indices.shape[1]
     row_starts = _empty(state, indices, matrix.shape[0] + 1, dtype=torch.int32)
     rows = _empty(state, indices, nnz, dtype=torch.int32)
@@ -246,8 +244,10 @@ def _of_each(state: CaptureState, func: Any, args: Any, kwargs: Any) -> None:
             one(*(item[i] if isinstance(item, (list, tuple)) else item for item in args), **kwargs)
 
 
-def _of_values(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    return run_fake(state, func, (_parts(state, args[0])[1], *args[1:]), kwargs)
+def _norm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
+    """`SparseTensorMath.cpp`: of the values, once equal indices are added up."""
+    source = _coalesced(state, func, args[0])
+    return run_fake(state, func, (_parts(state, source)[1], *args[1:]), kwargs)
 
 
 def _to_dense(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
@@ -277,7 +277,7 @@ _RULES: dict[str, Handler] = {
     "_sparse_addmm": _product,
     "_foreach_mul_": _of_each,
     "_foreach_add_": _of_each,
-    "norm": _of_values,
+    "norm": _norm,
     "_to_dense": _to_dense,
 }
 
