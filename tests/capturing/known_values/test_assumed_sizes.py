@@ -26,11 +26,13 @@ def samples(times: int = 1) -> None:
     back.sum().backward()
 
 
-def bounds(trace: Trace) -> set[tuple[int, int]]:
+def bounds(trace: Trace, op: str = "") -> set[tuple[int, int]]:
     return {
         (event.bytes, int(trace.events.bytes_high[event.index]))
         for event in trace
-        if event.kind == EventKind.ALLOC and event.provenance == Provenance.ASSUMED
+        if event.kind == EventKind.ALLOC
+        and event.provenance == Provenance.ASSUMED
+        and op in event.op
     }
 
 
@@ -43,6 +45,26 @@ def test_selected_rows_may_be_all_rows() -> None:
 
 def test_rows_selected_twice_may_still_be_all() -> None:
     assert (POINTS // 4 * ROW, POINTS * ROW) in bounds(record(lambda: samples(2)))
+
+
+def test_the_rest_of_what_a_mask_selects_may_be_all_rows() -> None:
+    def job() -> None:
+        points = torch.randn(POINTS - 2, WIDTH, device="cuda")
+        kept = points[points.sum(1) > 0]  # an odd number: the rest is one row less
+        again = kept.sum(1) > 0
+        kept[again].sum()
+        kept[~again].exp()
+
+    assert bounds(record(job), "exp") == {((POINTS // 4 - 1) * ROW, (POINTS - 2) * ROW)}
+
+
+def test_of_two_masks_that_select_as_many_the_larger_counts() -> None:
+    def job() -> None:
+        half, whole = (torch.randn(n, WIDTH, device="cuda") for n in (POINTS // 2, POINTS))
+        kept = whole[whole.sum(1) > 0]
+        torch.add(kept[kept.sum(1) > 0], half[half.sum(1) > 0])
+
+    assert bounds(record(job), "add") == {(POINTS // 4 * ROW, POINTS * ROW)}
 
 
 def test_the_rest_is_told_from_what_is_known() -> None:

@@ -26,9 +26,7 @@ class AssumedSizes:
     def note(self, mask: torch.Tensor, selected: int) -> None:
         """A mask is taken to select as many of its elements."""
         rows = _rows(mask)
-        most = mask.numel()
-        if mask.dim() and mask.shape[0] in rows:  # a mask of what another one selected
-            most = most // mask.shape[0] * rows[mask.shape[0]]
+        most = _most(mask, rows)
         if 0 < selected < most:
             self.any = True
             setattr(mask.untyped_storage(), _ROWS, {**rows, selected: most})
@@ -38,12 +36,13 @@ class AssumedSizes:
         self._now = {}
         for item in inputs:
             if isinstance(item, torch.Tensor) and item.layout is torch.strided:
-                self._now.update(_rows(item))
+                for selected, most in _rows(item).items():
+                    self._now[selected] = max(most, self._now.get(selected, 0))
 
     def selects(self, mask: torch.Tensor, selected: int) -> None:
         """The operator that runs finds so many elements in a mask that rests on an assumed one."""
         if self._now and selected:
-            self._now.setdefault(selected, mask.numel())
+            self._now.setdefault(selected, _most(mask, self._now))
 
     def high_bytes(self, made: torch.Tensor) -> int | None:
         """Of a storage that the operator made; None where its size rests on nothing assumed."""
@@ -60,3 +59,10 @@ def _rows(tensor: torch.Tensor) -> dict[int, int]:
     """How many rows are as many as a mask selects, and how many there can then be."""
     found: dict[int, int] = getattr(tensor.untyped_storage(), _ROWS, {})
     return found
+
+
+def _most(mask: torch.Tensor, rows: dict[int, int]) -> int:
+    """How many elements it can select; of a mask of what another one selected, more than it has."""
+    if mask.dim() and mask.shape[0] in rows:
+        return mask.numel() // mask.shape[0] * rows[mask.shape[0]]
+    return mask.numel()
