@@ -77,8 +77,10 @@ class _Step:
     def graphs(self, above: int) -> list[StepGraph]:
         left = [] if self.beside else self.found.passes
         kinds: list[list[Pass]] = []
-        while left and (not kinds or self._peak(self._dearest(left)) > above):
+        while left and len(kinds) <= _MOST_KINDS:
             chosen = self._dearest(left)
+            if kinds and self._peak(chosen) <= above:
+                break
             alike = self._like(chosen, left)
             kinds.append([chosen, *(p for p in alike if p is not chosen)])
             left = [p for p in left if p not in alike]
