@@ -17,8 +17,8 @@ def values() -> torch.Tensor:
 
 
 def sparse_gradient() -> None:
-    ids = torch.randint(0, 100, (4, 5), device="cuda")
-    nn.Embedding(100, 16, sparse=True).cuda()(ids).sum().backward()
+    matrix = nn.Parameter(torch.eye(8).to_sparse().cuda())
+    matrix.norm().backward()
 
 
 def sparse_tensor() -> None:
@@ -26,7 +26,7 @@ def sparse_tensor() -> None:
 
 
 def sparse_tensor_of_the_host() -> None:
-    torch.eye(2).to_sparse().cuda()
+    torch.eye(2).to_sparse_csr().cuda()
 
 
 def second_device() -> None:
@@ -40,7 +40,7 @@ def operator_without_a_rule() -> None:
 REFUSED: dict[str, tuple[Callable[[], None], str, str]] = {
     "sparse gradient": (sparse_gradient, "torch.sparse_coo", "sparse=False"),
     "sparse tensor": (sparse_tensor, "torch.sparse_coo", "sparse=False"),
-    "sparse tensor of the host": (sparse_tensor_of_the_host, "torch.sparse_coo", "sparse=False"),
+    "sparse tensor of the host": (sparse_tensor_of_the_host, "torch.sparse_csr", "sparse=False"),
     "second device": (second_device, "cuda:1", "cuda:0"),
     "operator without a rule": (
         operator_without_a_rule,

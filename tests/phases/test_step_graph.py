@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.phases import find_steps, plain_peak, step_graph
+from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
 from memplan.phases.passes import passes_overlap
 from memplan.phases.step_graph import alive_rows
 from memplan.types.builder import TraceBuilder
@@ -279,6 +279,21 @@ def test_a_job_without_an_optimizer_has_a_graph() -> None:
 
     graph = step_graph(record(job))
     assert graph.passes == 1 and by_module(graph)
+
+
+def test_kinds_of_passes_of_a_job_without_an_optimizer() -> None:
+    """Its step is the whole run."""
+
+    def job() -> None:
+        large, small = mlp().to("cuda"), nn.Sequential(nn.Linear(64, 256), nn.GELU()).to("cuda")
+        for _ in range(2):
+            for model in (large, small):
+                model(torch.randn(32, 64, device="cuda")).sum().backward()
+                model.zero_grad()
+
+    graphs = step_graphs(record(job), None, 0)
+    assert [graph.calls_before for graph in graphs] == [(0, 2), (1, 3)]
+    assert {(graph.calls, graph.first_pass) for graph in graphs} == {((1, 1, 1, 1), 0)}
 
 
 def test_the_profile_prices_the_operators() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,21 @@ def test_a_module_that_a_transform_calls(apply: Apply) -> None:
     with apply(net):
         again = step()
     assert plain and all(same_bits(one, two) for one, two in zip(plain, again, strict=True))
+
+
+def test_passes_are_counted_on_where_the_first_optimizer_does_not_step() -> None:
+    """As under a gradient scaler, which leaves out a step whose gradients are not finite."""
+    part = msgspec.structs.replace(EVERYTHING, passes=[1, 1], first_pass=1)
+    nets = [Net(), Net()]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    with AppliedEverywhere(part):
+        for steps in (True, False, False, True):
+            with recomputations() as names:
+                for net, optimizer in zip(nets, optimizers, strict=True):
+                    net(torch.randn(6, 8)).square().mean().backward()
+                    if steps:
+                        optimizer.step()
+            assert names == ["call 1", "call 0"]
 
 
 def test_what_was_entered_after_an_interrupt_stays() -> None:

@@ -21,6 +21,7 @@ from memplan.capturing.enough import EnoughSeen
 from memplan.capturing.fake.arguments import dressed_among, flat, tensors_among
 from memplan.capturing.fake.plain_class import undressed
 from memplan.capturing.operators.fake import run_fake
+from memplan.capturing.operators.sparse import is_sparse, run_sparse
 from memplan.capturing.parity.additions import InPlaceAdditions
 from memplan.capturing.state import CaptureState, Handler
 
@@ -143,6 +144,8 @@ class CaptureMode(TorchDispatchMode):
         stream_before = recorder.stream
         recorder.stream = state.context.locate(state.caller, stream_before)
         try:
+            if state.has_sparse and is_sparse(args, kwargs):
+                return run_sparse(state, func, args, kwargs)  # NCCL has none: this refuses
             return state.collectives[func](func, args, kwargs)
         finally:
             recorder.stream = stream_before
@@ -188,6 +191,8 @@ class CaptureMode(TorchDispatchMode):
         stream_before = recorder.stream
         recorder.stream = state.context.locate(frame, stream_before)
         try:
+            if (state.has_sparse or has_real) and is_sparse(args, kwargs):
+                return run_sparse(state, func, args, kwargs)
             handler: Handler | None = state.handlers.get(func, _not_looked_for)
             if handler is _not_looked_for:
                 handler = state.handlers[func] = self._rule_for(func)

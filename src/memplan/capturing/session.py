@@ -35,6 +35,7 @@ from memplan.capturing.operators import (
     one_kernel,
     operand_layout,
     shape_rules,
+    sparse,
 )
 from memplan.capturing.operators.attention import Attention
 from memplan.capturing.operators.kernel_memory import KernelMemory
@@ -107,6 +108,7 @@ class CaptureSession:
                 **self._additions.handlers(),
                 **one_kernel.HANDLERS,
                 **shape_rules.HANDLERS,
+                **sparse.HANDLERS,
             },
             observers={**assumed.OBSERVERS, **self._additions.observers()},
         )

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.capturing.fake.fast_fake import DeviceFakeMode
 from memplan.capturing.host.memory import HostMemory
 from memplan.capturing.known_values.answers import Answers, Assumptions
+from memplan.capturing.known_values.assumed_sizes import AssumedSizes
 from memplan.capturing.known_values.store import Values, worth_keeping
 from memplan.capturing.recording.context import Context, shown_path, source_of
 from memplan.capturing.recording.recorder import Recorder
@@ -28,7 +29,7 @@ from memplan.capturing.recording.work import Work
 from memplan.types.engines import Engine, Stage
 from memplan.types.errors import CaptureError
 from memplan.types.op_names import op_name
-from memplan.types.trace import Role
+from memplan.types.trace import Provenance, Role
 
 aten = torch.ops.aten
 
@@ -67,6 +68,8 @@ class CaptureState:
     """The process's own among them: number 0 of the trace."""
     current_device: Callable[[], int] = lambda: 0
     """The device that `cuda` without an index means."""
+    has_sparse: bool = False
+    """Whether the job has made a sparse tensor."""
     everything: bool = False
     """Set while every tensor on the job's kind of device counts as the job's, real ones too."""
 
@@ -91,6 +94,7 @@ class CaptureState:
     fake_mode: DeviceFakeMode = field(default_factory=DeviceFakeMode)
     recorder: Recorder = field(default_factory=Recorder)
     values: Values = field(default_factory=Values)
+    sizes: AssumedSizes = field(default_factory=AssumedSizes)
     assumptions: Assumptions = field(default_factory=Assumptions)
     kernels: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     work: Work = field(default_factory=Work)
@@ -158,7 +162,9 @@ class CaptureState:
                 "let the script use cuda:0 when estimating",
             )
         self.refuse_sparse(tensor)
-        return self.recorder.track(tensor, self.device_number(device))
+        high = self.sizes.high_bytes(tensor) if self.sizes.any else None
+        known = None if high is None else Provenance.ASSUMED
+        return self.recorder.track(tensor, self.device_number(device), high=high, provenance=known)
 
     def device_number(self, device: torch.device) -> int:
         """A device's number in the trace, where the process's own is 0."""
@@ -167,16 +173,19 @@ class CaptureState:
             return 0
         return index or self.own_device
 
-    def refuse_sparse(self, tensor: torch.Tensor) -> None:
+    def refuse_sparse(self, tensor: torch.Tensor, func: Any = "this") -> None:
         """Raises CaptureError for a tensor that has no storage of its own."""
         if tensor.layout is not torch.strided:
             raise self.cannot(
                 f"a tensor of layout {tensor.layout}",
-                "only dense tensors can be followed",
+                f"{func} has no rule for it",
                 "use dense ones when estimating (sparse=False for embeddings)",
             )
 
     def number_of(self, tensor: torch.Tensor) -> int:
+        """Of a sparse tensor, that of its values."""
+        if tensor.layout is torch.sparse_coo:
+            tensor = self.fake_mode.dispatch(aten._values.default, (), (tensor,), {})
         return self.recorder.number_of(tensor.untyped_storage())
 
     def op_name(self, func: Any) -> str:

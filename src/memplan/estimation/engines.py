@@ -41,14 +41,15 @@ def stage_peaks(steady: Settled, interval: Interval, card: DeviceProfile) -> lis
         if not len(rows):
             continue
         most = int(rows[likely.reserved[rows].argmax()])
-        peak = int(likely.reserved[most]) + more + card.context_bytes
+        in_use = int(likely.allocated[rows].max())
+        peak = max(int(likely.reserved[most]) + more, in_use) + card.context_bytes
         top = int(high.reserved[rows].max()) + card.context_high_bytes + margin
         found.append(
             StagePeak(
                 stage=name,
                 peak_bytes=peak,
                 high_bytes=max(min(top, interval.peak[2]), peak),
-                in_use_bytes=int(likely.allocated[rows].max()) + card.context_bytes,
+                in_use_bytes=in_use + card.context_bytes,
                 engine_bytes=int(held[most]),
                 step=int(steady.trace.events.step[most]),
             )

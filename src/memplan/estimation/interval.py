@@ -138,8 +138,9 @@ def find_interval(
 
 
 def _likely_reserved(drawn: list[Replay]) -> int:
-    """What the first replay allocates, and the median of the fragmentation of them all; or what a
-    replay reserved that is nearest to that, for segments are reserved whole."""
+    """What one of the replays reserves, for segments are reserved whole: the one nearest to what
+    the first allocates and the median of the fragmentation of them all. At least what the first
+    allocates."""
     allocated = drawn[0].timeline.allocated_peak_bytes
     likely = allocated + sorted(map(_fragmentation, drawn))[len(drawn) // 2]
     nearest = min((replay.reserved for replay in drawn), key=lambda one: abs(one - likely))

@@ -13,6 +13,7 @@ from memplan.phases.pass_values import PassValues, pass_values
 from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, call_numbers, step_passes
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, captured_for
+from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
@@ -76,26 +77,35 @@ class _Step:
     def graphs(self, above: int) -> list[StepGraph]:
         left = [] if self.beside else self.found.passes
         kinds: list[list[Pass]] = []
-        while left and (not kinds or self._peak(self._dearest(left)) > above):
+        while left and len(kinds) <= _MOST_KINDS:
             chosen = self._dearest(left)
+            if kinds and self._peak(chosen) <= above:
+                break
             alike = self._like(chosen, left)
             kinds.append([chosen, *(p for p in alike if p is not chosen)])
             left = [p for p in left if p not in alike]
         if not 1 < len(kinds) <= _MOST_KINDS:
             return [self.graph()]
         calls = self._count_calls(self.found)
-        began_with = sum(map(bool, self._count_calls(step_passes(self.trace, 0))))
         before = dict(zip(self.found.passes, np.cumsum([0, *calls]).tolist(), strict=False))
         planned = [p for alike in kinds for p in alike]
         return [
             replace(
                 self._of(alike[0], planned, alike),
                 calls=tuple(filter(None, calls)),
-                first_pass=max(0, sum(map(bool, calls)) - began_with),
+                first_pass=self._first_pass(sum(map(bool, calls))),
                 calls_before=tuple(before[p] for p in alike),
             )
             for alike in kinds
         ]
+
+    def _first_pass(self, count: int) -> int:
+        """Of the `count` that a step has: the job's first step may begin later."""
+        try:
+            first = self._count_calls(step_passes(self.trace, 0))
+        except (NoAnswerError, UsageError):  # no optimizer ends a step, or nothing ran before
+            return 0
+        return max(0, count - sum(map(bool, first)))
 
     def _count_calls(self, found: StepPasses) -> list[int]:
         return [int(_calls(self.trace, p).max()) + 1 for p in found.passes]

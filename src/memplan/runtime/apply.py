@@ -125,10 +125,10 @@ class _Calls:
         """Of a call in its pass."""
         if self._calls:
             return self._roots.setdefault(id(root), len(self._roots)) % self._calls
-        if self._calls_of_passes:
-            before = self._calls_of_passes[: self._nth_pass]
-            own = self._calls_of_passes[self._nth_pass : self._nth_pass + 1]
-            return sum(before) + len(self._pass) if own > [len(self._pass)] else _UNKNOWN
+        if passes := self._calls_of_passes:
+            nth = self._nth_pass % len(passes)  # a scaler may leave out an optimizer's step
+            within = len(self._pass) < passes[nth]
+            return sum(passes[:nth]) + len(self._pass) if within else _UNKNOWN
         return 0 if self._every_call else len(self._pass)
 
     def leave(self) -> None:

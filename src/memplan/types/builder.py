@@ -26,8 +26,8 @@ _CODES = {"<u1": "B", "<i2": "h", "<i4": "i", "<i8": "q"}
 
 
 def printable(text: str) -> str:
-    """A file name that is no UTF-8 holds halves of characters, which no file and no terminal takes:
-    those are written as escapes."""
+    """A file name that is not UTF-8 has lone surrogates in Python, which no file and no terminal
+    takes: those are written as escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

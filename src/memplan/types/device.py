@@ -263,7 +263,7 @@ def _profile_of_size(total_bytes: int, text: str, capability_text: str) -> Devic
 
 
 def _size_text(nbytes: int) -> str:
-    """Which is read as so many bytes again, where few digits say it."""
+    """Short text that `parse_size` reads as so many bytes again, where there is one."""
     written = [f"{nbytes / (1 << 30):.4g}GiB", f"{nbytes >> 20}MiB", f"{nbytes / 10**9:.4g}GB"]
     return next((text for text in written if parse_size(text) == nbytes), written[0])
 

@@ -63,10 +63,11 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
     are counted from the first after a backward pass."""
     passes: list[Count] = []
-    """Calls of each pass of a step, where these differ and several are planned: calls are then
-    numbered through the step, those of its second pass after these of its first."""
+    """How many calls each pass of a step makes, where passes differ and several are planned: calls
+    are then numbered through the whole step, those of its second pass after those of its first."""
     first_pass: Count = 0
-    """Of a step, the one that the job begins with: steps end with the first optimizer's."""
+    """Which pass of a step, from 0, the job begins with: a step ends with the pass whose optimizer
+    stepped first in the job."""
     budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
 

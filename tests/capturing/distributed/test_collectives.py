@@ -46,6 +46,15 @@ def test_values_are_those_of_equal_ranks(device: str) -> None:
     assert found == [12.0, 3.0, 3.0, [3.0] * 5, [1.0, 2.0] * 4, [16.0, 20.0], [7, 7, 7, 7]]
 
 
+def test_a_sparse_tensor_is_refused_as_nccl_does() -> None:
+    def job() -> None:
+        join()
+        dist.all_reduce(torch.eye(2).to_sparse().cuda())
+
+    with pytest.raises(CaptureError, match=r"sparse_coo .* c10d\.allreduce_\.default"):
+        capture(job)
+
+
 def test_objects() -> None:
     found: list[object] = []
 

@@ -426,3 +426,16 @@ def test_constants_have_known_values() -> None:
         assert buffer.tolist() == [0, 2, 2]
 
     record(job)
+
+
+def test_memory_as_it_is_found_is_not_known() -> None:
+    """Beside a known tensor, and what a GRU's cell makes of known states."""
+
+    def job() -> None:
+        known = torch.arange(8.0, device="cuda")
+        made = [known.new_empty(8), torch.empty_like(known)]
+        cell = torch.nn.GRUCell(8, 8).cuda()
+        made.append(cell(known[None], torch.zeros(1, 8, device="cuda")))
+        assert all(one.detach().flatten().tolist() == [1.0] * 8 for one in made)
+
+    assert len({item.text for item in record(job).meta.assumptions}) == 1

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -507,3 +508,8 @@ def test_steps_that_are_simulated_have_the_stages_of_those_they_repeat(model: st
     assert [(one.stage, one.peak_bytes, one.engine_bytes) for one in peaks[0]] == [
         (one.stage, one.peak_bytes, one.engine_bytes) for one in peaks[1]
     ]
+    # However little is likely to be reserved, what is in use is part of it.
+    interval = find_interval(trace, CARD, player, limited=True)
+    less = replace(interval, held=(0, 0, interval.held[2]))
+    stages = stage_peaks(Settled(trace), less, CARD)
+    assert all(one.peak_bytes == one.in_use_bytes for one in stages)

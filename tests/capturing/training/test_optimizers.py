@@ -129,6 +129,27 @@ def test_lbfgs_terminates() -> None:
     assert record(job, steps=2).meta.optimizer_steps == 2
 
 
+def test_a_second_optimizer_may_ask_in_each_of_its_steps() -> None:
+    """Adam, then L-BFGS: what is asked in one step is bounded, not what is asked in all."""
+
+    class Asking(optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            asked = self.param_groups[0]["params"][0].grad.sum()
+            for _ in range(3_000):
+                asked.item()
+            super().step(closure)
+
+    def job() -> None:
+        model = nn.Linear(WIDTH, WIDTH).cuda()
+        for make, steps in ((optim.Adam, 1), (Asking, 8)):
+            optimizer = make(model.parameters(), lr=0.1)
+            for _ in range(steps):
+                model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+                optimizer.step()
+
+    record(job)
+
+
 def test_an_optimizer_made_before_the_model_moves() -> None:
     def job() -> None:
         model = nn.Linear(WIDTH, WIDTH)

@@ -171,6 +171,8 @@ class FastFakeMode(FakeTensorMode):
             if kind in _CLASSES and getattr(item, "fake_device", None) is not None:
                 if item.constant is not None or item.fake_mode is not self:
                     raise _UnknownArgumentError
+                if item.layout is not torch.strided:
+                    raise _UnknownArgumentError
                 key += (item.shape, item.stride(), item.dtype, item.fake_device)
                 tensors.append(item)
             elif kind is float and any_number:

@@ -50,7 +50,7 @@ def read_pickle(path: Path) -> tuple[Any, int]:
 
 def unpickle(content: bytes, where: str = "the pickle") -> Any:
     """The plain data in `content`. Raises FormatError, naming `where`."""
-    # What libraries registered as numbers, and somebody looked up before, comes by no name.
+    # An extension code that was looked up before is answered from here, not by `find_class`.
     copyreg.clear_extension_cache()
     try:
         with paused_collection(), _bounded(len(content)):

@@ -199,7 +199,7 @@ class Values:
         for tensor in tensors:  # hardly any are known, so this comes before anything else
             if tensor is not overwritten and not _value_of(tensor):
                 return self._absorbed(func, args, outputs)
-        if not all(map(small_enough, tensors)):
+        if func in _AS_FOUND or not all(map(small_enough, tensors)):
             return None
         if (not tensors or func in _NEW) and not _small_factory(func, args, kwargs):
             return None
@@ -390,6 +390,7 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
+_AS_FOUND = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 _NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _OVERWRITES = {
     *_NEW,

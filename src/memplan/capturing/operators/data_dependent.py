@@ -154,6 +154,10 @@ def _made(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -
     """On the device what `func` gave for values of its arguments."""
     device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
     builder = state.recorder.builder
+    if state.sizes.any:
+        state.sizes.begin(args)
+        if func is aten.nonzero.default:
+            state.sizes.selects(args[0], result.shape[0])
     builder.begin_op(
         str(func),
         reads=[state.number_of(t) for t in args if isinstance(t, FakeTensor)],
@@ -222,6 +226,8 @@ def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tenso
     state.assumptions.add("shape", text, op=str(func), source=state.source())
     if tensor.untyped_storage().nbytes() == tensor.nbytes:  # of a view the rest stays unknown
         state.values.learn(tensor, value)
+    if value.dtype is torch.bool:
+        state.sizes.note(tensor, int(value.sum()))
     return value
 
 

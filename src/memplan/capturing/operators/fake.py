@@ -53,6 +53,8 @@ def run_fake(
     known = values.compute(func, args, kwargs, fakes) if mutable else None
     recorder = state.recorder
     builder = recorder.builder
+    if state.sizes.any:
+        state.sizes.begin(fakes)
     name = state.acting or state.op_name(func)
     builder.begin_op(name, reads=state.numbers_of(fakes), stream=recorder.stream)
     if state.on_op is not None:

@@ -1,8 +1,8 @@
 """Losses that are one number, and keep the memory of all numbers that they were reduced from.
 
 PyTorch's kernels ask for a result of the inputs' shape and make it a number afterwards (`resize_`),
-on the CPU and on CUDA (`Loss.cpp`, `BinaryOps.cpp`, `cuda/Loss.cu`). Its shape functions in Python
-say that the result has the memory of one number.
+on the CPU and on CUDA (`Loss.cpp`, `BinaryOps.cpp`, `cuda/Loss.cu`). The shape functions of
+PyTorch say that the result has the memory of one number.
 """
 
 from __future__ import annotations

@@ -155,6 +155,7 @@ class StepWatcher:
         if self._stepped[optimizer] == 1 and not self.state.context.backward_seen:
             return
         self._others[id(optimizer)] += 1
+        self.state.answers.new_step()
         if self._first is None or self._others[id(optimizer)] > _MOST_OTHERS:
             self._first = id(optimizer)
         if id(optimizer) == self._first:

@@ -1,10 +1,11 @@
 """What PyTorch's shape functions do not know of results.
 
 Some kernels hand a workspace from forward to backward whose size their library chooses (oneDNN's
-recurrent cells, cuDNN's); a shape function says that it is empty. And how a result lies whose
-operands do not lie in rows: a batch norm on the CPU gives rows then, and views of these are copies
-where the shape function has a view. On the CPU such an operator is run, once for each set of
-shapes, on zeros; cuDNN's reserve has a rule, whose upper end counts.
+recurrent cells, cuDNN's); a shape function says that it is empty. And a result of operands that
+are not contiguous may have other strides than a shape function says: a batch norm on the CPU gives
+a contiguous one, so that a `reshape` behind it is a copy in place of a view, or a view in place of
+a copy. On the CPU such an operator is run, once for each set of shapes, on zeros; cuDNN's reserve
+has a rule, whose upper end counts.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
 
 @contextmanager
 def laid_out() -> Iterator[None]:
-    """Entered around a trace with sizes that are known: results on the CPU lie as they do when the
-    operator runs."""
+    """While a graph of known sizes is traced: results on the CPU have the strides that the operator
+    gives them when it runs."""
     dispatch = FakeTensorMode.dispatch
 
     def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,9 +76,9 @@ def laid_out() -> Iterator[None]:
 
 
 def _may_lie_otherwise(func: Any, leaves: list[Any]) -> bool:
-    """Whether an operator makes something of operands of which one does not lie in rows. How
-    pointwise ones lay out results, PyTorch's shape functions know. Indices and workspaces of
-    libraries may not be zeros."""
+    """Whether a result may have other strides than the shape function says: an operand is not
+    contiguous. Of pointwise operators PyTorch knows the strides; and one that takes indices, or a
+    library's workspace, cannot be run on zeros."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         not any(map(is_symbolic, leaves))

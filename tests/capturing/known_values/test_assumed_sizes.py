@@ -1,0 +1,94 @@
+"""What a mask selects that nobody knows may be more than is assumed: high bounds hold all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memplan.estimation import estimate
+from memplan.types.device import find_profile
+from memplan.types.trace import EventKind, Provenance, Trace
+from tests.capturing.jobs import record
+
+POINTS, WIDTH = 1 << 20, 64
+ROW = 4 * WIDTH
+
+
+def samples(times: int = 1) -> None:
+    """Points of which a grid that was learned keeps some."""
+    points = torch.randn(POINTS, WIDTH, device="cuda", requires_grad=True)
+    keep = points.sum(1) > 0
+    kept = points[keep]
+    for _ in range(times - 1):
+        kept = kept[kept.sum(1) > 0]
+    back = torch.zeros(POINTS, device="cuda")
+    back[keep if times == 1 else slice(len(kept))] = kept.exp().sum(1)
+    back.sum().backward()
+
+
+def bounds(trace: Trace, op: str = "") -> set[tuple[int, int]]:
+    return {
+        (event.bytes, int(trace.events.bytes_high[event.index]))
+        for event in trace
+        if event.kind == EventKind.ALLOC
+        and event.provenance == Provenance.ASSUMED
+        and op in event.op
+    }
+
+
+def test_selected_rows_may_be_all_rows() -> None:
+    index = 8
+    assert bounds(record(samples)) == {
+        (POINTS // 2 * size, POINTS * size) for size in (ROW, index, 4)
+    }
+
+
+def test_rows_selected_twice_may_still_be_all() -> None:
+    assert (POINTS // 4 * ROW, POINTS * ROW) in bounds(record(lambda: samples(2)))
+
+
+def test_the_rest_of_what_a_mask_selects_may_be_all_rows() -> None:
+    def job() -> None:
+        points = torch.randn(POINTS - 2, WIDTH, device="cuda")
+        kept = points[points.sum(1) > 0]  # an odd number: the rest is one row less
+        again = kept.sum(1) > 0
+        kept[again].sum()
+        kept[~again].exp()
+
+    assert bounds(record(job), "exp") == {((POINTS // 4 - 1) * ROW, (POINTS - 2) * ROW)}
+
+
+def test_of_two_masks_that_select_as_many_the_larger_counts() -> None:
+    def job() -> None:
+        half, whole = (torch.randn(n, WIDTH, device="cuda") for n in (POINTS // 2, POINTS))
+        kept = whole[whole.sum(1) > 0]
+        torch.add(kept[kept.sum(1) > 0], half[half.sum(1) > 0])
+
+    assert bounds(record(job), "add") == {(POINTS // 4 * ROW, POINTS * ROW)}
+
+
+def test_the_rest_is_told_from_what_is_known() -> None:
+    """The mask's complement counts, too; a mask of known values does not."""
+
+    def job() -> None:
+        points = torch.randn(POINTS, WIDTH, device="cuda")
+        assumed = points.sum(1) > 0
+        known = torch.arange(POINTS, device="cuda") % 4 == 0
+        points[assumed].exp()
+        for mask in (~assumed, assumed & known, known):
+            points[mask].exp()
+
+    large = {pair for pair in bounds(record(job)) if pair[1] == POINTS * ROW}
+    assert {pair[0] for pair in large} == {POINTS // 2 * ROW, POINTS // 4 * ROW}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_interval_holds_a_run_in_which_all_are_selected(times: int) -> None:
+    card = find_profile("a100-80gb")
+    even, worst = (
+        estimate(record(lambda: samples(times), routing=routing), card)
+        for routing in ("balanced", "worst")
+    )
+    assert even.peak_bytes < worst.peak_bytes
+    assert even.high_bytes > worst.peak_bytes
+    assert not bounds(record(samples, routing="worst"))
