@@ -122,12 +122,13 @@ class StepGraph:
     """Passes in flight beside this one while it runs, as on a pipeline stage. Each holds what this
     one keeps from forward to backward; `base_bytes` has what that is in the plain run."""
     calls: tuple[int, ...] = ()
-    """Of each pass of the step that has any, where passes of several kinds are planned."""
+    """How many each pass of the step makes that makes any; empty unless passes of several kinds are
+    planned."""
     first_pass: int = 0
-    """Of those, which the job begins with."""
+    """Which of those passes, from 0, the job begins with."""
     calls_before: tuple[int, ...] = (0,)
-    """Of the step, before each pass that is like this one; (0,) where calls are counted anew in
-    each pass."""
+    """How many calls of the step come before each pass that is like this one; (0,) where calls are
+    counted anew in each pass."""
     replay_overhead_seconds: float = 0.0
     """How much of the ops' seconds, in sum, only replays take; a plain pass takes less by it."""
 
