@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
         answer = _of_all_ranks(args, job, profile, path)
     else:
         fitted, answer = _fitted(args, job, profile, prices)
-        answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(job)])
+        answer = msgspec.structs.replace(answer, notes=[*answer.notes, *_notes(args, job)])
         if path is not None and fitted.plan is not None:
             save_plan(fitted.plan, path, overwrite=args.force)
             answer = msgspec.structs.replace(answer, plan=args.output)
@@ -306,13 +306,15 @@ def _host_bytes(text: str | None, job: Job) -> int | None:
     return parse_size(text) // (job.world.local_size if job.world is not None else 1)
 
 
-def _notes(job: Job) -> list[str]:
+def _notes(args: argparse.Namespace, job: Job) -> list[str]:
     if job.world is None or job.world.size == 1:
         return []
-    return [
-        f"The plan is made from rank {job.rank or 0} of {job.world.size}, and every rank applies "
-        "it: --rank all makes one for each that differs, as stages of a pipeline do."
-    ]
+    one = (
+        f"The plan is made from rank {job.rank or 0} of {job.world.size}, and every rank applies it"
+    )
+    if args.frontier or args.price:
+        return [f"{one}."]
+    return [f"{one}: --rank all makes one for each that differs, as stages of a pipeline do."]
 
 
 def next_command(answer: Fit, own_words: list[str], launch: Launch) -> str:
