@@ -79,7 +79,7 @@ def captured(job: Callable[[Callable[[Callable[[], object]], None]], object]) ->
     return asked
 
 
-def both(job: Callable[[Callable[[Callable[[], object]], None]], object]) -> None:
+def assert_same_sizes(job: Callable[[Callable[[Callable[[], object]], None]], object]) -> None:
     asked: list[int] = []
     job(lambda run: asked.extend(real(run)))
     assert captured(job) == asked
@@ -94,7 +94,7 @@ def test_a_backward_pass_asks_for_what_a_real_one_does(make: Callable[[], nn.Mod
         known = ids() + torch.zeros_like(model.out.weight[0, :1], dtype=torch.int64)  # type: ignore[union-attr, index]
         measure(lambda: model(known).backward())
 
-    both(job)
+    assert_same_sizes(job)
 
 
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad", "SGD"])
@@ -113,7 +113,7 @@ def test_an_update_asks_for_what_a_real_one_does(optimizer: str) -> None:
             measure(optim.step)
             optim.zero_grad()
 
-    both(job)
+    assert_same_sizes(job)
 
 
 def test_the_rows_of_a_gradient_are_added_up_as_on_a_gpu() -> None:

@@ -169,9 +169,8 @@ class FastFakeMode(FakeTensorMode):
         for item in items:
             kind = type(item)
             if kind in _CLASSES and getattr(item, "fake_device", None) is not None:
-                if item.constant is not None or item.fake_mode is not self:
-                    raise _UnknownArgumentError
-                if item.layout is not torch.strided:
+                dense = item.layout is torch.strided
+                if item.constant is not None or item.fake_mode is not self or not dense:
                     raise _UnknownArgumentError
                 key += (item.shape, item.stride(), item.dtype, item.fake_device)
                 tensors.append(item)

@@ -52,7 +52,7 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
 
 
 @contextmanager
-def laid_out() -> Iterator[None]:
+def real_strides() -> Iterator[None]:
     """While a graph of known sizes is traced: results on the CPU have the strides that the operator
     gives them when it runs."""
     dispatch = FakeTensorMode.dispatch
@@ -60,22 +60,22 @@ def laid_out() -> Iterator[None]:
     def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(mode, func, types, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        if not _may_lie_otherwise(func, leaves):
+        if not _may_have_other_strides(func, leaves):
             return result
         several, of = pytree.tree_flatten(result)
         for place, real in enumerate(_results(func, leaves, spec)):
             fake = several[place]
             if real is not None and fake.shape == real.shape and fake.stride() != real.stride():
-                lies = {"dtype": fake.dtype, "device": fake.device}
+                like = {"dtype": fake.dtype, "device": fake.device}
                 with mode:
-                    several[place] = torch.empty_strided(real.shape, real.stride(), **lies)
+                    several[place] = torch.empty_strided(real.shape, real.stride(), **like)
         return pytree.tree_unflatten(several, of)
 
     with mock.patch.object(FakeTensorMode, "dispatch", dispatched):
         yield
 
 
-def _may_lie_otherwise(func: Any, leaves: list[Any]) -> bool:
+def _may_have_other_strides(func: Any, leaves: list[Any]) -> bool:
     """Whether a result may have other strides than the shape function says: an operand is not
     contiguous. Of pointwise operators PyTorch knows the strides; and one that takes indices, or a
     library's workspace, cannot be run on zeros."""
@@ -126,8 +126,8 @@ def _without_memory(one: Any) -> torch.Tensor | None:
     if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
         return None
     held = torch.empty(one.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
-    lies = torch.empty(0, dtype=one.dtype, device="meta")
-    return lies.set_(held.untyped_storage(), 0, one.shape, one.stride())
+    same = torch.empty(0, dtype=one.dtype, device="meta")
+    return same.set_(held.untyped_storage(), 0, one.shape, one.stride())
 
 
 def _zeros(leaf: Any) -> Any:
