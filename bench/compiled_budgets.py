@@ -43,9 +43,9 @@ from bench.recompute.tracker import measure
 from bench.results import write_result
 from memplan.capturing.standins.adapters import make_torchvision_importable
 from memplan.runtime.graph.backend import Options, _Parts
-from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import Joint, copied
+from memplan.runtime.graph.operator_graph import operator_graph
 from memplan.runtime.graph.ordering import Ordering, choose_order
 from memplan.runtime.graph.program import program_of
 from memplan.runtime.graph.region import Region, region
@@ -168,7 +168,7 @@ class Traced:
             )
         divided = _Divided(joint.module, joint.inputs, joint.results, joint.options, parts)
         one = region(divided)
-        graph = operators(in_place(program_of(one.module)))
+        graph = operator_graph(in_place(program_of(one.module)))
         return one, choose_order(graph, search=False, deadline_seconds=0.0, seed=0)
 
     def ours(self, budget: int | str | None) -> tuple[Region, Ordering]:

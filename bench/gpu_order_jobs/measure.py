@@ -116,10 +116,10 @@ class Job:
 
 def guard_less(compiled: Any) -> None:
     """Before PyTorch 2.13 a step runs plainly: guards of those releases leave out some of what a
-    program may change, and `stricter` cannot add it. This program changes nothing."""
+    program may change, and `strict_guards` cannot add it. This program changes nothing."""
     if compiled._fallback:
         compiled._fallback = ""
-        stand_in: Any = ModuleType("memplan.runtime.graph.stricter")
+        stand_in: Any = ModuleType("memplan.runtime.graph.strict_guards")
         stand_in.PATCHES, stand_in.take_asked = (), list
         sys.modules[stand_in.__name__] = stand_in
 

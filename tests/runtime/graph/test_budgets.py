@@ -16,11 +16,11 @@ import memplan
 from bench.recompute.tracker import measure
 from memplan.recompute.evaluate import evaluate
 from memplan.runtime.graph import backend
-from memplan.runtime.graph.dependencies import operators
 from memplan.runtime.graph.joint import Joint
-from memplan.runtime.graph.passes import pass_of
+from memplan.runtime.graph.operator_graph import operator_graph
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import Search
+from memplan.runtime.graph.recompute_problem import recompute_problem
 from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError
 from tests.runtime.graph.test_backend import MODELS, Block, Squared, compiled, same, trained
@@ -86,7 +86,7 @@ def search_of(model: nn.Module, x: Tensor) -> tuple[Search[Any], Any]:
         backend._Parts._choose = before  # type: ignore[method-assign]
     ((parts, joint),) = seen
     module = region(joint, saves=False).module
-    plain = pass_of(operators(program_of(module)))
+    plain = recompute_problem(operator_graph(program_of(module)))
     return Search(lambda: plain, lambda replays: parts._attempt(joint, replays)), plain
 
 
@@ -112,7 +112,7 @@ def test_no_budget_inverts(name: str) -> None:
         assert flops(one) >= flops(next_one)
     assert found[-1] is search.attempt(0)
     assert search.within(least - 1) is None
-    for number, attempt in search.made.items():
+    for number, attempt in search.attempts.items():
         # The graph that runs is what was evaluated; its order and what is in place only help.
         choice = search.choices[number]
         assert attempt.peak_bytes <= evaluate(plain.graph, choice.selection).peak_bytes

@@ -18,13 +18,13 @@ import memplan
 from bench.recompute.tracker import measure
 from memplan.order.evaluate import held, peak
 from memplan.runtime.graph import step_capture as stepping
-from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.compiled_graph import CompiledGraph
 from memplan.runtime.graph.execute import called
+from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.ordering import Ordering
-from memplan.runtime.graph.program import Added, facts_of, tensors
+from memplan.runtime.graph.program import MemplanOp, facts_of, tensors
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.step import CompiledStep
-from memplan.runtime.graph.step_graph import Compiled
 from tests.order.graphs import random_order
 from tests.runtime.graph.test_models import IMAGES, MODELS, Norm, language_model
 from tests.runtime.graph.test_optimizers import OPTIMIZERS
@@ -46,13 +46,15 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 def compiled(
-    job: Job, monkeypatch: pytest.MonkeyPatch, order: Callable[[Operators], list[int]] | None = None
-) -> tuple[CompiledStep[...], list[Operators]]:
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Callable[[OperatorGraph], list[int]] | None = None,
+) -> tuple[CompiledStep[...], list[OperatorGraph]]:
     """A step in any order, and the graphs that it makes."""
-    found: list[Operators] = []
+    found: list[OperatorGraph] = []
     choose = stepping.choose_order  # type: ignore[attr-defined]
 
-    def chosen(graph: Operators, **options: Any) -> Ordering:
+    def chosen(graph: OperatorGraph, **options: Any) -> Ordering:
         found.append(graph)
         if order is None:
             return choose(graph, **options)
@@ -71,17 +73,17 @@ class Watcher:
 
     def __init__(self, step: CompiledStep[...]) -> None:
         (program,) = step._capture.programs
-        assert isinstance(program, Compiled)
+        assert isinstance(program, CompiledGraph)
         self.program = program
         self.faults: list[str] = []
         self.calls = 0
-        executable = self.program.made.executable
+        executable = self.program.step.executable
         self._waiting = iter(executable.nodes)
         space = executable._space
         self._targets = {
             called(node)
             for node in executable.nodes
-            if isinstance(node.target, (Added, torch._ops.OpOverload))
+            if isinstance(node.target, (MemplanOp, torch._ops.OpOverload))
         }
         for name, value in list(space.items()):
             if _hashable(value) and value in self._targets:
@@ -92,7 +94,7 @@ class Watcher:
             node = next(
                 one
                 for one in self._waiting
-                if isinstance(one.target, (Added, torch._ops.OpOverload))
+                if isinstance(one.target, (MemplanOp, torch._ops.OpOverload))
             )
             given = tensors([args, kwargs])
             before = [one.detach().clone() for one in given]
@@ -107,16 +109,16 @@ class Watcher:
         self, node: fx.Node, given: list[Tensor], before: list[Tensor], results: list[Tensor]
     ) -> None:
         facts = facts_of(node)
-        operands = [one for one in node.all_input_nodes if facts_of(one).shows is not None]
+        operands = [one for one in node.all_input_nodes if facts_of(one).storage is not None]
         shown = {one.untyped_storage()._cdata: one for one in given}
         for one, old in zip(given, before, strict=True):
             if not torch.equal(one.detach(), old) and not one.isnan().any() and not facts.writes:
                 self.faults.append(f"{node.format_node()}: writes what it does not say")
         for result in results:
             mine = result.untyped_storage()._cdata in shown
-            if mine and facts.makes and facts.shows in (None, *facts.makes):
+            if mine and facts.makes and facts.storage in (None, *facts.makes):
                 self.faults.append(f"{node.format_node()}: gives a view, not a new storage")
-            if not mine and facts.free and operands:
+            if not mine and facts.no_kernel and operands:
                 self.faults.append(f"{node.format_node()}: gives new memory, not a view")
 
 
@@ -149,7 +151,7 @@ def test_the_bits_are_the_same_in_any_order(
 ) -> None:
     seeds = count(seed)
 
-    def any_order(graph: Operators, **_options: Any) -> Ordering:
+    def any_order(graph: OperatorGraph, **_options: Any) -> Ordering:
         rows = random_order(graph.graph, next(seeds))
         least = peak(graph.graph, rows)
         report = ProgramReport(len(rows), least, least, least, 0, 0.0)
@@ -201,12 +203,12 @@ def test_live_bytes_are_those_that_are_predicted(
     job = JOBS[name]()
     rows: list[int] = []
 
-    def order(graph: Operators) -> list[int]:
+    def order(graph: OperatorGraph) -> list[int]:
         rows[:] = range(len(graph.nodes)) if seed is None else random_order(graph.graph, seed)
         return rows
 
     step, found = compiled(job, monkeypatch, order)
-    step._updates.whole = True
+    step._updates.by_optimizer = True
     step(*job.batches[0])
     (made,) = step._capture.programs
     values: list[Any] = []
@@ -276,8 +278,8 @@ def test_a_workspace_that_the_shape_function_does_not_know() -> None:
     step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
     step(*job.batches[0])
     (made,) = step._capture.programs
-    assert isinstance(made, Compiled)
-    program = made.made.program
+    assert isinstance(made, CompiledGraph)
+    program = made.step.program
     for node in program.graph_module.graph.nodes:
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
             last = facts_of(node).makes[-1]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import memplan
 from memplan.order import solve
 from memplan.runtime.graph import inductor
+from memplan.runtime.graph.compiled_graph import CompiledGraph
 from memplan.runtime.graph.step import CompiledStep
-from memplan.runtime.graph.step_graph import Compiled
 from memplan.types.errors import InfeasibleError, UsageError
 from tests.runtime.graph.training import (
     Job,
@@ -48,7 +48,7 @@ def of(change: Callable[[Tensor], Any]) -> Job:
 
 def changed_in_compiler() -> list[Any]:
     """What of PyTorch's compiler is another while a step is captured."""
-    from memplan.runtime.graph.stricter import PATCHES  # releases before 2.13 do not have it
+    from memplan.runtime.graph.strict_guards import PATCHES  # releases before 2.13 do not have it
 
     return [getattr(owner, name) for owner, name, _ in PATCHES]
 
@@ -224,8 +224,8 @@ def test_labels_that_are_out_of_range_change_nothing() -> None:
 def failing(step: CompiledStep[...], op: Any, error: BaseException, nth: int = 0) -> None:
     """The compiled graph's n-th call of an operator raises, once."""
     (program,) = step._capture.programs[:1]
-    assert isinstance(program, Compiled)
-    space = program.made.executable._space
+    assert isinstance(program, CompiledGraph)
+    space = program.step.executable._space
     name = next(name for name, value in space.items() if value is op._op)
     calls = 0
 
@@ -366,7 +366,7 @@ def test_a_compiled_model_and_its_optimizer_are_copied_and_pickled_but_not_the_s
 def test_an_error_after_updates_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     job = classifier(dropped)
     step = compiled(job)
-    step._updates.whole = True
+    step._updates.by_optimizer = True
     step(*job.batches[0])
     update, calls = step._updates.update, []
 
@@ -503,7 +503,7 @@ def test_an_error_in_a_plain_call_begins_anew() -> None:
 def test_releases_whose_guards_are_not_enough_run_plainly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("memplan.runtime.graph.step.unguarded", lambda: "guards leave out much")
+    monkeypatch.setattr("memplan.runtime.graph.step.missing_guards", lambda: "guards leave out much")
     step, _ = assert_as_plain(classifier)
     assert step.report().fallback == "guards leave out much"
     assert not step.report().programs

@@ -49,16 +49,16 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def promises(monkeypatch: pytest.MonkeyPatch) -> list[fused.Parts]:
+def promises(monkeypatch: pytest.MonkeyPatch) -> list[fused.FusedParts]:
     """Of each graph that is compiled."""
-    made: list[fused.Parts] = []
+    made: list[fused.FusedParts] = []
 
-    class Noted(fused.Parts):
+    class Noted(fused.FusedParts):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(fused, "Parts", Noted)
+    monkeypatch.setattr(fused, "FusedParts", Noted)
     return made
 
 
@@ -81,7 +81,7 @@ def peak(run: Any, model: nn.Module, x: Tensor) -> int:
 
 
 @needs_compiler
-def test_numbers_and_promised_bytes(promises: list[fused.Parts]) -> None:
+def test_numbers_and_promised_bytes(promises: list[fused.FusedParts]) -> None:
     model, x = Tied(), torch.randint(50, (4, 8))
     again = copy.deepcopy(model)
     run = compiled(model)
@@ -111,7 +111,7 @@ def test_a_buffer_that_moves_after_it_was_read() -> None:
 
 
 @needs_compiler
-def test_not_above_what_inductor_takes(promises: list[fused.Parts]) -> None:
+def test_not_above_what_inductor_takes(promises: list[fused.FusedParts]) -> None:
     model, x = Tied(), torch.randint(50, (4, 8))
     ours = peak(compiled(model), model, x)
     model.zero_grad()
@@ -120,7 +120,7 @@ def test_not_above_what_inductor_takes(promises: list[fused.Parts]) -> None:
 
 
 @needs_compiler
-def test_budgets(promises: list[fused.Parts]) -> None:
+def test_budgets(promises: list[fused.FusedParts]) -> None:
     model, x = Net(), torch.randn(512, 32)
     most = peak(compiled(model), model, x)
     assert most == promises[-1].promised_bytes
@@ -162,7 +162,7 @@ def test_changing_shapes(dynamic: bool | None) -> None:
 
 
 @needs_compiler
-def test_sizes_that_nobody_knows(promises: list[fused.Parts]) -> None:
+def test_sizes_that_nobody_knows(promises: list[fused.FusedParts]) -> None:
     def chosen(x: Tensor) -> Tensor:
         return x[x > 0] * 2
 

@@ -425,8 +425,8 @@ def test_what_was_compiled_before_is_let_go() -> None:
         if number == 2:
             Scale.of = lambda self, loss: loss * 2  # type: ignore[method-assign]
         step(torch.ones(number % 4 + number // 4 * 4 + 1, 6))
-        seen += [weakref.ref(one.made.executable) for one in programs_of(step)]
-        files |= {one.made.executable._file for one in programs_of(step)}
+        seen += [weakref.ref(one.step.executable) for one in programs_of(step)]
+        files |= {one.step.executable._file for one in programs_of(step)}
         if number == 2:
             gc.collect()
             assert [one() is None for one in seen] == [True, True, True, False]
@@ -445,7 +445,7 @@ def test_a_step_that_is_dropped_lets_its_model_go() -> None:
     job = classifier()
     step = memplan.compile(job.loss_fn, optimizer=list(job.optimizers), order=False)
     step(*job.batches[0])
-    held = weakref.ref(job.model), weakref.ref(programs_of(step)[0].made.executable)
+    held = weakref.ref(job.model), weakref.ref(programs_of(step)[0].step.executable)
     del job, step
     gc.collect()
     assert [one() for one in held] == [None, None]
@@ -466,8 +466,8 @@ def test_operators_before_the_first_step_are_those_of_the_second() -> None:
 def test_the_first_step_is_made_once() -> None:
     """Its updates are operators, and the order is searched once."""
     step, _ = assert_as_plain(classifier)
-    assert programs_of(step)[0].made_again == 0
-    assert programs_of(step)[0].made.classes
+    assert programs_of(step)[0].rebuilds == 0
+    assert programs_of(step)[0].step.classes
 
 
 def kept() -> Job:

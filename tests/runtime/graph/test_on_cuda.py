@@ -27,13 +27,13 @@ from memplan.order.evaluate import peak, program_order
 from memplan.phases.step_graph import plain_peak
 from memplan.runtime.card import profile_of
 from memplan.runtime.graph import inductor_buffers
-from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.fused import Memory, Part
-from memplan.runtime.graph.inductor import Kernels
-from memplan.runtime.graph.inductor_buffers import Given, UnknownSizeError
+from memplan.runtime.graph.fused import CallerMemory, PartInterface
+from memplan.runtime.graph.inductor import CompiledKernels
+from memplan.runtime.graph.inductor_buffers import InputBuffer, UnknownSizeError
+from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.ordering import choose_order
-from memplan.runtime.graph.passes import pass_of
 from memplan.runtime.graph.program import facts_of, program_of
+from memplan.runtime.graph.recompute_problem import recompute_problem
 from memplan.types.device import DEFAULT_PROFILE, find_profile
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ class Network(nn.Module):
 
 
 @pytest.fixture
-def found() -> Operators:
+def found() -> OperatorGraph:
     """A whole step."""
     net = Network()
     x = torch.empty(X, device="cuda")
@@ -73,12 +73,12 @@ def found() -> Operators:
     return step.operators()
 
 
-def memory(found: Operators, target: Any) -> CallMemory:
+def memory(found: OperatorGraph, target: Any) -> CallMemory:
     (node,) = [node for node in found.nodes if node.target is target]
     return facts_of(node).memory
 
 
-def test_a_convolution_asks_for_what_the_rules_of_captures_say(found: Operators) -> None:
+def test_a_convolution_asks_for_what_the_rules_of_captures_say(found: OperatorGraph) -> None:
     one = workspace(CONVOLUTION, Direction.FORWARD, SETTINGS)
     assert memory(found, aten.convolution.default) == CallMemory(one.bytes, one.high)
     assert 0 < one.bytes < one.high
@@ -86,7 +86,7 @@ def test_a_convolution_asks_for_what_the_rules_of_captures_say(found: Operators)
     assert memory(found, aten.convolution_backward.default) == CallMemory(back.bytes, back.high)
 
 
-def test_workspaces_that_stay_are_there_all_the_time(found: Operators) -> None:
+def test_workspaces_that_stay_are_there_all_the_time(found: OperatorGraph) -> None:
     program = found.program
     assert list(program.workspaces) == [CUBLAS, CUBLAS]
     weights = sum(4 * one.numel() for one in Network().parameters())
@@ -99,7 +99,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def test_a_promise_is_of_whole_blocks(found: Operators) -> None:
+def test_a_promise_is_of_whole_blocks(found: OperatorGraph) -> None:
     report = choose_order(found, search=False, deadline_seconds=1.0, seed=0).report
     graph = found.graph
     order = program_order(graph)
@@ -110,8 +110,8 @@ def test_a_promise_is_of_whole_blocks(found: Operators) -> None:
     assert blocks > peak(graph, order) > peak(replace(graph, scratch=0 * graph.scratch), order)
 
 
-def test_recomputation_plans_with_what_kernels_take(found: Operators) -> None:
-    graph = pass_of(found).graph
+def test_recomputation_plans_with_what_kernels_take(found: OperatorGraph) -> None:
+    graph = recompute_problem(found).graph
     graph.check()
     assert plain_peak(graph) == peak(found.graph, program_order(found.graph))
 
@@ -208,14 +208,14 @@ def test_sizes_that_may_change_are_not_known() -> None:
 
 
 def test_workspaces_count_in_forward_and_backward() -> None:
-    part = Part.__new__(Part)
-    part.inputs, part.layouts = [Given("w", 100, True)], [None]
+    part = PartInterface.__new__(PartInterface)
+    part.inputs, part.layouts = [InputBuffer("w", 100, True)], [None]
     part.outputs, part.returned = ["saved"], [None]
-    memory = Memory(0, [1000], 0)
-    forward = Kernels(300, [Given("saved", 50, False)], [None], workspace_bytes=7)
-    assert memory.beside(part.inputs) == [1000]
+    memory = CallerMemory(0, [1000], 0)
+    forward = CompiledKernels(300, [InputBuffer("saved", 50, False)], [None], workspace_bytes=7)
+    assert memory.resident(part.inputs) == [1000]
     assert memory.peak(part, part.inputs, forward, backward=False) == 1000 + 7 + 300
-    backward = Kernels(200, [], [], workspace_bytes=5)
-    saved: list[Given | None] = [Given("saved", 50, False)]
-    assert memory.beside(saved) == [1000, 100]
+    backward = CompiledKernels(200, [], [], workspace_bytes=5)
+    saved: list[InputBuffer | None] = [InputBuffer("saved", 50, False)]
+    assert memory.resident(saved) == [1000, 100]
     assert memory.peak(part, saved, backward, backward=True) == 1000 + 7 + 200 + 100

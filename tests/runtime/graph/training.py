@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import memplan
-from memplan.runtime.graph.guarded import unguarded
+from memplan.runtime.graph.extra_guards import missing_guards
 from memplan.runtime.graph.step import CompiledStep
 
-captures_steps = pytest.mark.skipif(bool(unguarded()), reason=f"steps run plainly: {unguarded()}")
+captures_steps = pytest.mark.skipif(
+    bool(missing_guards()), reason=f"steps run plainly: {missing_guards()}"
+)
 """For tests of what only a captured step has."""
 
 

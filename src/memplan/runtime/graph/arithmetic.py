@@ -1,8 +1,8 @@
-"""The arithmetic of a parameter's update: `torch.optim`'s own code, run on tensors without memory.
+"""Records a parameter's update: the operators that `torch.optim`'s own code runs on meta tensors.
 
-What it does to them becomes operators of the step's graph, so that each temporary is freed, and the
-gradient too, as soon as it is not needed. Python numbers in it (learning rate, bias corrections)
-are no part of the graph: they come from a run of that code before each step.
+They become operators of the step's graph, so that temporaries and the gradient are freed at their
+last use. Python numbers among their arguments (learning rate, bias corrections) are not part of the
+graph: the optimizer's code runs again on meta tensors before each step, and gives the new ones.
 """
 
 from __future__ import annotations
@@ -21,52 +21,56 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 Token = tuple[Hashable, ...]
-"""A tensor: ("parameter",), ("gradient",), ("state", key), ("made", operator, place)."""
+"""Names a tensor: ("parameter",), ("gradient",), ("state", key) or ("made", operation, place)."""
 PARAMETER: Token = ("parameter",)
 GRADIENT: Token = ("gradient",)
 DEVICE: Token = ("device",)
-"""That of the parameter."""
+"""The parameter's device."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """In an operator's arguments: a tensor, or the number of a Python float among all."""
+class Ref:
+    """Stands for a tensor in an operator's arguments, or for a Python float: ("number", index)."""
 
     token: Token
 
 
 @dataclass(frozen=True)
 class Operation:
+    """A call of an operator."""
+
     func: Any
     arguments: tuple[Any, ...]
-    """Leaves of args and kwargs; tensors and floats are `Named`."""
+    """Leaves of args and kwargs, with a `Ref` for each tensor and float."""
     spec: Any
+    """The structure of args and kwargs."""
     same_as: int | None
-    """The leaf that the result is, of an operator in place."""
+    """The index of the leaf that an in-place operator returns."""
 
 
 @dataclass
 class Arithmetic:
-    """Of one parameter."""
+    """The update of one parameter."""
 
     operations: list[Operation] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
-    """Of each operation, with tensors that have no memory."""
+    """The result of each operation, as meta tensors."""
     state: tuple[str, ...] = ()
-    """Keys of the tensors of the optimizer's state."""
-    begins_with: tuple[torch.Tensor, ...] = ()
-    """What these are like, without memory."""
+    """Keys of the tensors in the parameter's optimizer state."""
+    initial_state: tuple[torch.Tensor, ...] = ()
+    """Meta tensors like these."""
     scalars: tuple[Any, ...] = ()
-    """What of the state decided on the numbers."""
+    """The values in the state on which the numbers may depend."""
 
-    def like(self, other: Arithmetic) -> bool:
+    def same_operations(self, other: Arithmetic) -> bool:
         """Whether only the numbers differ."""
         return self.operations == other.operations and self.state == other.state
 
 
 def one_tensor_at_a_time(group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an optimizer's step uses the operators that it uses without memory, too."""
+    """Whether an optimizer's step runs the same operators for this parameter as on meta tensors:
+    no fused or foreach kernels."""
     if group.get("fused") or group.get("capturable") or group.get("differentiable"):
         return False
     foreach = group.get("foreach")
@@ -74,9 +78,9 @@ def one_tensor_at_a_time(group: dict[str, Any], parameter: torch.Tensor) -> bool
 
 
 @contextlib.contextmanager
-def as_in_a_step() -> Iterator[None]:
-    """Have an optimizer do what it does in a step, though PyTorch's compiler may be at work: it
-    would keep numbers in tensors."""
+def outside_compilation() -> Iterator[None]:
+    """Inside, optimizers behave as in a plain step although PyTorch's compiler is at work, under
+    which they would keep numbers in tensors."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:
@@ -87,7 +91,7 @@ def as_in_a_step() -> Iterator[None]:
 
 
 Update = Callable[[dict[str, Any], nn.Parameter, Any], None]
-"""Runs an optimizer for a parameter with this group and these states."""
+"""Runs an optimizer for a parameter, with the options of a group and an optimizer state."""
 
 
 def arithmetic(
@@ -98,18 +102,19 @@ def arithmetic(
     state: dict[str, Any],
     *,
     known: Arithmetic | None = None,
-    ahead: bool = False,
+    of_second_step: bool = False,
 ) -> Arithmetic | None:
-    """What an update does; None where that cannot be said: it makes more state, or touches more.
+    """Record a parameter's update. None where it cannot be recorded: it creates more state, or uses
+    other tensors.
 
-    `step` updates a parameter; `begin` makes the state that it begins with, if there is none.
-    `known`: what it is likely to be, which saves time. `ahead`: where the first update is another
-    one than the rest, the second is asked for.
+    `step` updates a parameter; `begin` creates the state that its first update needs. `known`: an
+    earlier result, which saves time where it is still right. `of_second_step`: record the second
+    update where the first one differs.
     """
     if not one_tensor_at_a_time(group, parameter):
         return None
-    with as_in_a_step():
-        model = nn.Parameter(without_memory(parameter))
+    with outside_compilation():
+        model = nn.Parameter(meta_like(parameter))
         model.grad = torch.empty_like(model)
         held = {key: _shadow(value) for key, value in state.items()}
         states: Any = defaultdict(dict, {model: held})
@@ -117,7 +122,7 @@ def arithmetic(
             if not state:
                 begin(group, model, states)
             found = _recorded(step, group, model, states, known)
-            if found is None and ahead and not state:
+            if found is None and of_second_step and not state:
                 found = _recorded(step, group, model, states, None)
         except Exception:
             return None
@@ -128,22 +133,22 @@ def _recorded(
     step: Update, group: dict[str, Any], model: nn.Parameter, states: Any, known: Arithmetic | None
 ) -> Arithmetic | None:
     state = states[model]
-    keys, before = set(state), copy.deepcopy(_other(state))
+    keys, before = set(state), copy.deepcopy(_non_tensors(state))
     recorder = _Recorder(model, state, known)
     with recorder:
         step(group, model, states)
-    if recorder.refused or before != _other(state) or len(states) != 1 or set(state) != keys:
+    if recorder.refused or before != _non_tensors(state) or len(states) != 1 or set(state) != keys:
         return None
     return recorder.found
 
 
-def _other(state: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor."""
+def _non_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The items that are no tensors."""
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
 
 
 def scalars(state: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a parameter's state decides on the numbers of its update."""
+    """The values in a parameter's state on which the numbers of its update may depend."""
     return tuple(
         value.item() if isinstance(value, torch.Tensor) else value
         for value in state.values()
@@ -151,16 +156,16 @@ def scalars(state: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def without_memory(like: torch.Tensor) -> torch.Tensor:
-    """A plain tensor that lies as another, which may be a fake one."""
-    lies = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    return torch.empty_like(lies)
+def meta_like(like: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the shape, strides and dtype of another tensor."""
+    like_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return torch.empty_like(like_meta)
 
 
 def _shadow(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.clone() if value.dim() == 0 else without_memory(value)
+    return value.clone() if value.dim() == 0 else meta_like(value)
 
 
 class _Recorder(TorchDispatchMode):
@@ -181,7 +186,7 @@ class _Recorder(TorchDispatchMode):
                 self._name(value, ("state", key))
         held = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         self.found.state = tuple(held)
-        self.found.begins_with = tuple(map(without_memory, held.values()))
+        self.found.initial_state = tuple(map(meta_like, held.values()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -214,7 +219,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _as_known(self, number: int, func: Any, given: Any, spec: Any) -> Operation | None:
-        """The operation of this place, if it is this one and has nothing to compute."""
+        """The known operation of this number, if this is the same one and its result is a meta
+        tensor, so that nothing has to be computed."""
         if self._known is None or number >= len(self._known.operations):
             return None
         operation, result = self._known.operations[number], self._known.results[number]
@@ -228,10 +234,10 @@ class _Recorder(TorchDispatchMode):
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             self.refused |= id(leaf) not in self._tokens
-            return Named(self._tokens.get(id(leaf), ("?",)))
+            return Ref(self._tokens.get(id(leaf), ("?",)))
         if isinstance(leaf, torch.device) and leaf.type == "meta":
-            return Named(DEVICE)
+            return Ref(DEVICE)
         if type(leaf) is float:
             self.found.numbers.append(leaf)
-            return Named(("number", len(self.found.numbers) - 1))
+            return Ref(("number", len(self.found.numbers) - 1))
         return leaf

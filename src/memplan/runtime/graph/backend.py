@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="memplan")`: regions that keep to a budget, each in our order."""
+"""`torch.compile(model, backend="memplan")`: compiled regions within a memory budget."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 
 from memplan.report.text import format_bytes
-from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import is_number, parse_budget
-from memplan.runtime.graph.dependencies import operators
-from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
+from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.fused import fused_region
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.inductor import unavailable
 from memplan.runtime.graph.joint import Joint, copied
+from memplan.runtime.graph.operator_graph import operator_graph
 from memplan.runtime.graph.ordering import Ordering, choose_order
-from memplan.runtime.graph.passes import pass_without_saves
 from memplan.runtime.graph.program import program_of
 from memplan.runtime.graph.recompute import within_budget
+from memplan.runtime.graph.recompute_problem import problem_without_saves
 from memplan.runtime.graph.region import Region, region
+from memplan.runtime.graph.rematerialize import Replay
 from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
@@ -68,8 +68,8 @@ class Options:
 
 
 def _raised_by_the_call(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo puts an error of a backend into one of its own, with its own advice: memplan's errors
-    are raised by the call of what was compiled instead, as they are."""
+    """A backend whose errors of memplan are raised when the compiled function is called. Dynamo
+    would wrap them in an error of its own, with other advice."""
 
     @functools.wraps(backend)
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -95,11 +95,11 @@ def memplan(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """A backend of `torch.compile`: forward and backward of a graph that Dynamo captured, each in
-    the order that needs the least memory.
+    """A backend of `torch.compile` that runs forward and backward of a captured graph in the order
+    that needs the least memory.
 
-    What forward keeps for backward is chosen so that bytes allocated over both, with the graph's
-    inputs and parameters, stay within the budget (`Options`). A graph whose shapes may change runs
+    What forward saves for backward is chosen so that the bytes allocated in both, with the graph's
+    inputs and parameters, stay within the budget (`Options`). A graph with symbolic shapes runs
     plainly. Raises UsageError for bad options and for a budget of such a graph, InfeasibleError
     where a budget cannot be met.
     """
@@ -122,8 +122,8 @@ def memplan(
         return module
     made = _Parts(chosen)
     compile_parts: Any = aot_module_simplified
-    # Donated buffers forbid a second backward.
-    with functorch_config.patch(donated_buffer=False), eager_kernels(), every_draw():
+    # With donated buffers, backward could not run a second time.
+    with functorch_config.patch(donated_buffer=False), eager_kernels(), keep_unused_draws():
         compiled: Callable[..., Any] = compile_parts(
             module,
             inputs,
@@ -163,18 +163,18 @@ class _Attempt:
 
 
 class _Parts:
-    """The parts of one graph, as AOTAutograd asks for them: first how to divide it, then what runs
-    each part."""
+    """Forward and backward of one graph. AOTAutograd first asks how to split it (`partition`), then
+    for the code of each part (`part`)."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._made: dict[str, Executable] = {}
-        """By the code of a part."""
+        """By the source code that fx prints for a part."""
 
     def partition(
         self, module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward, with what is kept in between."""
+        """Forward and backward, with the values that forward saves."""
         joint = Joint(module, inputs, num_fwd_outputs, more)
         try:
             chosen, ordering = self._choose(joint)
@@ -187,7 +187,7 @@ class _Parts:
         return parts
 
     def part(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        """What runs a part that `partition` made, which comes back as it was, or as a copy."""
+        """The code of a part that `partition` returned. AOTAutograd passes it on, or a copy."""
         executable = self._made.get(_code(module))
         if executable is None:
             if self._made:
@@ -196,9 +196,9 @@ class _Parts:
         return _boxed(executable)
 
     def inference(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        """What runs a graph without a backward."""
+        """The code of a graph without a backward."""
         try:
-            graph = operators(in_place(program_of(copied(module))))
+            graph = operator_graph(in_place(program_of(copied(module))))
         except ValueError as error:
             self._refuse(error)
             return _plainly(module)
@@ -215,13 +215,13 @@ class _Parts:
         )
 
     def _choose(self, joint: Joint) -> tuple[Region, Ordering]:
-        plain, attempt = partial(pass_without_saves, joint), partial(self._attempt, joint)
+        plain, attempt = partial(problem_without_saves, joint), partial(self._attempt, joint)
         chosen = within_budget(plain, attempt, self._options.budget)
         return chosen.region, chosen.ordering
 
-    def _attempt(self, joint: Joint, replays: tuple[Again, ...]) -> _Attempt:
+    def _attempt(self, joint: Joint, replays: tuple[Replay, ...]) -> _Attempt:
         one = region(joint, replays)
-        return _Attempt(one, self._ordering(operators(in_place(program_of(one.module)))))
+        return _Attempt(one, self._ordering(operator_graph(in_place(program_of(one.module)))))
 
     def _ordering(self, graph: Any) -> Ordering:
         return choose_order(
@@ -229,7 +229,7 @@ class _Parts:
         )
 
     def _refuse(self, why: ValueError) -> None:
-        """Raises UsageError where something was promised."""
+        """Raises UsageError where there is a budget to keep; else says that the order is kept."""
         if self._options.budget is not None:
             raise UsageError(f"no budget for this graph: {why}", "no budget") from why
         log.warning("memplan: a graph runs in its own order: %s", why)

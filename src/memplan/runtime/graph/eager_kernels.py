@@ -1,7 +1,7 @@
-"""While PyTorch traces: operators are as they are when nothing is traced.
+"""Makes PyTorch trace the same operators that run eagerly.
 
-For some operators PyTorch has a second implementation in Python that only tracing uses (dropout,
-recurrent cells, interpolation, …); on the CPU the last bits of their results may be others.
+For some operators (dropout, recurrent cells, interpolation, …) PyTorch has a second implementation,
+in Python, that only tracing uses. On the CPU the last bits of its results may differ.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from memplan.runtime.graph.workspaces import real_strides
 _OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
-def every_draw() -> AbstractContextManager[None]:
-    """Entered around a trace: random numbers are drawn though nobody wants them, so that generators
-    are afterwards as they would have been."""
+def keep_unused_draws() -> AbstractContextManager[None]:
+    """Inside, a trace keeps random operators whose results are not used, so that generators end in
+    the same state as in eager mode."""
     patched: AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
     return patched
 
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Entered around a trace with sizes that are known: symbolic ones need those in Python."""
+    """Inside, tracing does not use the implementations in Python. For traces without symbolic
+    sizes, which need them."""
     taken = []
     for operator in _with_python():
         kernels = operator.py_kernels
@@ -48,7 +49,7 @@ def eager_kernels() -> Iterator[None]:
 
 @cache
 def _with_python() -> list[Any]:
-    """Operators that have such an implementation."""
+    """Operators that have an implementation in Python for tracing."""
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
     overloads = (
         getattr(packet, name)

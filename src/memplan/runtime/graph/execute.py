@@ -1,4 +1,4 @@
-"""Runs a step's graph in a given order, dropping each value after its last use."""
+"""Runs a graph in a given order and frees each value after its last use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _numbers = count()
 
 
 class Executable:
-    """A graph as one Python function, an operator a line.
+    """A graph as one Python function with one line for each operator.
 
-    A value is dropped on the line that uses it last, so its storage is freed there unless somebody
-    outside holds it. Elements of an operator's result are taken on the operator's own line: the
-    result as a whole would hold them all.
+    A line also drops the values that it uses last, which frees their storages unless something
+    outside holds them. Elements of an operator's result are taken on the operator's own line,
+    because the result as a whole would keep all of them alive.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Executable:
         grad_mode: bool = True,
         whole_step: bool = False,
     ) -> None:
-        """`order`: every node that is neither an input nor the output, after what it needs.
-        `output`: its first argument is what is returned. `grad_mode`: whether forward's nodes run
-        with gradients enabled and backward's without, as autograd runs them; else all run as they
-        are called. `whole_step`: nobody but the graph knows which is backward. Raises ValueError
-        for an order that is none."""
+        """`order`: all nodes but inputs and output, each after those that it needs. `output`: its
+        first argument is returned. `grad_mode`: run forward's nodes with gradients enabled and
+        backward's without, as autograd does; otherwise the mode of the caller is kept.
+        `whole_step`: the graph has the backward pass in it, of which a trace of memory should know.
+        Raises ValueError where a node comes before one that it needs."""
         self._sets_grad_mode = grad_mode
         self._nodes = [node for node in order if not is_element(node) and node.op != "get_attr"]
         self._space: dict[str, Any] = {}
@@ -52,14 +52,14 @@ class Executable:
         for node in order:
             if node.op == "get_attr":
                 names[node] = self._constant(getattr(node.graph.owning_module, str(node.target)))
-        lasting = {facts_of(node).shows for node in inputs} - {None}
+        lasting = {facts_of(node).storage for node in inputs} - {None}
         self._detached = {
             place
             for place, node in enumerate(_items(output.args[0]))
-            if isinstance(node, fx.Node) and _is_view(node) and facts_of(node).shows in lasting
+            if isinstance(node, fx.Node) and _is_view(node) and facts_of(node).storage in lasting
         }
-        """Outputs that are views of inputs: below autograd a view of a parameter is a part of it
-        that requires a gradient."""
+        """Outputs that are views of inputs. Code below autograd returns views of parameters as
+        tensors that require a gradient, so these are detached."""
         lines = self._write(inputs, output)
         self._space[ORIGINS] = {
             line: _origin_of(node, whole_step=whole_step)
@@ -73,7 +73,7 @@ class Executable:
         self._function: Callable[[list[Any]], tuple[Any, ...]] = self._space["step"]
 
     def __call__(self, values: list[Any]) -> tuple[Any, ...]:
-        """The graph's outputs. `values`, one for each input, is emptied."""
+        """Run the graph and return its outputs. `values`, one for each input, is emptied."""
         before = torch.is_grad_enabled()
         try:
             with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
@@ -88,7 +88,7 @@ class Executable:
         )
 
     def failed_at(self, error: BaseException) -> int | None:
-        """Place in `nodes` of the node that was running when `error` was raised; None where it was
+        """Index in `nodes` of the node that was running when `error` was raised; None where it was
         raised elsewhere."""
         trace = error.__traceback__
         while trace is not None:
@@ -100,7 +100,7 @@ class Executable:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """In the order they run, elements of results left out."""
+        """Nodes in the order in which they run, without elements of results."""
         return self._nodes
 
     def _write(self, inputs: Sequence[fx.Node], output: fx.Node) -> list[str]:
@@ -165,7 +165,7 @@ class Executable:
         return self._constant(value)
 
     def _constant(self, value: Any) -> str:
-        """A name for an object."""
+        """The name of an object in the function's namespace."""
         name = self._constants.get(id(value))
         if name is None:
             name = f"c{len(self._constants)}"
@@ -175,16 +175,16 @@ class Executable:
         return name
 
 
-_OR_COPIED = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-"""PyTorch's shape rules and its kernels do not always agree on how a result lies (batch norm of a
-transposed input, arithmetic of an expanded one). Where a view cannot be made of what is really
-there, autograd copies it, too."""
+_VIEW_OR_COPY = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""PyTorch's shape rules and kernels do not always agree on the strides of a result (batch norm of a
+transposed input, arithmetic of an expanded one). A view that the real strides do not allow becomes
+a copy, as it does in autograd."""
 _FIRST_LINE = 5
 """Line number of the first node."""
 
 
 def _origin_of(node: fx.Node, *, whole_step: bool) -> BufferOrigin:
-    """For captures: where a line is from."""
+    """For a memory trace: which source line and phase a line of the function belongs to."""
     found = origin_of(node)
     if not whole_step:
         return found
@@ -200,13 +200,13 @@ def called(node: fx.Node) -> Any:
     """What a node's line calls."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return _OR_COPIED.get(target, target)._op  # what calling it calls
+        return _VIEW_OR_COPY.get(target, target)._op  # what calling it calls
     return target
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node has no kernel: a view, or arithmetic of Python numbers."""
-    return node.op == "call_function" and facts_of(node).free
+    """Whether a node runs no kernel: a view, or arithmetic of Python numbers."""
+    return node.op == "call_function" and facts_of(node).no_kernel
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -224,8 +224,8 @@ def _origin(node: fx.Node) -> fx.Node:
 def _last_lines(
     nodes: Sequence[fx.Node], elements: dict[fx.Node, list[fx.Node]], output: fx.Node
 ) -> dict[fx.Node, int]:
-    """The line on which each node's value is used last, or made where nobody uses it; those that
-    are returned are left out."""
+    """The line that uses each node's value last, or that computes it if none uses it. Returned
+    values are left out."""
     last: dict[fx.Node, int] = {}
     for line, node in enumerate(nodes):
         last[node] = line

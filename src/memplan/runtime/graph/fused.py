@@ -1,5 +1,5 @@
-"""A region in Inductor's code: PyTorch's own way from a captured graph to kernels (`compile_fx`),
-with our choice of what is kept for backward and of the order."""
+"""A region in fused kernels: PyTorch Inductor compiles it as usual (`compile_fx`), but memplan
+chooses what forward saves for backward, and the order of the kernels."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.report.text import format_bytes
-from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.inductor import Kernels, compiled, uncached
-from memplan.runtime.graph.inductor_buffers import Given
+from memplan.runtime.graph.inductor import CompiledKernels, compiled, uncached
+from memplan.runtime.graph.inductor_buffers import InputBuffer
 from memplan.runtime.graph.joint import Joint, copied, returned
-from memplan.runtime.graph.passes import Pass, pass_without_saves
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
+from memplan.runtime.graph.recompute_problem import RecomputeProblem, problem_without_saves
+from memplan.runtime.graph.rematerialize import Replay
 from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
 
 
 PARAMETER = "parameter_"
-"""Begins the names of inputs of a backward pass that are inputs of forward: what forward saves of
-these may be copies that lie in another way."""
+"""Prefix of the names of backward's inputs that are forward's inputs themselves. What forward saves
+of an input may be a copy with other strides."""
 
 
 def fused_region(
@@ -42,40 +42,39 @@ def fused_region(
     budget: Budget,
     deadline_seconds: float,
 ) -> Callable[..., Any]:
-    """What `torch.compile` makes of a graph, within a budget.
+    """Compile a graph as `torch.compile` does, within a budget.
 
-    Without one, PyTorch's partitioner chooses what is kept from forward to backward. With one, it
-    does so too where that fits; else it is told what to recompute. The peak that is held against
-    the budget is that of the code. Raises InfeasibleError, and UsageError for a budget of a graph
-    of which not all is known.
-    """
-    parts = Parts(budget, deadline_seconds)
+    PyTorch's partitioner chooses what forward saves for backward. Where that exceeds the budget,
+    the partitioner is told what to recompute. The peak that is compared with the budget is that of
+    the generated code. Raises InfeasibleError where the budget cannot be met, and UsageError for a
+    budget of a graph with unknown sizes or operators."""
+    parts = FusedParts(budget, deadline_seconds)
     with uncached(), config.patch(custom_partitioner_fn=parts):
         run: Any = compile_fx(module, inputs, inner_compile=parts.compile)
     code: Callable[..., Any] = run
     return code
 
 
-class Parts(CustomPartitionerFn):
-    """Of one graph, as `compile_fx` asks for them: first how to divide it, then the code of each
-    part."""
+class FusedParts(CustomPartitionerFn):
+    """Forward and backward of one graph. `compile_fx` first calls it to split the graph, then to
+    compile each part (`compile`)."""
 
     def __init__(self, budget: Budget, deadline_seconds: float) -> None:
         self._budget = budget
         self._seconds = deadline_seconds
         self._results: int | None = None
-        self._memory = Memory(0)
+        self._memory = CallerMemory(0)
         self.recomputed: frozenset[str] = frozenset()
-        """Names of nodes that were chosen to run again, beside those that PyTorch chooses."""
+        """Names of nodes that the budget makes run again, beside those that PyTorch chooses."""
         self.promised_bytes = 0
-        """The peak over the parts that were compiled so far."""
+        """The highest peak of the parts that were compiled so far."""
         self.high_bytes = 0
         """The same with the largest workspaces that libraries may choose."""
 
     def uuid(self) -> None:
-        """Not to be cached."""
+        """None: PyTorch does not cache graphs with this partitioner."""
 
-    def __deepcopy__(self, _memo: Any) -> Parts:
+    def __deepcopy__(self, _memo: Any) -> FusedParts:
         """PyTorch copies its settings, of which this is one."""
         return self
 
@@ -86,34 +85,34 @@ class Parts(CustomPartitionerFn):
         kwargs.pop("compiler", None)  # other partitioners do not know it
         joint = Joint(gm, joint_inputs, results, kwargs)
         if self._budget is None:
-            return self._cut(joint, gm)
+            return self._split(joint, gm)
         chosen = self._choose(joint)
         self.recomputed = chosen.recomputed
         return chosen.parts
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """In the place of `compile_fx_inner`."""
+        """Replaces `compile_fx_inner`."""
         backward = bool(options.get("is_backward"))
         if not backward:
             results = None if options.get("is_inference") else self._results
-            self._memory = self._no_memory(results)
-        part = Part(module, inputs)
-        given = self._memory.given(part, backward=backward)
+            self._memory = self._caller_memory(results)
+        part = PartInterface(module, inputs)
+        buffers = self._memory.input_buffers(part, backward=backward)
         run, kernels = compiled(
             module,
             inputs,
-            given,
-            beside=self._memory.beside(given),
+            buffers,
+            resident=self._memory.resident(buffers),
             deadline_seconds=self._seconds,
             **options,
         )
         if kernels is None:
             self._refuse("it has sizes that are not known")
             return run
-        self._promise(self._memory.peak(part, given, kernels, backward=backward), kernels)
+        self._promise(self._memory.peak(part, buffers, kernels, backward=backward), kernels)
         return run
 
-    def _promise(self, peak: int, kernels: Kernels) -> None:
+    def _promise(self, peak: int, kernels: CompiledKernels) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)
         self.high_bytes = max(self.high_bytes, peak + kernels.high_bytes)
         limit = self._budget
@@ -125,67 +124,67 @@ class Parts(CustomPartitionerFn):
             )
         log.info("memplan: a graph in fused kernels needs %s", format_bytes(peak))
 
-    def _no_memory(self, results: int | None) -> Memory:
-        """Before forward is compiled."""
-        return Memory(results)
+    def _caller_memory(self, results: int | None) -> CallerMemory:
+        """What the caller holds when forward begins."""
+        return CallerMemory(results)
 
-    def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
-        """Before backward is compiled, when forward's code is known."""
+    def _finish_backward(self, backward: fx.GraphModule, memory: CallerMemory) -> None:
+        """Hook for subclasses: change backward once forward's code is known."""
 
-    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = cut(joint, module)
+    def _split(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = split(joint, module)
         _save_before_writes(forward, backward, joint.results)
         return forward, backward
 
     def _choose(self, joint: Joint) -> _Attempt:
-        def attempt(replays: tuple[Again, ...]) -> _Attempt:
+        def attempt(replays: tuple[Replay, ...]) -> _Attempt:
             module = copied(joint.module)
-            names = names_again(joint, replays)
+            names = recomputed_names(joint, replays)
             tag(module.graph, names)
-            parts = self._cut(joint, module)
-            return _Attempt(self._look(parts), parts, names)
+            parts = self._split(joint, module)
+            return _Attempt(self._peak_of(parts), parts, names)
 
-        def plain() -> Pass:
+        def plain() -> RecomputeProblem:
             try:
-                return pass_without_saves(joint)
+                return problem_without_saves(joint)
             except ValueError as error:
                 self._refuse(str(error))
                 raise
 
         return within_budget(plain, attempt, self._budget)
 
-    def _look(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
-        """The peak over forward and backward."""
-        memory, most = self._no_memory(self._results), 0
+    def _peak_of(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> int:
+        """The peak of forward and backward, without generating code."""
+        memory, most = self._caller_memory(self._results), 0
         for module, backward in zip(parts, (False, True), strict=True):
             mine = copied(module)
             if backward:
-                self._complete(mine, memory)
+                self._finish_backward(mine, memory)
             nodes = list(mine.graph.nodes)
-            inputs = memory.as_they_lie(mine)
+            inputs = memory.inputs_as_saved(mine)
             seen = range(0 if backward else self._results or 0)
             nodes[-1].meta["user_visible_output_idxs"] = [
                 place for place in seen if isinstance(nodes[-1].args[0][place], fx.Node)
             ]
-            part = Part(mine, inputs)
-            given = memory.given(part, backward=backward)
+            part = PartInterface(mine, inputs)
+            buffers = memory.input_buffers(part, backward=backward)
             _, kernels = compiled(
                 mine,
                 inputs,
-                given,
-                beside=memory.beside(given),
+                buffers,
+                resident=memory.resident(buffers),
                 deadline_seconds=self._seconds,
-                look=True,
+                dry_run=True,
                 is_backward=backward,
             )
             if kernels is None:
                 self._refuse("it has sizes that are not known")
                 return 0
-            most = max(most, memory.peak(part, given, kernels, backward=backward))
+            most = max(most, memory.peak(part, buffers, kernels, backward=backward))
         return most
 
     def _refuse(self, why: str) -> None:
-        """Raises UsageError where something was promised."""
+        """Raises UsageError where there is a budget to keep."""
         if self._budget is not None:
             raise UsageError(f"no budget for this graph: {why}", "no budget")
 
@@ -197,14 +196,14 @@ class _Attempt:
     recomputed: frozenset[str]
 
 
-class Part:
-    """What a graph is given and returns, before Inductor changes it."""
+class PartInterface:
+    """Inputs and outputs of a part, before Inductor changes its graph."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         nodes = list(module.graph.nodes)
         places = [node for node in nodes if node.op == "placeholder"]
         self.inputs = [
-            Given(str(node.target), int(one.untyped_storage().nbytes()), True)
+            InputBuffer(str(node.target), int(one.untyped_storage().nbytes()), True)
             if isinstance(one, torch.Tensor)
             else None
             for one, node in zip(inputs, places, strict=True)
@@ -215,45 +214,48 @@ class Part:
         self.returned = [None if one is None else _layout(one.meta.get("val")) for one in outputs]
 
 
-class Memory:
-    """What is held beside the code of a forward pass, and of its backward pass."""
+class CallerMemory:
+    """Memory that is held beside the code of forward, and then beside that of backward."""
 
     def __init__(
-        self, results: int | None, base: Sequence[int] = (), behind_bytes: int = 0
+        self, results: int | None, base: Sequence[int] = (), step_scratch_bytes: int = 0
     ) -> None:
         self._results = results
-        """How many of forward's outputs its caller gets; None for all."""
+        """Number of forward's outputs that go to the caller; None for all."""
         self._base = base
-        """Blocks that are there all the time."""
+        """Blocks, in bytes, that are there all the time."""
         self._workspace_bytes = 0
-        """Kept by libraries."""
-        self._behind_bytes = behind_bytes
-        """What is asked for when backward has ended."""
-        self._saved: dict[str, Given] = {}
+        """Bytes that libraries keep once they are used."""
+        self._step_scratch_bytes = step_scratch_bytes
+        """Bytes that are allocated and freed when backward has ended."""
+        self._saved: dict[str, InputBuffer] = {}
+        """By the name of a saved value."""
         self._held: dict[str, int] = {}
-        """Storages that the caller holds."""
+        """Bytes of storages that the caller holds, by name."""
         self._layouts: list[Any] = []
+        """Layouts of forward's inputs."""
         self._strides: dict[str, tuple[int, ...]] = {}
+        """Strides that forward's code gives to outputs, by name."""
 
-    def given(self, part: Part, *, backward: bool) -> list[Given | None]:
-        """Of each input of a part, in what memory it lies."""
+    def input_buffers(self, part: PartInterface, *, backward: bool) -> list[InputBuffer | None]:
+        """The buffer of each input of a part; None for what is no tensor."""
         if not backward:
             return part.inputs
         return [None if one is None else self._saved.get(one.storage, one) for one in part.inputs]
 
-    def lie_in(self, name: str) -> str | None:
-        """The name of the storage of what forward saves."""
+    def storage_of(self, name: str) -> str | None:
+        """The name of the storage of a saved value; None for a name that is not saved."""
         found = self._saved.get(name)
         return None if found is None else found.storage
 
-    def beside(self, given: Sequence[Given | None]) -> list[int]:
-        """Blocks that are held while a part runs to which this is given."""
-        lasting = {one.storage for one in given if one is not None and one.lasts}
+    def resident(self, buffers: Sequence[InputBuffer | None]) -> list[int]:
+        """Blocks, in bytes, that are held beside a part with these inputs while it runs."""
+        lasting = {one.storage for one in buffers if one is not None and one.outlives_graph}
         held = [size for name, size in self._held.items() if name not in lasting]
         return [*self._base, *held]
 
-    def as_they_lie(self, module: fx.GraphModule) -> list[Any]:
-        """Of a part's inputs: those that forward's code saves are laid out as it has them."""
+    def inputs_as_saved(self, module: fx.GraphModule) -> list[Any]:
+        """Fake tensors for a part's inputs, with the strides that forward's code gives them."""
         found = []
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -264,63 +266,76 @@ class Memory:
         return found
 
     def peak(
-        self, part: Part, given: Sequence[Given | None], kernels: Kernels, *, backward: bool
+        self,
+        part: PartInterface,
+        buffers: Sequence[InputBuffer | None],
+        kernels: CompiledKernels,
+        *,
+        backward: bool,
     ) -> int:
-        """With all that the caller holds. That of forward is to be asked for first."""
+        """The peak of a part with all that the caller holds, in bytes. Forward comes first."""
         self._workspace_bytes = max(self._workspace_bytes, kernels.workspace_bytes)
         always = sum(self._base) + self._workspace_bytes
         if not backward:
-            self._forward(part, given, kernels)
+            self._forward(part, buffers, kernels)
             return always + kernels.peak_bytes
-        lasting = {one.storage for one in given if one is not None and one.lasts}
-        beside = sum(self.beside(given))
+        lasting = {one.storage for one in buffers if one is not None and one.outlives_graph}
+        resident = sum(self.resident(buffers))
         gradients = {
             one.storage: one.bytes
             for one in kernels.returned
             if one is not None and one.storage not in lasting
         }
-        # Autograd copies gradients that lie in another way than their input, one at a time.
+        # Autograd copies gradients whose layout differs from their input's, one at a time.
         copies = [
             of[-1]
             for of, into in zip(part.returned, self._layouts, strict=False)
             if of is not None and into is not None and of[:-1] != into[:-1]
         ]
-        held = {**self._held, **{one.storage: one.bytes for one in given if one and one.lasts}}
-        end: int = sum(held.values()) + sum(gradients.values()) + max([*copies, self._behind_bytes])
-        return max(self._workspace_bytes + kernels.peak_bytes + beside, always + end)
+        held = {
+            **self._held,
+            **{one.storage: one.bytes for one in buffers if one and one.outlives_graph},
+        }
+        end: int = (
+            sum(held.values()) + sum(gradients.values()) + max([*copies, self._step_scratch_bytes])
+        )
+        return max(self._workspace_bytes + kernels.peak_bytes + resident, always + end)
 
-    def _forward(self, part: Part, given: Sequence[Given | None], kernels: Kernels) -> None:
+    def _forward(
+        self, part: PartInterface, buffers: Sequence[InputBuffer | None], kernels: CompiledKernels
+    ) -> None:
         self._layouts = part.layouts
-        self._held = {one.storage: one.bytes for one in given if one is not None}
+        self._held = {one.storage: one.bytes for one in buffers if one is not None}
         for held, size in self._held.items():
-            self._saved[PARAMETER + held] = Given(held, size, True)
+            self._saved[PARAMETER + held] = InputBuffer(held, size, True)
         results = len(kernels.returned) if self._results is None else self._results
         for one in kernels.returned[:results]:
             if one is not None:
                 self._held[one.storage] = one.bytes
         for place, (name, one) in enumerate(zip(part.outputs, kernels.returned, strict=True)):
             if name is not None and one is not None:
-                lasts = one.storage in self._held
+                outlives_graph = one.storage in self._held
                 if (strides := kernels.strides[place]) is not None:
                     self._strides[name] = strides
-                self._saved[name] = Given(one.storage, one.bytes, lasts)
+                self._saved[name] = InputBuffer(one.storage, one.bytes, outlives_graph)
 
 
-def cut(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """As Inductor does it."""
+def split(joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph as Inductor does."""
     return min_cut_rematerialization_partition(
         module, joint.inputs, "inductor", num_fwd_outputs=joint.results, **joint.options
     )
 
 
 def _save_before_writes(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Have inputs that forward writes be saved as they were before, which is what backward wants.
+    """Save a copy of each input that forward writes, as it is before the write.
 
-    PyTorch's partitioner saves the inputs themselves, such as a codebook that forward moves.
+    Backward needs that value, but PyTorch's partitioner saves the input itself, for example a
+    codebook that forward moves.
     """
     writes = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     saved = [one for one in returned(forward)[results:] if isinstance(one, fx.Node)]
-    given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    inputs = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     for write in writes:
         source = write.args[0]
         if source.op != "placeholder" or not any(_share_memory(one, source) for one in saved):
@@ -332,9 +347,9 @@ def _save_before_writes(forward: fx.GraphModule, backward: fx.GraphModule, resul
         for user in {*source.users} - {before, write}:
             user.replace_input_with(source, before)
         if source in saved:
-            place = placed(before.name, source, given[source.name])
-            given[source.name].replace_all_uses_with(place)
-            backward.graph.erase_node(given[source.name])
+            place = add_placeholder(before.name, source, inputs[source.name])
+            inputs[source.name].replace_all_uses_with(place)
+            backward.graph.erase_node(inputs[source.name])
     forward.recompile()
     backward.recompile()
 
@@ -349,16 +364,16 @@ def _storage(tensor: torch.Tensor) -> int:
     return number
 
 
-def placed(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
-    """A new input of the graph of `after`."""
+def add_placeholder(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
+    """Add an input behind the input `after`."""
     with after.graph.inserting_after(after):
         place = after.graph.placeholder(name)
     place.meta = dict(like.meta)
     return place
 
 
-def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
-    """Nodes of forward that run again, with the views of what they make."""
+def recomputed_names(joint: Joint, replays: Sequence[Replay]) -> frozenset[str]:
+    """Names of the forward nodes that run again, and of the views of their results."""
     if not replays:
         return frozenset()
     forward, _ = joint.parts()
@@ -366,11 +381,11 @@ def names_again(joint: Joint, replays: Sequence[Again]) -> frozenset[str]:
     nodes = [node for node in forward.graph.nodes if node.op == "call_function"]
     run = {name for one in replays for name in one.operators}
     made = {index for node in nodes if node.name in run for index in facts_of(node).makes}
-    return frozenset(n.name for n in nodes if {*facts_of(n).makes, facts_of(n).shows} & made)
+    return frozenset(n.name for n in nodes if {*facts_of(n).makes, facts_of(n).storage} & made)
 
 
 def tag(graph: fx.Graph, names: frozenset[str]) -> None:
-    """Have PyTorch's partitioner run these nodes again in the backward pass."""
+    """Tell PyTorch's partitioner to run these nodes again in backward."""
     for node in graph.nodes:
         if node.name in names:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

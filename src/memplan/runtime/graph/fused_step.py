@@ -1,10 +1,9 @@
-"""A whole training step in Inductor's code: forward, and backward with each parameter's update.
+"""A whole training step in fused kernels: forward, and backward with each parameter's update.
 
-The code of backward calls an operator of memplan's for each gradient (`memplan::take_gradients`),
-which runs the optimizer's own code for that parameter; small parameters share one. To Inductor it
-is an operator that writes the parameter, so that whoever reads that runs before; the gradient is
-freed after it.
-"""
+For each gradient, backward's code calls memplan's operator `memplan::take_gradients`, which runs
+the optimizer's own code for that parameter; small parameters share a call. The operator is declared
+to write the parameter. So Inductor runs it after all kernels that read the parameter, and frees the
+gradient after it."""
 
 from __future__ import annotations
 
@@ -23,29 +22,36 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.fused import PARAMETER, Memory, Part, Parts, placed
+from memplan.runtime.graph.fused import (
+    PARAMETER,
+    CallerMemory,
+    FusedParts,
+    PartInterface,
+    add_placeholder,
+)
 from memplan.runtime.graph.inductor import compiled, uncached
-from memplan.runtime.graph.inductor_buffers import SCRATCH, Given
+from memplan.runtime.graph.inductor_buffers import SCRATCH, InputBuffer
 from memplan.runtime.graph.joint import (
     Joint,
     LossGradient,
     copied,
     forward_alone,
     is_tangent,
-    lies_as,
     loss_gradient,
     returned,
+    same_layout,
 )
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.update_nodes import TakeGradient
 from memplan.runtime.graph.updates import Updates
 
-_SMALL = 2**14
-"""Elements of a parameter: a call of its own costs more than its update."""
-_TOGETHER = 1 / 256
-"""Of all trained parameters' bytes: what is updated in one call, whose gradients are all there."""
+_SMALL_ELEMENTS = 2**14
+"""Elements of a parameter for which a call of its own costs more than its update."""
+_BATCHED_SHARE = 1 / 256
+"""The share of all trained parameters' bytes that one call for small parameters may update. All
+gradients of the call are alive at once."""
 
-_takers: WeakValueDictionary[int, _Take] = WeakValueDictionary()
+_takers: WeakValueDictionary[int, _GradientTaker] = WeakValueDictionary()
 _library = torch.library.Library("memplan", "FRAGMENT")
 _library.define(
     "take_gradients(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] views, int taker)"
@@ -59,22 +65,23 @@ def _take(parameters: Any, gradients: Any, _views: Any, taker: int) -> None:
 
 
 def _take_nothing(*_args: Any) -> None:
-    """Of tensors without memory."""
+    """The operator on meta tensors."""
 
 
 _library.impl("take_gradients", _take, "CompositeExplicitAutograd")
 _library.impl("take_gradients", _take_nothing, "Meta")
-_TAKE = torch.ops.memplan.take_gradients.default
-SCRATCH[_TAKE] = lambda call: _takers[call.constant_args[-1]].scratch_bytes(call)
+_TAKE_GRADIENTS = torch.ops.memplan.take_gradients.default
+SCRATCH[_TAKE_GRADIENTS] = lambda call: _takers[call.constant_args[-1]].scratch_bytes(call)
 
 
-class _Take:
-    """Takes gradients in Inductor's memory, which is used again as soon as this returns."""
+class _GradientTaker:
+    """What `memplan::take_gradients` does in one call. Inductor reuses the gradients' memory as
+    soon as it returns."""
 
     def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor]) -> None:
         self._updates = updates
         self.parameters = parameters
-        """Until the code is there."""
+        """Empty once the code is compiled."""
         _takers[id(self)] = self
 
     def __call__(
@@ -83,31 +90,35 @@ class _Take:
         updates = self._updates
         for parameter, gradient in zip(parameters, gradients, strict=True):
             stays = not (updates.in_graph and updates.trains(parameter))
-            alike = gradient.stride() == parameter.stride() or updates.in_pieces(parameter)
+            alike = gradient.stride() == parameter.stride() or updates.updates_in_chunks(parameter)
             TakeGradient(updates, stays or not alike).hold(parameter, gradient)
         if updates.in_graph:
             updates.update(*parameters)
 
     def scratch_bytes(self, call: Any) -> int:
-        """Of Inductor's call, whose gradients lie as it has them."""
+        """Bytes that the updates of a call allocate and free. `call` is Inductor's node, which has
+        the strides of the gradients."""
         many = len(self.parameters)
         gradients = call.inputs[many : 2 * many]
         pairs = zip(self.parameters, gradients, strict=True)
         return sum(self._updates.scratch_bytes(one, of.get_stride()) for one, of in pairs)
 
 
-def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: StepParts) -> Any:
-    """What runs a step, as PyTorch's compiler takes it. Raises InfeasibleError for a budget that
-    cannot be met, UsageError for one of a graph of which not all is known."""
-    # PyTorch takes an LSTM whose input needs no gradient for inference, and traces oneDNN's kernel
-    # of that, whose backward fails.
+def fused_step(module: fx.GraphModule, primals: Sequence[Any], parts: FusedStepParts) -> Any:
+    """Compile a step; the result is what a backend of PyTorch's compiler returns.
+
+    Raises InfeasibleError where the budget cannot be met, and UsageError for a budget of a graph
+    with unknown sizes or operators.
+    """
+    # For an LSTM whose input needs no gradient, PyTorch traces oneDNN's kernel for inference, whose
+    # backward fails.
     lstm = mock.patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm)
     with uncached(), config.patch(custom_partitioner_fn=parts), lstm:
         return compile_fx(module, primals, inner_compile=parts.compile)
 
 
-class StepParts(Parts):
-    """Forward and backward of a step, and what runs them one after the other."""
+class FusedStepParts(FusedParts):
+    """Forward and backward of a step, run one after the other by one call (`run`)."""
 
     def __init__(
         self,
@@ -117,39 +128,39 @@ class StepParts(Parts):
         *,
         keep: bool,
         base: Sequence[int],
-        behind_bytes: int,
+        step_scratch_bytes: int,
         budget: Budget,
         deadline_seconds: float,
         refuse: Callable[[fx.GraphModule, int], None],
-        wrap: Callable[[StepParts], Callable[[list[Any]], list[Any]]],
+        wrap: Callable[[FusedStepParts], Callable[[list[Any]], list[Any]]],
         without_gradient: Callable[[], Any],
     ) -> None:
-        """`keep`: gradients stay. `base`: optimizer state, and gradients of earlier calls.
-        `behind_bytes`: what the optimizers' steps ask for where they come when backward has ended.
-        `refuse` is told the joint graph, and how many results forward has, and raises where it is
-        not the step; `wrap` gives what PyTorch is to call; `without_gradient` raises for a graph
-        that has no backward."""
+        """`keep`: gradients stay in `.grad`. `base`: bytes of optimizer state and of gradients of
+        earlier calls, by block. `step_scratch_bytes`: bytes that the optimizers' step allocates and
+        frees where it comes after backward. `refuse` gets the joint graph and the number of
+        forward's results, and raises where the graph is not the step. `wrap` makes the function
+        that PyTorch calls. `without_gradient` raises for a graph that has no backward."""
         super().__init__(budget, deadline_seconds)
         self._updates = updates
         self._scaler = scaler
-        self._keep = keep
+        self._keep_gradients = keep
         self._base = base
-        self._behind_bytes = behind_bytes
-        self._refuse_graph = refuse
+        self._step_scratch_bytes = step_scratch_bytes
+        self._check_graph = refuse
         self._wrap = wrap
         self._without_gradient = without_gradient
         self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
-        """Until the code is there."""
+        """By place among the primals; empty once the code is compiled."""
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
-        self._primals: list[fx.Node] = []
-        """The joint graph's."""
-        self._takers: dict[tuple[int, ...], _Take] = {}
-        """By the places of the parameters among the primals."""
-        self._extra: list[int] = []
-        """Places of primals that backward is given beside what forward saved."""
-        self._start: LossGradient | None = None
-        self._runs: tuple[Any, Any] | None = None
+        self._primal_nodes: list[fx.Node] = []
+        """Placeholders of the joint graph for its primals."""
+        self._takers: dict[tuple[int, ...], _GradientTaker] = {}
+        """By the places of their parameters among the primals."""
+        self._extra_primals: list[int] = []
+        """Places of primals that are inputs of backward, behind the saved values."""
+        self._loss_gradient: LossGradient | None = None
+        self._code: tuple[Any, Any] | None = None
         self._written: list[str] = []
         self.kernels = 0
         self.calls = 0
@@ -157,10 +168,10 @@ class StepParts(Parts):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._refuse_graph(gm, kwargs["num_fwd_outputs"])
+        self._check_graph(gm, kwargs["num_fwd_outputs"])
         places = gm.graph.find_nodes(op="placeholder")
-        self._primals = [one for one in places if not is_tangent(one)]
-        self._start = LossGradient(loss_gradient(gm), self._scaler)
+        self._primal_nodes = [one for one in places if not is_tangent(one)]
+        self._loss_gradient = LossGradient(loss_gradient(gm), self._scaler)
         gradients = len(returned(gm)) - kwargs["num_fwd_outputs"]
         self._parts = forward, backward = super().__call__(gm, joint_inputs, **kwargs)
         self._written = [one.name for one in _written(forward)]
@@ -169,118 +180,122 @@ class StepParts(Parts):
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if options.get("is_backward"):
-            return _never
+            return _unreachable
         if self._parts is None:
             self._without_gradient()
-        if self._runs is None:
+        if self._code is None:
             self._compile_parts(module, options)
         return self._wrap(self)
 
     def _compile_parts(self, module: fx.GraphModule, options: dict[str, Any]) -> None:
         assert self._parts is not None
-        # An optimizer's numbers are others in each step, which a CUDA graph would not see.
+        # A CUDA graph would repeat the optimizer's numbers of the step in which it was recorded.
         options["cudagraphs"] = type(options["cudagraphs"])(False)
         shown = module.graph.output_node().meta.get("user_visible_output_idxs", ())
-        memory, runs = self._no_memory(self._results), []
+        memory, runs = self._caller_memory(self._results), []
         for part, backward in zip(self._parts, (False, True), strict=True):
             if backward:
-                self._complete(part, memory)
-                self._extra = self._places_of(part)
-            inputs = memory.as_they_lie(part)
+                self._finish_backward(part, memory)
+                self._extra_primals = self._extra_places(part)
+            inputs = memory.inputs_as_saved(part)
             part.graph.output_node().meta["user_visible_output_idxs"] = [] if backward else shown
-            about = Part(part, inputs)
-            given = memory.given(about, backward=backward)
-            mine = {
+            interface = PartInterface(part, inputs)
+            buffers = memory.input_buffers(interface, backward=backward)
+            settings = {
                 **options,
                 "is_backward": backward,
                 "static_input_idxs": options["static_input_idxs"]
                 if not backward
-                else [place for place, one in enumerate(given) if one is not None and one.lasts],
+                else [
+                    place
+                    for place, one in enumerate(buffers)
+                    if one is not None and one.outlives_graph
+                ],
             }
-            with _told(given if backward else ()):
+            with _donating(buffers if backward else ()):
                 run, kernels = compiled(
                     part,
                     inputs,
-                    given,
-                    beside=memory.beside(given),
+                    buffers,
+                    resident=memory.resident(buffers),
                     deadline_seconds=self._seconds,
-                    **mine,
+                    **settings,
                 )
             runs.append(run)
             if kernels is None:
                 self._refuse("it has sizes that are not known")
                 continue
-            self._promise(memory.peak(about, given, kernels, backward=backward), kernels)
+            self._promise(memory.peak(interface, buffers, kernels, backward=backward), kernels)
             self.kernels += kernels.calls
-        self._runs = runs[0], runs[1]
+        self._code = runs[0], runs[1]
         self._parts = None
         for taker in self._takers.values():
             taker.parameters = ()
         self._parameters.clear()
-        self._primals.clear()
+        self._primal_nodes.clear()
 
-    def _cut(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = super()._cut(joint, module)
+    def _split(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = super()._split(joint, module)
         _take_inputs(forward, backward, joint.results)
         return forward, backward
 
-    def _no_memory(self, results: int | None) -> Memory:
-        return Memory(results, self._base, self._behind_bytes)
+    def _caller_memory(self, results: int | None) -> CallerMemory:
+        return CallerMemory(results, self._base, self._step_scratch_bytes)
 
-    def _complete(self, backward: fx.GraphModule, memory: Memory) -> None:
-        """Gradients are taken by backward itself, which returns nothing.
+    def _finish_backward(self, backward: fx.GraphModule, memory: CallerMemory) -> None:
+        """Let backward itself call `take_gradients`, and return nothing.
 
-        What forward saved of a parameter is read before that is updated: to Inductor, whatever lies
-        in its memory is written, too.
+        Saved views of a parameter are arguments that the call is declared to write: so Inductor
+        runs everything that reads them before the update.
         """
-        if self._keep:
+        if self._keep_gradients:
             return
         graph, output = backward.graph, backward.graph.output_node()
         places = list(graph.find_nodes(op="placeholder"))
         views: dict[str | None, list[fx.Node]] = {}
         for node in places:
-            views.setdefault(memory.lie_in(node.name), []).append(node)
+            views.setdefault(memory.storage_of(node.name), []).append(node)
         known = {node.name: node for node in places}
         last = places[-1]
         gradients = dict(enumerate(returned(backward)))
-        for together in self._together(gradients):
+        for batch in self._batches(gradients):
             written, others = [], []
-            for place in together:
-                name = self._primals[place].name
+            for place in batch:
+                name = self._primal_nodes[place].name
                 if PARAMETER + name not in known:
-                    last = placed(PARAMETER + name, self._primals[place], last)
+                    last = add_placeholder(PARAMETER + name, self._primal_nodes[place], last)
                     known[PARAMETER + name] = last
                 written.append(known[PARAMETER + name])
                 others += [one for one in views.get(name, []) if one is not written[-1]]
-            taker = self._takers.get(together)
+            taker = self._takers.get(batch)
             if taker is None:
-                mine = [self._parameters[place] for place in together]
-                taker = self._takers[together] = _Take(self._updates, mine)
+                parameters = [self._parameters[place] for place in batch]
+                taker = self._takers[batch] = _GradientTaker(self._updates, parameters)
             with graph.inserting_before(output):
-                given = written, [gradients[place] for place in together], others, id(taker)
-                graph.call_function(_TAKE, given).meta["val"] = None
+                arguments = written, [gradients[place] for place in batch], others, id(taker)
+                graph.call_function(_TAKE_GRADIENTS, arguments).meta["val"] = None
         output.args = ((),)
         backward.recompile()
 
-    def _places_of(self, backward: fx.GraphModule) -> list[int]:
-        """Of primals that are inputs of backward."""
-        place = {PARAMETER + node.name: number for number, node in enumerate(self._primals)}
+    def _extra_places(self, backward: fx.GraphModule) -> list[int]:
+        """Places of primals that are inputs of backward, in the order of these inputs."""
+        place = {PARAMETER + node.name: number for number, node in enumerate(self._primal_nodes)}
         names = (node.name for node in backward.graph.find_nodes(op="placeholder"))
         return [place[name] for name in names if name in place]
 
-    def _together(self, gradients: dict[int, Any]) -> list[tuple[int, ...]]:
-        """Places of parameters whose gradients are taken in one call."""
+    def _batches(self, gradients: dict[int, Any]) -> list[tuple[int, ...]]:
+        """The places of the parameters of each call of `take_gradients`."""
         sizes = {
             place: parameter.numel() * parameter.element_size()
             for place, parameter in self._parameters.items()
             if isinstance(gradients.get(place), fx.Node)
         }
-        left, small = sum(sizes.values()) * _TOGETHER, []
+        left, small = sum(sizes.values()) * _BATCHED_SHARE, []
         for place in sorted(sizes, key=sizes.__getitem__):
             left -= sizes[place]
             parameter = self._parameters[place]
-            whole = lies_as(gradients[place], parameter)  # not a part that holds the rest
-            if left >= 0 and whole and parameter.numel() <= _SMALL:
+            whole = same_layout(gradients[place], parameter)  # a part would keep the rest alive
+            if left >= 0 and whole and parameter.numel() <= _SMALL_ELEMENTS:
                 small.append(place)
         rest: list[tuple[int, ...]] = [(place,) for place in sizes if place not in small]
         return [*rest, tuple(small)] if small else rest
@@ -288,30 +303,33 @@ class StepParts(Parts):
     # The step
 
     def run(self, primals: list[Any]) -> list[Any]:
-        """Forward's results. Empties the list, so that nothing but its owners holds an input."""
-        assert self._runs is not None and self._results is not None and self._start is not None
+        """Run the step and return forward's results. `primals` is emptied, so that inputs are freed
+        as soon as their owners release them."""
+        assert self._code is not None and self._results is not None
+        assert self._loss_gradient is not None
         self.calls += 1
-        forward, backward = self._runs
+        forward, backward = self._code
         trained = {place: primals[place] for place in self._trained}
-        extra = [primals[place] for place in self._extra]
-        given = list(primals)
+        extra = [primals[place] for place in self._extra_primals]
+        inputs = list(primals)
         primals.clear()
-        made = list(forward(given))
-        results = made[: self._results]
-        # Numbers that forward saves are its last outputs, and backward's first inputs.
-        saved = sorted(made[self._results :], key=lambda one: isinstance(one, torch.Tensor))
-        made = [*saved, self._start(), *extra]
+        outputs = list(forward(inputs))
+        results = outputs[: self._results]
+        # Saved numbers are the last outputs of forward and the first inputs of backward.
+        saved = sorted(outputs[self._results :], key=lambda one: isinstance(one, torch.Tensor))
+        inputs = [*saved, self._loss_gradient(), *extra]
+        outputs.clear()
         saved.clear()
         extra.clear()
-        self._updates.begin_in_pieces(trained.values())
+        self._updates.begin_chunked_updates(trained.values())
         with torch._C._DisableAutocast():
-            gradients = backward(made)
-        if self._keep:
-            self._hand_over(trained, list(gradients))
+            gradients = backward(inputs)
+        if self._keep_gradients:
+            self._store_gradients(trained, list(gradients))
         return results
 
-    def _hand_over(self, trained: dict[int, Any], gradients: list[Any]) -> None:
-        """Gradients that stay. None of them may be a part of another."""
+    def _store_gradients(self, trained: dict[int, Any], gradients: list[Any]) -> None:
+        """Put gradients into `.grad`, with a copy of those that share memory with another."""
         seen: set[int] = set()
         for place, parameter in trained.items():
             gradient, gradients[place] = gradients[place], None
@@ -324,7 +342,8 @@ class StepParts(Parts):
                 TakeGradient(self._updates, shared or not (whole and alike))(parameter, gradient)
 
     def written_until(self, _error: BaseException) -> list[str]:
-        """Inputs other than trained parameters that the step had begun to write, by name."""
+        """Names of inputs that the step may have written before the error, without trained
+        parameters."""
         return self._written
 
     def report(self) -> ProgramReport:
@@ -337,15 +356,15 @@ class StepParts(Parts):
 
 
 @contextmanager
-def _told(given: Sequence[Given | None]) -> Iterator[None]:
-    """While Inductor compiles a part that AOTAutograd does not know: which of its inputs it may
-    write into, because nobody else holds them."""
+def _donating(buffers: Sequence[InputBuffer | None]) -> Iterator[None]:
+    """Inside, Inductor may reuse the memory of a part's inputs that nothing else holds. PyTorch
+    only tells it so for parts that AOTAutograd made."""
     context: Any = TracingContext.get()
-    storages = [one.storage for one in given if one is not None]
+    storages = [one.storage for one in buffers if one is not None]
     own = [
         place
-        for place, one in enumerate(given)
-        if one is not None and not one.lasts and storages.count(one.storage) == 1
+        for place, one in enumerate(buffers)
+        if one is not None and not one.outlives_graph and storages.count(one.storage) == 1
     ]
     with (
         mock.patch.object(context.fw_metadata, "bw_donated_idxs", own),
@@ -355,9 +374,9 @@ def _told(given: Sequence[Given | None]) -> Iterator[None]:
 
 
 def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> None:
-    """Have backward be given forward's inputs, where forward would save them.
+    """Pass forward's inputs to backward directly where forward would save them.
 
-    What Inductor's forward saves of a weight may be a copy that lies as convolutions want it.
+    What Inductor's forward saves of a weight may be a copy in another memory format.
     """
     written = _written(forward)
     outputs = returned(forward)
@@ -369,14 +388,14 @@ def _take_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int
     places = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     last = next(reversed(places.values()))
     for node in taken:
-        last = placed(PARAMETER + node.name, node, last)
+        last = add_placeholder(PARAMETER + node.name, node, last)
         places[node.name].replace_all_uses_with(last)
         backward.graph.erase_node(places[node.name])
     backward.recompile()
 
 
 def _written(forward: fx.GraphModule) -> set[fx.Node]:
-    """Inputs that forward writes, or may write."""
+    """Inputs that forward may write."""
     return {
         used
         for node in forward.graph.nodes
@@ -396,5 +415,5 @@ def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _never(*_args: Any) -> Any:
+def _unreachable(*_args: Any) -> Any:
     raise RuntimeError("the step has run its backward pass already")

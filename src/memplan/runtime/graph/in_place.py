@@ -1,7 +1,7 @@
-"""Operators in place again.
+"""Turns operators of a functional graph into their in-place variants.
 
-Functionalization makes each operator write new memory. Where its first operand is all of a storage
-that the graph made and nobody needs afterwards, its in-place twin computes the same bits there.
+Functionalization makes each operator allocate its result. Where the first operand fills a storage
+of the graph that nothing needs afterwards, the in-place variant computes the same bits there.
 """
 
 from __future__ import annotations
@@ -11,46 +11,48 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.runtime.graph.dependencies import is_barrier
+from memplan.runtime.graph.operator_graph import is_barrier
 from memplan.runtime.graph.program import Program, facts_of, program_of
 
 _ELEMENT_BY_ELEMENT = frozenset({"index_put", "masked_fill", "masked_scatter", "scatter_add"})
-"""Beside those that PyTorch tags as pointwise: they copy their operand and then write into it."""
+"""Further operators beside those that PyTorch tags as pointwise: they copy their first operand and
+write into the copy."""
 
 
 def in_place(program: Program) -> Program:
-    """The same graph, changed, with operators in place wherever that is allowed."""
+    """Change the program's graph to in-place operators wherever the bits stay the same."""
     graph = program.graph_module.graph
     last = _last_uses(program)
     same: dict[int, int] = {}
-    """Storages that are no longer made, and what stands in for them."""
+    """Storages that are no longer allocated, and the storages that take their place."""
     inputs = set(program.inputs)
-    others_own = 0
-    """Storages below this may be read once more by who runs backward a second time."""
+    before_barrier = 0
+    """Storages below this index existed before the last barrier: the caller may run backward a
+    second time, which reads them again."""
     for place, node in enumerate(list(graph.nodes)):
         if is_barrier(node):
-            others_own = 1 + max(facts_of(node).makes, default=others_own - 1)
-        twin = _twin(node)
-        if twin is None:
+            before_barrier = 1 + max(facts_of(node).makes, default=before_barrier - 1)
+        variant = _variant_of(node)
+        if variant is None:
             continue
         into = node.args[0]
-        if not isinstance(into, fx.Node) or not _lies_as(node, into):
+        if not isinstance(into, fx.Node) or not _same_layout(node, into):
             continue
         (made,) = facts_of(node).makes
-        shown = facts_of(into).shows
+        shown = facts_of(into).storage
         if shown is None or shown in inputs or into.op == "get_attr":
             continue
         others = [one for one in node.all_input_nodes if one is not into]
-        if any(facts_of(one).shows == shown for one in others) or _count(node, into) != 1:
+        if any(facts_of(one).storage == shown for one in others) or _count(node, into) != 1:
             continue
         target = _end(shown, same)
         if (
-            target < others_own
+            target < before_barrier
             or last[target] > place
             or program.storages[shown].bytes != program.storages[made].bytes
         ):
             continue
-        node.target = twin
+        node.target = variant
         node.meta["val"] = into.meta["val"]
         node.replace_all_uses_with(into, delete_user_cb=lambda user, node=node: user is not node)
         same[made] = target
@@ -58,37 +60,37 @@ def in_place(program: Program) -> Program:
     return program_of(program.graph_module, program.held) if same else program
 
 
-def _twin(node: fx.Node) -> Any:
-    """The operator in place that does what a node's does; None where there is none."""
-    twin = twin_of(node.target)
-    if twin is None or node.kwargs.get("dtype"):
+def _variant_of(node: fx.Node) -> Any:
+    """The in-place variant of a node's operator; None where there is none."""
+    variant = in_place_variant(node.target)
+    if variant is None or node.kwargs.get("dtype"):
         return None
-    return twin if len(facts_of(node).makes) == 1 and not facts_of(node).chains else None
+    return variant if len(facts_of(node).makes) == 1 and not facts_of(node).chains else None
 
 
-def twin_of(target: Any) -> Any:
-    """The operator in place that computes the same bits as this one does in new memory, where that
-    is as large and of the same dtype; None where there is none."""
+def in_place_variant(target: Any) -> Any:
+    """The in-place variant that computes the same bits as this operator, provided that result and
+    first operand have the same size and dtype; None where there is none."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
     if torch.Tag.pointwise not in target.tags and name not in _ELEMENT_BY_ELEMENT:
         return None
     packet = getattr(torch.ops.aten, f"{name}_", None)
-    twin: Any = getattr(packet, target._overloadname, None) if packet is not None else None
-    if twin is None:
+    variant: Any = getattr(packet, target._overloadname, None) if packet is not None else None
+    if variant is None:
         return None
     of = [(one.name, str(one.type)) for one in target._schema.arguments]
-    if of != [(one.name, str(one.type)) for one in twin._schema.arguments]:
+    if of != [(one.name, str(one.type)) for one in variant._schema.arguments]:
         return None
     writes = [
-        one.alias_info is not None and one.alias_info.is_write for one in twin._schema.arguments
+        one.alias_info is not None and one.alias_info.is_write for one in variant._schema.arguments
     ]
-    return twin if writes and writes[0] and not any(writes[1:]) else None
+    return variant if writes and writes[0] and not any(writes[1:]) else None
 
 
-def _lies_as(node: fx.Node, into: fx.Node) -> bool:
-    """Whether a result lies as the operand does, which is all of its storage."""
+def _same_layout(node: fx.Node, into: fx.Node) -> bool:
+    """Whether a result has the layout of an operand that starts its storage."""
     result, operand = node.meta.get("val"), into.meta.get("val")
     if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
         return False
@@ -110,15 +112,15 @@ def _count(node: fx.Node, needed: fx.Node) -> int:
 
 
 def _last_uses(program: Program) -> dict[int, int]:
-    """The place of the last node that needs each storage."""
+    """The number of the last node that needs each storage."""
     last: dict[int, int] = {}
     for place, node in enumerate(program.graph_module.graph.nodes):
         if node.op == "output":
-            shown = (facts_of(one).shows for one in node.all_input_nodes)
+            shown = (facts_of(one).storage for one in node.all_input_nodes)
             last.update({index: place for index in shown if index is not None})
         else:
             facts = facts_of(node)
-            if not facts.free:
+            if not facts.no_kernel:
                 last.update(dict.fromkeys((*facts.makes, *facts.reads, *facts.writes), place))
     return last
 

@@ -1,9 +1,8 @@
-"""PyTorch Inductor's code for a graph, in our order, and the bytes that it holds.
+"""Compiles a graph with PyTorch Inductor, with the kernels in memplan's order, and finds its peak.
 
-Inductor fuses a graph's operators into kernels; then it sorts the kernels for a low peak. Here the
-order that it chose is the first candidate, and gives way to one with a lower peak. Which buffers
-the code makes, reuses and frees is read off Inductor's own lists after the code is written, so that
-the peak is that of the code and not of the graph.
+Inductor fuses a graph's operators into kernels and sorts the kernels for a low peak. Its order is
+kept unless memplan finds one with a lower peak. The peak is that of the generated code: which
+buffers the code allocates, reuses and frees is read from Inductor's own lists once it is generated.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from memplan.order.solve import solve
 from memplan.order.updates import early_updates
 from memplan.runtime.graph.inductor_buffers import (
     BufferReader,
-    Given,
+    InputBuffer,
     UnknownSizeError,
     held_bytes,
     name_of,
@@ -52,29 +51,29 @@ from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
 _NEARLY = 1.01
-"""Times the least peak that is possible: a lower one is not worth the seconds of a search."""
+"""No search is made for a peak of at most this factor times a lower bound."""
 
 
 _CLONE = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
-    """What Inductor made of a graph."""
+class CompiledKernels:
+    """What is known of a graph's generated code."""
 
     peak_bytes: int
-    """With all inputs, and nothing else of the caller's. On CUDA of whole blocks, with what kernels
-    ask for while they run."""
-    returned: list[Given | None]
-    """Of each output, what it lies in; None where it is no tensor."""
+    """With all inputs, and nothing else that the caller holds. On CUDA it counts whole blocks of
+    the allocator and what kernels allocate while they run."""
+    returned: list[InputBuffer | None]
+    """The buffer of each output; None where it is no tensor."""
     strides: list[tuple[int, ...] | None]
-    """Of each output: Inductor chooses those that no user sees."""
+    """The strides of each output. Inductor chooses those of outputs that no user sees."""
     calls: int = 0
-    """Of kernels."""
+    """Number of kernels."""
     high_bytes: int = 0
-    """Above the peak: with the largest workspaces that libraries may choose."""
+    """How much higher the peak is if libraries choose their largest workspaces."""
     workspace_bytes: int = 0
-    """Kept by libraries; not in the peak."""
+    """What libraries keep once they are used; not in the peak."""
 
 
 def unavailable(devices: Iterable[torch.device]) -> str:
@@ -85,7 +84,7 @@ def unavailable(devices: Iterable[torch.device]) -> str:
 @functools.cache
 def _unavailable(device: str) -> str:
     if device == "cuda":
-        # As Inductor's own module has it: a capture needs none, and says so there.
+        # Asked of Inductor's module, where a capture without a GPU replaces the answer.
         return "" if scheduler.has_triton() else "no Triton"  # type: ignore[attr-defined]
     if device != "cpu":
         return ""
@@ -101,8 +100,8 @@ def _unavailable(device: str) -> str:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Around PyTorch's compiler: its caches of whole graphs hold code in another order. Compiled
-    kernels are still taken from the cache."""
+    """Inside, PyTorch's compiler does not use its caches of whole graphs, whose code may be in
+    another order. It still uses its cache of compiled kernels."""
     with (
         config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
@@ -113,30 +112,36 @@ def uncached() -> Iterator[None]:
 def compiled(
     module: fx.GraphModule,
     inputs: Sequence[Any],
-    given: Sequence[Given | None],
+    buffers: Sequence[InputBuffer | None],
     *,
-    beside: Sequence[int],
+    resident: Sequence[int],
     deadline_seconds: float,
-    look: bool = False,
+    dry_run: bool = False,
     **options: Any,
-) -> tuple[Any, Kernels | None]:
-    """Inductor's code for a graph, which it takes over, and what that needs: None where sizes are
-    not known before it runs.
+) -> tuple[Any, CompiledKernels | None]:
+    """Compile a graph, which may be changed. Returns its code, and what is known of that: None
+    where sizes are not known before it runs.
 
-    `given`: of each input, None for what is no tensor. `beside`: blocks that the caller holds
-    besides; how the allocator hands out others may depend on them. `look`: no code, nor the time
-    that a C++ or GPU compiler takes. `options`: as `compile_fx_inner` takes them.
+    `buffers`: the buffer of each input, None for what is no tensor. `resident`: blocks, in bytes,
+    that the caller holds besides; the allocator's choices may depend on them. `dry_run`: return no
+    code, which saves the time of a C++ or GPU compiler. `options`: those of `compile_fx_inner`.
     """
     _multiply_before_adding(module.graph)
     run = None
-    with _watched(given, beside, deadline_seconds, look=look) as seen, suppress(_LookedError):
+    with (
+        _watched(buffers, resident, deadline_seconds, dry_run=dry_run) as seen,
+        suppress(_DryRunError),
+    ):
         run = compile_fx_inner(module, inputs, **options)
-    return run, seen[0] if seen else _without_kernels(module, given)
+    return run, seen[0] if seen else _without_kernels(module, buffers)
 
 
 def _multiply_before_adding(graph: fx.Graph) -> None:
-    """Where Inductor makes one kernel of a matrix product and an addition, it forgets the factor
-    of the addition (`alpha`, PyTorch 2.13). A codebook that moves is written so."""
+    """Replace additions with a factor (`alpha`) by a product and a plain addition.
+
+    Where PyTorch 2.13's Inductor makes one kernel of a matrix product and an addition, it ignores
+    the factor. Moving averages, as of a codebook, are written that way.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         one, other = node.args
         factor = node.kwargs.get("alpha")
@@ -147,24 +152,31 @@ def _multiply_before_adding(graph: fx.Graph) -> None:
             node.args, node.kwargs = (one, scaled), {}
 
 
-class _LookedError(BaseException):
-    """Not caught by Inductor."""
+class _DryRunError(BaseException):
+    """Ends Inductor's compilation before code is compiled. A BaseException, because Inductor
+    catches others."""
 
 
-def _without_kernels(module: fx.GraphModule, given: Sequence[Given | None]) -> Kernels:
-    """Of a graph that calls nothing."""
-    of = dict(zip(module.graph.find_nodes(op="placeholder"), given, strict=True))
+def _without_kernels(
+    module: fx.GraphModule, buffers: Sequence[InputBuffer | None]
+) -> CompiledKernels:
+    """For a graph that runs no kernel."""
+    of = dict(zip(module.graph.find_nodes(op="placeholder"), buffers, strict=True))
     found = [of.get(one) for one in returned(module)]
-    return Kernels(held_bytes(given), found, [None] * len(found))
+    return CompiledKernels(held_bytes(buffers), found, [None] * len(found))
 
 
 @contextmanager
 def _watched(
-    given: Sequence[Given | None], beside: Sequence[int], deadline_seconds: float, *, look: bool
-) -> Iterator[list[Kernels | None]]:
-    """While Inductor compiles one graph: its kernels run in our order, and what was made of the
-    graph is put into the list."""
-    seen: list[Kernels | None] = []
+    buffers: Sequence[InputBuffer | None],
+    resident: Sequence[int],
+    deadline_seconds: float,
+    *,
+    dry_run: bool,
+) -> Iterator[list[CompiledKernels | None]]:
+    """Inside, Inductor orders one graph's kernels as memplan does. Afterwards the list has what is
+    known of the code."""
+    seen: list[CompiledKernels | None] = []
     sort, write = memory.reorder_for_peak_memory, GraphLowering.codegen
     nested: list[int] = []
 
@@ -172,7 +184,7 @@ def _watched(
         theirs = sort(nodes, *args, **kwargs)
         whole = _is_whole(V.graph)
         try:
-            found = BufferReader(V.graph, theirs, given if whole else ()).graph(guess=True)
+            found = BufferReader(V.graph, theirs, buffers if whole else ()).graph(guess=True)
         except UnknownSizeError:
             return theirs
         if whole:
@@ -184,9 +196,9 @@ def _watched(
         result = write(graph)
         if _is_whole(graph):
             with V.set_graph_handler(graph):
-                seen[:] = [_kernels(graph, given, beside, max(nested, default=0))]
-            if look:
-                raise _LookedError
+                seen[:] = [_kernels(graph, buffers, resident, max(nested, default=0))]
+            if dry_run:
+                raise _DryRunError
         return result
 
     lay_out = ir.ExternKernel.require_strides
@@ -205,12 +217,12 @@ def _watched(
 
 
 def _copied_whole(tensor: Any, order: Any) -> Any:
-    """A copy with channels last of what the graph is given, a weight of a convolution: by PyTorch's
-    own kernel, where Inductor would have one made for each. None for any other layout."""
+    """A channels-last copy of an input of the graph, such as a convolution's weight, by PyTorch's
+    own kernel: Inductor would compile a kernel for each. None for any other layout."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     orders = {4: ir.NHWC_STRIDE_ORDER, 5: ir.NHWDC_STRIDE_ORDER}
-    given = isinstance(tensor, ir.TensorBox) and isinstance(tensor.data, ir.StorageBox)
-    if order is None or not given or not isinstance(tensor.data.data, ir.InputBuffer):
+    buffers = isinstance(tensor, ir.TensorBox) and isinstance(tensor.data, ir.StorageBox)
+    if order is None or not buffers or not isinstance(tensor.data.data, ir.InputBuffer):
         return None
     wanted = orders.get(len(order)) == list(order) and tensor.get_numel() not in (0, 1)
     if not wanted or tensor.get_layout().is_stride_ordered(order):
@@ -219,19 +231,19 @@ def _copied_whole(tensor: Any, order: Any) -> Any:
 
 
 def _kernels(
-    graph: Any, given: Sequence[Given | None], beside: Sequence[int], nested: int
-) -> Kernels | None:
-    """`nested`: the peak of a branch or loop, which runs while an operator of the graph does."""
-    read = BufferReader(graph, graph.scheduler.nodes, given)
+    graph: Any, buffers: Sequence[InputBuffer | None], resident: Sequence[int], nested: int
+) -> CompiledKernels | None:
+    """`nested`: the peak of the body of a branch or loop, which is an operator of the graph."""
+    read = BufferReader(graph, graph.scheduler.nodes, buffers)
     try:
         made = read.graph(guess=False)
         order, nodes = program_order(made), graph.scheduler.nodes
         most = _peak(made, order, nodes)
         high = _peak(replace(made, scratch=read.scratch_high()), order, nodes) - most
         if any(device is not None and device.type == "cuda" for device in map(_device, nodes)):
-            blocks = [*read.held, *beside]
-            most = allocated_peak(made, order, blocks, conf_in(os.environ)) - sum(beside)
-        return Kernels(
+            blocks = [*read.held, *resident]
+            most = allocated_peak(made, order, blocks, conf_in(os.environ)) - sum(resident)
+        return CompiledKernels(
             peak_bytes=most + nested,
             returned=read.returned(),
             strides=[_strides(one) for one in graph.graph_outputs],
@@ -249,13 +261,13 @@ def _device(node: Any) -> torch.device | None:
 
 
 def _is_whole(graph: Any) -> bool:
-    """Not the body of a branch or a loop."""
+    """Whether this is the graph itself, not the body of a branch or a loop."""
     return type(graph) is GraphLowering
 
 
 def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[Any]:
-    """The nodes in the order of least peak that is found: their own, unless another has less.
-    There is no search where a peak is proved to be nearly the least."""
+    """The nodes in the order with the lowest peak that is found; in Inductor's order where no other
+    is better. There is no search where a peak is proved to be nearly the lowest."""
     own = program_order(graph)
     theirs = Candidate("inductor", own, peak(graph, own))
     early = early_updates(graph, own)
@@ -270,10 +282,10 @@ def _ordered(graph: Graph, nodes: list[Any], deadline_seconds: float) -> list[An
 
 
 def _peak(graph: Graph, order: I64, nodes: Sequence[Any]) -> int:
-    """Of the code for the nodes in this order.
+    """The peak of the code for the nodes in this order, in bytes.
 
-    Kernels on the CPU that follow each other become one call: all their buffers are allocated
-    before it, and freed after it.
+    Consecutive CPU kernels become one call: all their buffers are allocated before it, and freed
+    after it.
     """
     starts = [True, *(_calls_apart(*pair) for pair in pairwise(nodes))] if nodes else []
     calls = np.cumsum([0, *starts]) - 1
@@ -288,7 +300,7 @@ def _peak(graph: Graph, order: I64, nodes: Sequence[Any]) -> int:
 
 
 def _calls_apart(node: Any, following: Any) -> bool:
-    """Whether what the first one needs last is freed before the second one's call."""
+    """Whether two consecutive kernels become two calls, so that buffers are freed between them."""
     if any(one.is_extern() or one.is_template() for one in (node, following)):
         return True
     device, then = node.get_device(), following.get_device()

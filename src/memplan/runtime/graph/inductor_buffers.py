@@ -1,5 +1,4 @@
-"""The buffers of the code that PyTorch Inductor writes for a graph: sizes, lifetimes, what lies in
-what."""
+"""Reads the buffers of the code that PyTorch Inductor generates: sizes, lifetimes and aliases."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from memplan.types.trace import I64
 
 
 @dataclass(frozen=True)
-class Given:
-    """An input of a graph."""
+class InputBuffer:
+    """The memory of an input of a graph."""
 
     storage: str
-    """Inputs that share memory name the same."""
+    """A name, the same for inputs that share memory."""
     bytes: int
-    """Of the storage."""
-    lasts: bool
-    """Whether somebody else holds it, too, as long as the graph runs."""
+    """Size of the storage."""
+    outlives_graph: bool
+    """Whether something else holds it, too, as long as the graph runs."""
 
 
 class UnknownSizeError(Exception):
@@ -38,16 +37,18 @@ class UnknownSizeError(Exception):
 
 
 class BufferReader:
-    """Reads a graph that Inductor has scheduled: kernels and storages."""
+    """Reads the kernels and buffers of a graph that Inductor has scheduled."""
 
-    def __init__(self, graph: Any, nodes: Sequence[Any], given: Sequence[Given | None]) -> None:
+    def __init__(
+        self, graph: Any, nodes: Sequence[Any], buffers: Sequence[InputBuffer | None]
+    ) -> None:
         self._graph = graph
         self._nodes = nodes
         self._scheduler = graph.scheduler
-        self._given = dict(zip(graph.graph_inputs, given, strict=False))
-        lasting = (one for one in given if one is not None and one.lasts)
+        self._input_of = dict(zip(graph.graph_inputs, buffers, strict=False))
+        lasting = (one for one in buffers if one is not None and one.outlives_graph)
         self.held = [*_blocks(lasting), *self._constants()]
-        """The blocks that the graph's `base_bytes` is the sum of."""
+        """The blocks, in bytes, that sum up to the graph's `base_bytes`."""
         self._row = {
             buffer.get_name(): row
             for row, node in enumerate(nodes)
@@ -57,8 +58,8 @@ class BufferReader:
         self._roots: dict[str, frozenset[str]] = {}
 
     def graph(self, *, guess: bool) -> Graph:
-        """Kernels in their order. `guess`: the code is not yet written, so that which buffers are
-        made in place of others is not known, and which are not made at all only likely."""
+        """Kernels in their order, and buffers. `guess`: before code is generated. Then it is not
+        known which buffers reuse others, and only likely which are not allocated at all."""
         unmade = self._unmade() if guess else self._not_made()
         if not guess:
             self._reused = dict(_reuses(self._graph.wrapper_code.lines))
@@ -74,7 +75,7 @@ class BufferReader:
                 for root in self._root(name):
                     users.setdefault(root, set()).add(row)
         for tuple_of, parts in self._parts().items():
-            # A tuple holds its elements until all of them are taken out.
+            # A tuple keeps its elements alive until all of them are taken out.
             taken = {self._row[name] for name in parts if name in self._row}
             for root in {*self._own(parts), *self._own([tuple_of])}:
                 makers.setdefault(root, set()).add(self._row[tuple_of])
@@ -83,7 +84,7 @@ class BufferReader:
 
     @cached_property
     def _memory(self) -> list[list[CallMemory]]:
-        """Of each node's operators."""
+        """What the operators of each node allocate beside their results."""
         return [[_memory(one) for one in node.get_nodes()] for node in self._nodes]
 
     def scratch_high(self) -> I64:
@@ -91,24 +92,24 @@ class BufferReader:
         return np.array([sum(one.high for one in of) for of in self._memory], np.int64)
 
     def workspaces(self) -> list[int]:
-        """Blocks that libraries keep."""
+        """Blocks, in bytes, that libraries keep once they are used."""
         return kept_workspaces(one for of in self._memory for one in of)
 
-    def returned(self) -> list[Given | None]:
-        """After `graph`: what each output lies in."""
-        found: list[Given | None] = []
+    def returned(self) -> list[InputBuffer | None]:
+        """The buffer of each output; None where it is no tensor. To be called after `graph`."""
+        found: list[InputBuffer | None] = []
         for output in self._graph.graph_outputs:
             name = name_of(output)
             if name is None:
                 found.append(None)
                 continue
             roots = sorted(self._root(name))
-            known = [self._given.get(root) for root in roots]
+            known = [self._input_of.get(root) for root in roots]
             held = [one for one in known if one is not None]
             made = [root for root, one in zip(roots, known, strict=True) if one is None]
             total = sum(one.bytes for one in held) + sum(map(self._size, made))
             first = held[0].storage if held else roots[0]
-            found.append(Given(first, total, bool(held) and held[0].lasts))
+            found.append(InputBuffer(first, total, bool(held) and held[0].outlives_graph))
         return found
 
     def _columns(
@@ -117,13 +118,13 @@ class BufferReader:
         nodes, lasting = self._nodes, self._lasting()
         before = self._before()
         inputs: dict[str, tuple[int, set[int]]] = {}
-        for name, one in self._given.items():
-            if one is not None and not one.lasts:
+        for name, one in self._input_of.items():
+            if one is not None and not one.outlives_graph:
                 _, rows = inputs.setdefault(one.storage, (one.bytes, set()))
                 mine = users.get(name, set()) | makers.get(name, set())
                 rows |= mine
                 if not mine or name in lasting:
-                    rows.add(len(nodes))  # the code does not delete what it does not use
+                    rows.add(len(nodes))  # the code does not free inputs that it does not use
         values: list[tuple[str, int, int, bool, set[int]]] = []
         for name, (size, rows) in inputs.items():
             values.append((name, size, -1, len(nodes) in rows, rows - {len(nodes)}))
@@ -189,9 +190,9 @@ class BufferReader:
             yield dep.name
 
     def _root(self, name: str) -> frozenset[str]:
-        """The buffers or inputs in whose memory a buffer lies."""
+        """The buffers or inputs whose memory a buffer uses."""
         if name not in self._roots:
-            self._roots[name] = frozenset({name})  # of what is its own alias
+            self._roots[name] = frozenset({name})  # a buffer may alias itself
             found = self._below(name)
             if found:
                 self._roots[name] = frozenset[str]().union(*map(self._root, found))
@@ -231,14 +232,15 @@ class BufferReader:
             raise UnknownSizeError(str(elements)) from error
 
     def _unused(self, buffer: Any) -> list[Any]:
-        """Elements of an operator's result that nobody takes: in memory as long as the result."""
+        """Elements of an operator's result that are never taken out: alive as long as the
+        result."""
         if not isinstance(buffer.layout, ir.MultiOutputLayout):
             return []
         outputs = [one for one in getattr(buffer, "outputs", ()) if isinstance(one, ir.MultiOutput)]
         return [one for one in outputs if one.get_name() not in self._row]
 
     def _parts(self) -> dict[str, list[str]]:
-        """By the name of a result of several tensors: the names of those."""
+        """The names of the elements of each result of several tensors, by the result's name."""
         found: dict[str, list[str]] = {}
         for node in self._nodes:
             for buffer in node.get_outputs():
@@ -251,7 +253,7 @@ class BufferReader:
         return {name: parts for name, parts in found.items() if name in self._row}
 
     def _unmade(self) -> set[str]:
-        """Buffers that live within one kernel."""
+        """Buffers that are only used within one kernel."""
         found = set()
         for node in self._nodes:
             inside = {one.get_name() for one in node.get_nodes()}
@@ -286,8 +288,8 @@ def _chains(node: Any) -> Iterator[str]:
 
 
 def _memory(node: Any) -> CallMemory:
-    """What a call of an operator asks for beside its results: as it says itself, or on CUDA by the
-    rules for PyTorch's own. Inductor's kernels ask for nothing."""
+    """What a kernel allocates beside its results: as `SCRATCH` says, or on CUDA by the rules for
+    PyTorch's own operators. Kernels that Inductor generates allocate nothing."""
     operator = getattr(node.node, "op_overload", None)
     tell = SCRATCH.get(operator) if operator is not None else None
     if tell is not None:
@@ -300,8 +302,8 @@ def _memory(node: Any) -> CallMemory:
 
 
 def _origins(node: Any) -> list[fx.Node]:
-    """Nodes of the graph whose operator this calls. Inductor knows which one it is only where it
-    gives that node's result as it is, and not where it adds a bias to it."""
+    """Nodes of the graph whose operator this calls. Inductor notes a single one only where the call
+    gives that node's result, not where it also adds a bias."""
     first = node.node.get_origin_node()
     called = getattr(getattr(node.node, "op_overload", None), "overloadpacket", None)
     if first is not None or called is None:
@@ -311,8 +313,8 @@ def _origins(node: Any) -> list[fx.Node]:
 
 
 def _laid_out(inputs: Sequence[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """An operator's tensors with the strides that Inductor gives them, which decide what a
-    convolution has to copy."""
+    """An operator's tensors with the strides that Inductor gives them: they decide which operands a
+    convolution copies."""
     if any(isinstance(size, torch.SymInt) for one in tensors for size in one.shape):
         raise UnknownSizeError
     found = []
@@ -324,20 +326,20 @@ def _laid_out(inputs: Sequence[Any], tensors: list[torch.Tensor]) -> list[torch.
 
 
 SCRATCH: dict[Any, Callable[[Any], int]] = {}
-"""Bytes by an operator, told Inductor's node that calls it."""
+"""Functions that give the bytes that an operator allocates and frees, from Inductor's node."""
 
 
 def _reuses(lines: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Buffers, and the ones whose memory they take over."""
+    """Pairs of a buffer and the one whose memory it reuses."""
     for line in lines:
         old, new = getattr(line, "node", None), getattr(line, "reused_as", None)
         if old is not None and new is not None:
             yield new.get_name(), old.get_name()
 
 
-def held_bytes(given: Iterable[Given | None]) -> int:
-    return sum(_blocks(given))
+def held_bytes(buffers: Iterable[InputBuffer | None]) -> int:
+    return sum(_blocks(buffers))
 
 
-def _blocks(given: Iterable[Given | None]) -> list[int]:
-    return list({one.storage: one.bytes for one in given if one is not None}.values())
+def _blocks(buffers: Iterable[InputBuffer | None]) -> list[int]:
+    return list({one.storage: one.bytes for one in buffers if one is not None}.values())

@@ -1,8 +1,8 @@
 """A whole training step as one graph: forward, backward, and each parameter's update.
 
-AOTAutograd hands its partitioner the joint graph. PyTorch's own partitioner divides it, so that
-`torch.utils.checkpoint`, random numbers and batch norm are as PyTorch has them; both parts are then
-put into one graph again, in which a gradient is taken as soon as it is there.
+AOTAutograd gives its partitioner the joint graph. PyTorch's own partitioner splits it into forward
+and backward, so that `torch.utils.checkpoint`, random numbers and batch norm behave as in PyTorch.
+Then both parts become one graph again, in which each gradient is used as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -21,70 +21,74 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan.runtime.graph.again import Again, made_again, saved_by
 from memplan.runtime.graph.arithmetic import (
     DEVICE,
     GRADIENT,
     PARAMETER,
     Arithmetic,
-    Named,
+    Ref,
     Token,
 )
 from memplan.runtime.graph.program import (
     BACKWARD,
-    NAME,
-    OF_PARAMETER,
+    NODE_NAME,
+    PARAMETER_ID,
     UPDATE,
-    Added,
+    MemplanOp,
     facts_of,
     program_of,
 )
+from memplan.runtime.graph.rematerialize import Replay, rematerialized, saved_by
 from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
 from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
 
 
 class UncapturedError(Exception):
-    """PyTorch's capture of a step is not the step."""
+    """PyTorch captures something else than what the step does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """What AOTAutograd traced. Inputs of the graph are the primals, then the tangents; its outputs
-    those of forward (`results` many), then a gradient for each primal, None where there is none."""
+    """A joint graph as AOTAutograd traces it.
+
+    Its inputs are the primals (inputs of forward), then the tangents (gradients of forward's
+    results). Its outputs are those of forward, then a gradient for each primal or None.
+    """
 
     module: fx.GraphModule
     inputs: Any
     results: int
+    """Number of forward's outputs."""
     options: dict[str, Any]
-    """More that the partitioner is given."""
+    """Further arguments of the partitioner."""
 
     @cached_property
     def changed(self) -> set[str]:
-        """Names of primals that forward changes: their new values are among its results, and are
-        put there when it has returned."""
+        """Names of primals that forward changes. The graph returns their new values, which the
+        caller then copies into them."""
         return {node.name for node in changed_inputs(self.module)}
 
-    def parts(self, replays: Sequence[Again] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward; the latter makes again what the replays say."""
+    def parts(self, replays: Sequence[Replay] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward; backward recomputes what the replays say."""
         forward, backward = self._parts
         if not replays:
             return forward, backward
         root = constants(forward, backward)
-        return made_again(forward, backward, self.results, replays, root, _has_effects)
+        return rematerialized(forward, backward, self.results, replays, root, _has_effects)
 
     @cached_property
     def _parts(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """As PyTorch divides the graph."""
+        """Forward and backward as PyTorch's partitioner splits the graph."""
         module = copied(self.module)
         _take_elements(module.graph)
-        # Else a generator on a GPU is an input of both parts.
+        # Otherwise a GPU's generator would become an input of both parts.
         with functorch_config.patch(graphsafe_rng_functionalization=False):
             forward, backward = default_partition(
                 module, self.inputs, num_fwd_outputs=self.results, **self.options
             )
         drawn = {node.name for node in forward.graph.nodes if is_random(node)}
-        # The partitioner copies those along.
+        # The partitioner copies forward's random operators into backward, too.
         backward.graph.eliminate_dead_code(
             is_impure_node=lambda node: (
                 _has_effects(node) or (is_random(node) and node.name not in drawn)
@@ -94,14 +98,14 @@ class Joint:
 
 
 def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
-    """Inputs of a joint graph that who calls it changes when it has returned."""
+    """Inputs of a joint graph that its caller changes after it has returned."""
     output = joint.graph.output_node()
     told = [getattr(one, "mutated_input", None) for one in output.meta["desc"]]
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta["desc"] in told]
 
 
-class LossGradient(Added):
-    """The gradient of the loss: 1, or a gradient scaler's scale."""
+class LossGradient(MemplanOp):
+    """Makes the gradient of the loss: 1, or a gradient scaler's scale."""
 
     __name__ = "loss_gradient"
 
@@ -114,10 +118,11 @@ class LossGradient(Added):
         return one if self._scaler is None else self._scaler.scale(one).to(self._dtype)
 
 
-class UpdateBehind(Added):
-    """The optimizers' step behind the graph, for its memory. Called with all gradients."""
+class StepAfterBackward(MemplanOp):
+    """Stands for the optimizers' step where it comes after the graph: does nothing, but its memory
+    counts for the peak. Called with all gradients."""
 
-    __name__ = "update_behind"
+    __name__ = "step_after_backward"
     barrier = True
 
     def __init__(self, scratch_bytes: int) -> None:
@@ -127,10 +132,12 @@ class UpdateBehind(Added):
         pass
 
 
-class Bernoulli(Added):
-    """`Tensor.bernoulli_` of a tensor that does not lie in rows, as in a dropout of a transposed
-    one. Functionalization makes an operator of it that draws for a result in rows: the same
-    numbers, in other places."""
+class Bernoulli(MemplanOp):
+    """`Tensor.bernoulli_` of a tensor that is not contiguous, as in dropout of a transposed one.
+
+    Functionalization replaces it by an operator with a contiguous result, which would have the same
+    random numbers in other places.
+    """
 
     __name__ = "bernoulli"
     chain = "random numbers"
@@ -148,20 +155,22 @@ class Bernoulli(Added):
 
 def whole_step(
     joint: Joint,
-    replays: Sequence[Again],
+    replays: Sequence[Replay],
     updates: Updates,
     scaler: torch.amp.GradScaler | None,
     primals: Sequence[Any],
     *,
     keep: bool,
-    behind: bool,
+    step_after: bool,
 ) -> fx.GraphModule:
-    """Forward and backward in one graph, whose inputs are the primals and whose outputs those of
-    forward; each gradient is taken by a `TakeGradient`. `keep`: gradients are outputs too, because
-    they stay. `behind`: the optimizers' steps come after it.
+    """Forward, backward and updates in one graph, with the primals as inputs and forward's outputs.
 
-    Raises UncapturedError and UsageError where the graph has another gradient to start with than
-    that of one number.
+    Each gradient is used by a `TakeGradient` or by operators that update its parameter. `keep`:
+    gradients are outputs, too, because they stay in `.grad`. `step_after`: the optimizers' step
+    comes after the graph.
+
+    Raises UncapturedError and UsageError where backward does not start with the gradient of one
+    number.
     """
     forward, backward = joint.parts(replays)
     graph = fx.Graph()
@@ -175,10 +184,10 @@ def whole_step(
     with _disable_current_modes():
         root = constants(forward, backward)
         program_of(fx.GraphModule(root, graph))
-        _take(graph, gradients, updates, primals, keep=keep, behind=behind)
+        _append_updates(graph, gradients, updates, primals, keep=keep, step_after=step_after)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
-    if behind:
-        update = graph.call_function(UpdateBehind(updates.behind_bytes()), tuple(kept))
+    if step_after:
+        update = graph.call_function(StepAfterBackward(updates.step_scratch_bytes()), tuple(kept))
         update.meta = {"val": None, BACKWARD: True, UPDATE: True}
     graph.output((*outputs[: joint.results], *kept))
     module = fx.GraphModule(root, graph)
@@ -189,8 +198,8 @@ def whole_step(
 def forward_alone(
     forward: fx.GraphModule, backward: fx.GraphModule, results: int, gradients: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What AOTAutograd is told that the parts are: a forward that saves nothing, and a backward
-    that is never run."""
+    """The two parts that AOTAutograd is given in place of the real ones: a forward that saves
+    nothing, and a backward that never runs."""
     forward.graph.output_node().args = (tuple(returned(forward)[:results]),)
     forward.graph.eliminate_dead_code()
     forward.recompile()
@@ -204,8 +213,8 @@ def forward_alone(
 
 
 def _take_elements(graph: fx.Graph) -> None:
-    """Random numbers that nobody wants: the partitioner asks of each result of several tensors that
-    some be taken."""
+    """Take an element of each unused random result of several tensors: the partitioner fails where
+    no element of such a result is taken."""
     for node in list(graph.nodes):
         val = node.meta.get("val")
         if is_random(node) and not node.users and isinstance(val, (list, tuple)):
@@ -215,12 +224,12 @@ def _take_elements(graph: fx.Graph) -> None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether it gives others each time."""
+    """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _has_effects(node: fx.Node) -> bool:
-    """Whether a node of a backward pass is to run though nobody uses its result."""
+    """Whether a node of backward must run although nobody uses its result."""
     if node.op != "call_function":
         return True
     target = node.target
@@ -230,7 +239,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph of the same names; what nodes show is shared."""
+    """A copy of a graph, with the same names of nodes and the same values in `node.meta`."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(module.graph, copied)
@@ -241,31 +250,32 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def add_forward(graph: fx.Graph, part: fx.GraphModule) -> list[Any]:
-    """Puts forward behind what is there. Its outputs: the joint graph's, then what backward takes
-    of it, in backward's order."""
+    """Append forward to a graph. Returns its outputs: those of the joint graph, then what backward
+    uses, in backward's order."""
     return _add(graph, part, {}, backward=False)
 
 
 def add_backward(graph: fx.Graph, part: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Puts backward behind what is there, with these nodes for its placeholders; its outputs."""
+    """Append backward to a graph, with these nodes in place of its placeholders. Returns its
+    outputs."""
     places = [node.name for node in part.graph.find_nodes(op="placeholder")]
     return _add(graph, part, dict(zip(places, inputs, strict=True)), backward=True)
 
 
 def _add(
-    graph: fx.Graph, part: fx.GraphModule, here: dict[str, Any], *, backward: bool
+    graph: fx.Graph, part: fx.GraphModule, copies: dict[str, Any], *, backward: bool
 ) -> list[Any]:
-    """`here`: what stands for placeholders of these names."""
+    """Append a graph. `copies`: nodes in place of the placeholders of these names."""
     for node in part.graph.nodes:
         if node.op == "output":
-            return [here[one.name] if isinstance(one, fx.Node) else one for one in node.args[0]]
-        if node.name in here:
+            return [copies[one.name] if isinstance(one, fx.Node) else one for one in node.args[0]]
+        if node.name in copies:
             continue
-        new = graph.node_copy(node, lambda needed: here[needed.name])
+        new = graph.node_copy(node, lambda needed: copies[needed.name])
         if Bernoulli.needed(node):
             new.target = Bernoulli()
-        new.meta = {**node.meta, BACKWARD: backward, NAME: node.name}
-        here[node.name] = new
+        new.meta = {**node.meta, BACKWARD: backward, NODE_NAME: node.name}
+        copies[node.name] = new
     raise AssertionError("a graph without an output")
 
 
@@ -278,10 +288,10 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
-    """What the gradient of the loss is like."""
+    """A fake tensor like the gradient of the loss."""
     tangents = list(filter(is_tangent, joint.graph.find_nodes(op="placeholder")))
     if len(tangents) != 1:
-        # Returned, kept in some object, or a parameter that the function writes.
+        # The function returns them, stores them in an object, or writes into a parameter.
         raise UncapturedError("several tensors that require a gradient are there afterwards")
     like: torch.Tensor = tangents[0].meta["val"]
     check_loss(like)
@@ -289,7 +299,7 @@ def loss_gradient(joint: fx.GraphModule) -> torch.Tensor:
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """Raises UsageError where it cannot be differentiated as it is."""
+    """Raises UsageError for a loss that cannot be differentiated as it is."""
     if loss.numel() != 1:
         raise UsageError(
             f"the function returns a tensor of shape {tuple(loss.shape)}, which is no loss",
@@ -299,40 +309,40 @@ def check_loss(loss: torch.Tensor) -> None:
         raise UsageError("the function returns a complex number, no loss", "loss.abs()")
 
 
-def _take(
+def _append_updates(
     graph: fx.Graph,
     gradients: Sequence[Any],
     updates: Updates,
     primals: Sequence[Any],
     *,
     keep: bool,
-    behind: bool,
+    step_after: bool,
 ) -> None:
-    places = list(graph.find_nodes(op="placeholder"))
-    shown = [facts_of(one).shows if isinstance(one, fx.Node) else None for one in gradients]
-    lasting = {facts_of(node).shows for node in places}
+    inputs = list(graph.find_nodes(op="placeholder"))
+    storages = [facts_of(one).storage if isinstance(one, fx.Node) else None for one in gradients]
+    of_inputs = {facts_of(node).storage for node in inputs}
     for place, gradient in enumerate(gradients):
         if not isinstance(gradient, fx.Node):
             continue
-        made = (
+        update = (
             None
-            if keep or updates.whole or not updates.in_graph
+            if keep or updates.by_optimizer or not updates.in_graph
             else updates.arithmetic(primals[place])
         )
-        if made is not None:
-            _update(graph, places[place], gradient, updates, primals[place], *made)
+        if update is not None:
+            _append_update(graph, inputs[place], gradient, updates, primals[place], *update)
             continue
-        shared = shown.count(shown[place]) > 1 or shown[place] in lasting
-        copies = shared or not lies_as(gradient, primals[place])
+        shared = storages.count(storages[place]) > 1 or storages[place] in of_inputs
+        copies = shared or not same_layout(gradient, primals[place])
         take = TakeGradient(updates, copies)
-        if not behind:
+        if not step_after:
             _, take.scratch_bytes = updates.state_bytes(primals[place])
-            take.can_wait = not copies and updates.several_at_once(primals[place])
-        node = graph.call_function(take, (places[place], gradient))
+            take.can_wait = not copies and updates.is_batched(primals[place])
+        node = graph.call_function(take, (inputs[place], gradient))
         node.meta = {"val": None, BACKWARD: True, UPDATE: True}
 
 
-def _update(
+def _append_update(
     graph: fx.Graph,
     place: fx.Node,
     gradient: fx.Node,
@@ -341,24 +351,24 @@ def _update(
     arithmetic: Arithmetic,
     read: Callable[[int], float],
 ) -> None:
-    """Puts the operators of a parameter's update behind what is there."""
+    """Append the operators of a parameter's update."""
     nodes: dict[Token, fx.Node] = {PARAMETER: place, GRADIENT: gradient}
 
-    def brought(target: Added, val: Any) -> fx.Node:
+    def add_read(target: MemplanOp, val: Any) -> fx.Node:
         node = graph.call_function(target, ())
         node.meta = {"val": val, BACKWARD: True, UPDATE: True}
         return node
 
-    for key, val in zip(arithmetic.state, arithmetic.begins_with, strict=True):
-        nodes["state", key] = brought(State(updates, parameter, key), val)
+    for key, val in zip(arithmetic.state, arithmetic.initial_state, strict=True):
+        nodes["state", key] = add_read(State(updates, parameter, key), val)
 
     def argument(leaf: Any) -> Any:
-        if not isinstance(leaf, Named):
+        if not isinstance(leaf, Ref):
             return leaf
         if leaf.token == DEVICE:
             return parameter.device
         if leaf.token[0] == "number":
-            return brought(Number(read, leaf.token[1]), None)  # type: ignore[arg-type]
+            return add_read(Number(read, leaf.token[1]), None)  # type: ignore[arg-type]
         return nodes[leaf.token]
 
     for number, operation in enumerate(arithmetic.operations):
@@ -366,19 +376,19 @@ def _update(
         args, kwargs = pytree.tree_unflatten(leaves, operation.spec)
         node = graph.call_function(operation.func, args, kwargs)
         node.meta = {"val": arithmetic.results[number], BACKWARD: True, UPDATE: True}
-        node.meta[OF_PARAMETER] = id(parameter)
+        node.meta[PARAMETER_ID] = id(parameter)
         nodes["made", number, 0] = node
 
 
-def lies_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
-    """Whether a gradient is all of its storage and lies as AccumulateGrad wants it."""
+def same_layout(gradient: fx.Node, parameter: torch.Tensor) -> bool:
+    """Whether a gradient fills its storage and has the layout that AccumulateGrad keeps."""
     val = gradient.meta["val"]
     whole = val.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
     return bool(whole and val.stride() == parameter.stride() and val.dtype == parameter.dtype)
 
 
 def constants(*modules: fx.GraphModule) -> torch.nn.Module:
-    """Constants of the graphs."""
+    """A module that holds the constants of the graphs."""
     root = torch.nn.Module()
     for module in modules:
         for name, value in {**vars(module)["_buffers"], **vars(module)["_modules"]}.items():

@@ -1,7 +1,7 @@
-"""A plan's part about compiled regions, in effect on all that PyTorch Inductor compiles.
+"""Applies a plan's part about compiled regions to everything that PyTorch Inductor compiles.
 
-Inductor asks for a partitioner of joint graphs (`config.custom_partitioner_fn`). Graphs that the
-plan names are divided as it says; others as PyTorch divides them.
+Inductor can be given a partitioner of joint graphs (`config.custom_partitioner_fn`). Here it splits
+graphs that the plan names as the plan says, and others as PyTorch does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 
 _DUMPS = "_get_unique_path"
-"""Names the files that PyTorch writes into the working folder where it finds no partition."""
+"""PyTorch's function that names a file, written into the working folder where it finds no
+partition."""
 
 
 class PlannedRegions(CustomPartitionerFn):
-    """A context manager. `on_note` is told, in a sentence, what of the plan cannot be followed;
-    `on_region` what is done to each graph."""
+    """A context manager with the plan in effect. `on_note` gets a sentence for each part of the
+    plan that cannot be followed, `on_region` what is recomputed in each graph."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class PlannedRegions(CustomPartitionerFn):
         if config.custom_partitioner_fn is self:
             config.custom_partitioner_fn = self._before
         missed = len(self._known.keys() - self._met)
-        # A graph that PyTorch has on disk, divided as `uuid` says, is not compiled.
+        # A graph that PyTorch finds in its cache on disk, split under this `uuid`, is not compiled.
         if missed and _cache_hits() == self._hits:
             self._on_note(
                 f"{missed} of the {len(self._known)} compiled graphs of the plan were not compiled "
@@ -67,16 +68,16 @@ class PlannedRegions(CustomPartitionerFn):
             )
 
     def uuid(self) -> bytes:
-        """Of PyTorch's caches: graphs with this plan are others than those without."""
+        """A key for PyTorch's caches, so that graphs with this plan are kept apart from others."""
         return hashlib.blake2b(msgspec.json.encode(self._part)).digest()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        # Inductor is there by now; it takes seconds to import.
+        # Importing Inductor takes seconds; here it is imported already.
         from torch._functorch import partitioners
 
-        from memplan.runtime.graph.fused import cut, tag
+        from memplan.runtime.graph.fused import split, tag
         from memplan.runtime.graph.joint import Joint, copied, is_random
 
         results = kwargs.pop("num_fwd_outputs")
@@ -85,24 +86,24 @@ class PlannedRegions(CustomPartitionerFn):
         digest = _digest(gm)
         region = self._known.get(digest) or self._chosen(joint, digest)
         if region is None:
-            return cut(joint, gm)
+            return split(joint, gm)
         self._met.add(digest)
         drawn = {node.name for node in gm.graph.nodes if is_random(node)}
         tagged = copied(gm)
         tag(tagged.graph, frozenset(region.recomputed) - drawn)
         try:
             with mock.patch.object(partitioners, _DUMPS, lambda *_: os.devnull, create=True):
-                parts = cut(joint, tagged)
-        except Exception:  # the plan file was changed: PyTorch finds no such partition
+                parts = split(joint, tagged)
+        except Exception:  # a changed plan file may ask for a partition that does not exist
             self._on_note(f"the compiled graph of {region.name} cannot run with this plan")
-            return cut(joint, gm)
+            return split(joint, gm)
         if self._on_region is not None:
             self._on_region(region)
         return parts
 
     def _chosen(self, joint: Joint, digest: str) -> CompiledRegion | None:
-        """What to recompute in a graph that the plan does not name; None where it says nothing, or
-        where not all of the graph is known."""
+        """What to recompute in a graph that the plan does not name. None where the plan has no rule
+        for it, or where the graph has unknown operators."""
         name = _name(joint.module)
         if not self._part.share:
             self._on_note(
@@ -119,11 +120,11 @@ class PlannedRegions(CustomPartitionerFn):
             )
             return None
         from memplan.recompute.frontier import choices
-        from memplan.runtime.graph.fused import names_again
-        from memplan.runtime.graph.passes import pass_without_saves
+        from memplan.runtime.graph.fused import recomputed_names
+        from memplan.runtime.graph.recompute_problem import problem_without_saves
 
         try:
-            whole = pass_without_saves(joint)
+            whole = problem_without_saves(joint)
         except ValueError as error:
             self._on_note(f"nothing is recomputed in the compiled graph of {name}: {error}")
             return None
@@ -132,13 +133,13 @@ class PlannedRegions(CustomPartitionerFn):
         row = choices(replace(whole.graph, others=beside, base_bytes=base))
         number = round(self._part.share * (len(row) - 1))
         again = whole.replays(row[number].selection) if number else ()
-        found = CompiledRegion(digest, name, sorted(names_again(joint, again)))
+        found = CompiledRegion(digest, name, sorted(recomputed_names(joint, again)))
         self._known[digest] = found
         return found
 
 
 def _cache_hits() -> int:
-    """Of graphs, by this process."""
+    """How many graphs this process found in PyTorch's cache."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])

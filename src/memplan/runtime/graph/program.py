@@ -1,8 +1,8 @@
-"""A graph of ATen operators, and what each does to storages.
+"""A graph of ATen operators, and what each operator does to storages.
 
-The graph is what AOTAutograd traced: functional, with fake tensors in `node.meta["val"]`. Those
-tell how a result lies, but not what it shares memory with: an operator's schema does. Nodes that
-memplan adds are `Added`.
+The graph is the one that AOTAutograd traced: functional, with fake tensors in `node.meta["val"]`.
+A fake tensor has the layout of a result, but does not say with what it shares memory; that is in
+the operator's schema. Nodes that memplan adds call a `MemplanOp`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ FACTS = "memplan"
 """Key in `node.meta` of a node's `Facts`."""
 BACKWARD = "memplan_backward"
 """Key in `node.meta`: whether a node belongs to the backward pass."""
-NAME = "memplan_name"
-"""Key in `node.meta`: what a node is called in the part of the graph that it comes from."""
+NODE_NAME = "memplan_name"
+"""Key in `node.meta`: the name of a node in the forward or backward graph that it comes from."""
 RANDOM = "random numbers"
-"""The chain of what draws them."""
+"""The chain of operators that draw random numbers."""
 UPDATE = "memplan_update"
 """Key in `node.meta`: whether a node belongs to the optimizer's step."""
-OF_PARAMETER = "memplan_of"
+PARAMETER_ID = "memplan_of"
 """Key in `node.meta`: the `id` of the parameter that an operator helps to update."""
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 
-class Added:
-    """What a node of memplan's own calls. It keeps its place among those that name its chain."""
+class MemplanOp:
+    """The target of a node that memplan adds to a graph."""
 
-    __name__: str = "added"
-    """Of nodes."""
+    __name__: str = "memplan_op"
+    """fx names nodes after it."""
     writes: tuple[int, ...] = ()
-    """Positions of the arguments that it changes."""
+    """Positions of the arguments that it writes."""
     chain: str = ""
+    """As in `Facts.chains`; empty for none."""
     barrier: bool = False
-    """Whether it keeps its place among all nodes."""
+    """Whether no other node may move across it."""
     scratch_bytes: int = 0
-    """Memory that it asks for and frees while it runs."""
-    brings: bool = False
-    """It brings what is there anyway: no kernel, and no bytes of the graph's."""
+    """Memory that it allocates and frees while it runs."""
+    is_input: bool = False
+    """Whether it only reads what exists outside of the graph: it runs no kernel and allocates
+    nothing."""
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
@@ -59,38 +61,40 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class StorageFacts:
-    """A storage generation."""
+    """A storage of the graph."""
 
     bytes: int
     name: str
-    """For people: the placeholder's name, or the operator's."""
+    """For messages: the name of the placeholder or operator that makes it."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a node of the graph does, in storages (indices in `Program.storages`)."""
+    """What a node does. Storages are indices in `Program.storages`."""
 
     reads: tuple[int, ...] = ()
     """Storages that its arguments are views of."""
     writes: tuple[int, ...] = ()
-    """Storages that it changes; those that it makes are not among them."""
+    """Storages that it changes, without those that it allocates."""
     makes: tuple[int, ...] = ()
-    shows: int | None = None
-    """The storage that its result lies in, be it several views of it."""
+    """Storages that it allocates."""
+    storage: int | None = None
+    """The storage of its result, if that is one storage."""
     chains: tuple[str, ...] = ()
-    """It keeps its place among the nodes that name the same chain: a generator, a process group."""
-    free: bool = False
-    """A view or an element of an operator's result: no bytes, no kernel. It may run anywhere after
-    what it is made from: right before its first user."""
+    """Nodes of the same chain keep their order: those that draw from a generator, say, or use a
+    process group."""
+    no_kernel: bool = False
+    """A view, an input or an element of an operator's result: it costs nothing, and runs right
+    before its first user."""
     source: str = ""
     """Module path or `file:line`; empty when unknown."""
     backward: bool = False
     update: bool = False
-    """Part of the optimizer's step."""
+    """Whether it belongs to the optimizer's step."""
     flops: int = 0
-    """Of multiplications of matrices, convolutions and attention, where PyTorch has a formula."""
+    """FLOPs of matrix products, convolutions and attention, by PyTorch's formulas; else 0."""
     memory: CallMemory = NOTHING
-    """What it asks for beside its results."""
+    """What it allocates beside its results."""
 
 
 @dataclass(eq=False)
@@ -99,17 +103,17 @@ class Program:
 
     graph_module: fx.GraphModule
     inputs: list[int]
-    """Of each placeholder: its storage, -1 for what is no tensor. They are alive all the time."""
+    """The storage of each placeholder, alive all the time; -1 for what is no tensor."""
     storages: list[StorageFacts]
     held: Sequence[int] = ()
-    """Blocks that the caller holds beside the graph's storages all the time."""
+    """Blocks, in bytes, that the caller holds all the time beside the graph's storages."""
     workspaces: Sequence[int] = ()
-    """Blocks that libraries keep."""
+    """Blocks, in bytes, that libraries such as cuBLAS keep once they are used."""
     on_cuda: bool = False
 
     @property
     def base_bytes(self) -> int:
-        """Beside the graph's storages all the time."""
+        """Bytes held all the time beside the graph's storages."""
         return sum(self.held) + sum(self.workspaces)
 
     @property
@@ -122,16 +126,16 @@ class Program:
 
 
 def facts_of(node: fx.Node) -> Facts:
-    """Of a node of a `Program`."""
+    """The `Facts` of a node of a `Program`."""
     facts = node.meta[FACTS]
     assert isinstance(facts, Facts)
     return facts
 
 
 def program_of(module: fx.GraphModule, held: Sequence[int] = ()) -> Program:
-    """Reads what each node does off its operator's schema and its fake result.
+    """Find out what each node does, from its operator's schema and its fake result.
 
-    Raises ValueError for a node of which neither tells.
+    `held`: see `Program`. Raises ValueError for a node where that is not enough.
     """
     reader = _Reader()
     inputs = []
@@ -157,55 +161,55 @@ def is_element(node: fx.Node) -> bool:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Those in a result."""
+    """The tensors in a nested structure."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Reader:
     def __init__(self) -> None:
         self.storages: list[StorageFacts] = []
-        self._lies_in: dict[fx.Node, Any] = {}
+        self._storage_of: dict[fx.Node, Any] = {}
         """The storage of each tensor of a node's result, in a structure like that of the result."""
 
     def input(self, node: fx.Node) -> int:
         val = node.meta.get("val")
-        shows = self._new(val, node.name) if isinstance(val, torch.Tensor) else None
-        self._lies_in[node] = shows
-        node.meta[FACTS] = Facts(shows=shows, free=True)
-        return -1 if shows is None else shows
+        storage = self._new_storage(val, node.name) if isinstance(val, torch.Tensor) else None
+        self._storage_of[node] = storage
+        node.meta[FACTS] = Facts(storage=storage, no_kernel=True)
+        return -1 if storage is None else storage
 
     def facts(self, node: fx.Node) -> Facts:
         if node.op == "get_attr":
             val = node.meta.get("val")
-            self._lies_in[node] = self._new(val, node.name) if val is not None else None
-            return Facts(shows=self._one(node), free=True)
-        if isinstance(node.target, Added) and node.target.brings:
-            self._lies_in[node] = None
+            self._storage_of[node] = self._new_storage(val, node.name) if val is not None else None
+            return Facts(storage=self._single_storage(node), no_kernel=True)
+        if isinstance(node.target, MemplanOp) and node.target.is_input:
+            self._storage_of[node] = None
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.storages.append(StorageFacts(0, _name(node)))
-                self._lies_in[node] = len(self.storages) - 1
-            return Facts(shows=self._one(node), free=True)
+                self._storage_of[node] = len(self.storages) - 1
+            return Facts(storage=self._single_storage(node), no_kernel=True)
         if node.op != "call_function":
             raise ValueError(f"a node of kind {node.op}: {node.format_node()}")
         if node.target is operator.getitem:
             source, place = node.args
             assert isinstance(source, fx.Node) and isinstance(place, int)
-            within = self._lies_in[source]
-            self._lies_in[node] = within[place] if isinstance(within, (list, tuple)) else within
-            return Facts(shows=self._one(node), free=True, source=_source(node))
+            within = self._storage_of[source]
+            self._storage_of[node] = within[place] if isinstance(within, (list, tuple)) else within
+            return Facts(storage=self._single_storage(node), no_kernel=True, source=_source(node))
         before = len(self.storages)
-        self._lies_in[node] = self._result(node)
-        shown = self._all(node)
+        self._storage_of[node] = self._result(node)
+        shown = self._storages(node)
         makes = tuple(sorted(index for index in shown if index >= before))
-        writes = self._of(_written(node))
+        writes = self._storages_of(_written(node))
         chains = tuple(_chains(node))
         return Facts(
-            reads=self._of(node.all_input_nodes),
+            reads=self._storages_of(node.all_input_nodes),
             writes=writes,
             makes=makes,
-            shows=self._one(node),
+            storage=self._single_storage(node),
             chains=chains,
-            free=bool(shown) and not (makes or writes or chains),
+            no_kernel=bool(shown) and not (makes or writes or chains),
             source=_source(node),
             backward=bool(node.meta.get(BACKWARD)),
             update=bool(node.meta.get(UPDATE)),
@@ -214,56 +218,56 @@ class _Reader:
         )
 
     def _result(self, node: fx.Node) -> Any:
-        """Where a node's result lies: in what its schema says, else in memory of its own."""
+        """The storages of a node's result: those that its schema names, else new ones."""
         if is_random_wrapper(node):
-            return self._all_new(_wrapped_result(node), node)
+            return self._new_storages(_wrapped_result(node), node)
         val = node.meta.get("val")
         aliases = _aliases(node)
         if isinstance(val, torch.Tensor):
-            return self._place(val, node, 0, aliases.get(0, ()))
+            return self._result_storage(val, node, 0, aliases.get(0, ()))
         if not isinstance(val, (list, tuple)):
             return None
         target = node.target
         lists = isinstance(target, torch._ops.OpOverload) and len(target._schema.returns) == 1
         return [
-            self._place(one, node, place, aliases.get(0 if lists else place, ()))
+            self._result_storage(one, node, place, aliases.get(0 if lists else place, ()))
             if isinstance(one, torch.Tensor)
             else None
             for place, one in enumerate(val)
         ]
 
-    def _all_new(self, val: Any, node: fx.Node) -> Any:
+    def _new_storages(self, val: Any, node: fx.Node) -> Any:
         if isinstance(val, (list, tuple)):
-            return [self._all_new(one, node) for one in val]
-        return self._new(val, _name(node)) if isinstance(val, torch.Tensor) else None
+            return [self._new_storages(one, node) for one in val]
+        return self._new_storage(val, _name(node)) if isinstance(val, torch.Tensor) else None
 
-    def _place(
+    def _result_storage(
         self, val: torch.Tensor, node: fx.Node, place: int, aliases: Sequence[fx.Node]
     ) -> int:
-        found = self._of(aliases)
+        found = self._storages_of(aliases)
         if len(found) > 1:
             raise ValueError(f"a result that is a view of several: {node.format_node()}")
         if found:
             return found[0]
-        new = self._new(val, _name(node))
+        new = self._new_storage(val, _name(node))
         if size := kept_bytes(node.target, fx.map_arg(node.args, _value), val):
             self.storages[new] = StorageFacts(size, _name(node))
         if not val.numel() and (size := workspace_bytes(node, place)):
             self.storages[new] = StorageFacts(size, _name(node))
         return new
 
-    def _of(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(index for node in nodes for index in self._all(node)))
+    def _storages_of(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(index for node in nodes for index in self._storages(node)))
 
-    def _all(self, node: fx.Node) -> set[int]:
-        leaves = pytree.tree_leaves(self._lies_in.get(node))
+    def _storages(self, node: fx.Node) -> set[int]:
+        leaves = pytree.tree_leaves(self._storage_of.get(node))
         return {index for index in leaves if index is not None}
 
-    def _one(self, node: fx.Node) -> int | None:
-        found = self._all(node)
+    def _single_storage(self, node: fx.Node) -> int | None:
+        found = self._storages(node)
         return found.pop() if len(found) == 1 else None
 
-    def _new(self, val: torch.Tensor, name: str) -> int:
+    def _new_storage(self, val: torch.Tensor, name: str) -> int:
         if val.layout != torch.strided:
             raise ValueError(f"a tensor that is not dense: {name}, {val.layout}")
         self.storages.append(StorageFacts(int(val.untyped_storage().nbytes()), name))
@@ -271,7 +275,8 @@ class _Reader:
 
 
 def _aliases(node: fx.Node) -> dict[int, list[fx.Node]]:
-    """By the place of a result: the arguments of which it is a view, or which it is."""
+    """The arguments of which each result is a view, or which it is itself, by the result's
+    place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return {}
@@ -295,17 +300,17 @@ _VIEWS_UNSAID = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 )
-"""Their results are views; their schemas do not say so, for autograd's sake."""
+"""Operators whose results are views although their schemas do not say so: autograd needs that."""
 
 
 def is_random_wrapper(node: fx.Node) -> bool:
-    """Whether a node draws random numbers as PyTorch's partitioner has it drawn again: its operator
-    is an argument."""
+    """Whether a node is a wrapper by which PyTorch's partitioner saves or restores the generator's
+    state around a random operator. The operator is an argument of it."""
     return node.target in (run_and_save_rng_state, run_with_rng_state)
 
 
 def _wrapped_result(node: fx.Node) -> Any:
-    """What such a node gives; the partitioner does not always note it."""
+    """The result of a random wrapper; the partitioner does not always note it."""
     if node.target is run_and_save_rng_state:
         elements: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
         return [elements[place].meta["val"] for place in (0, 1)]
@@ -316,12 +321,12 @@ def _wrapped_result(node: fx.Node) -> Any:
 
 
 def _name(node: fx.Node) -> str:
-    return type(node.target).__name__ if isinstance(node.target, Added) else str(node.target)
+    return type(node.target).__name__ if isinstance(node.target, MemplanOp) else str(node.target)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """Arguments that a node changes."""
-    if isinstance(node.target, Added):
+    if isinstance(node.target, MemplanOp):
         found = [node.args[place] for place in node.target.writes]
     elif isinstance(node.target, torch._ops.OpOverload):
         found = []
@@ -340,12 +345,12 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 _STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-"""In training they write their running statistics; their schemas do not say so."""
+"""Operators that write running statistics in training although their schemas do not say so."""
 
 
 def _chains(node: fx.Node) -> Iterator[str]:
     target = node.target
-    if isinstance(target, Added):
+    if isinstance(target, MemplanOp):
         if target.chain:
             yield target.chain
     elif is_random_wrapper(node):
@@ -355,23 +360,23 @@ def _chains(node: fx.Node) -> Iterator[str]:
 
 
 def chains_of(operator: torch._ops.OpOverload) -> Iterator[str]:
-    """The chains among whose operators one keeps its place."""
+    """The chains (`Facts.chains`) that an operator belongs to."""
     if torch.Tag.nondeterministic_seeded in operator.tags:
         yield RANDOM
     if operator.namespace in _COLLECTIVES:
         yield "collectives"
-    elif is_of_others(operator.namespace):
-        yield operator.namespace  # may keep a state, unsaid
+    elif is_foreign(operator.namespace):
+        yield operator.namespace  # such operators may have a state that their schemas do not show
 
 
-def is_of_others(namespace: str | None) -> bool:
-    """Whether operators of it are neither PyTorch's nor memplan's."""
+def is_foreign(namespace: str | None) -> bool:
+    """Whether operators of a namespace are neither PyTorch's nor memplan's."""
     known = ("aten", "prims", "torchvision", "memplan", "higher_order", *_COLLECTIVES)
     return namespace not in (None, *known)
 
 
 def _memory(node: fx.Node) -> CallMemory:
-    if isinstance(node.target, Added):
+    if isinstance(node.target, MemplanOp):
         return CallMemory(node.target.scratch_bytes, node.target.scratch_bytes)
     return call_memory(node)
 

@@ -1,7 +1,7 @@
-"""Which activations are dropped and made again, so that a graph keeps to a budget.
+"""Chooses which activations are dropped and recomputed, so that a graph keeps within a budget.
 
-The solver (`memplan.recompute`) proposes one row of choices for a graph, whatever the budget; each
-more work than the one before it. A budget only looks one up.
+For each graph the solver (`memplan.recompute`) proposes a list of choices, each with more work than
+the one before. The list does not depend on the budget, which only selects one of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Generic, Protocol, TypeVar
 
 from memplan.recompute.frontier import Choice, choices
 from memplan.report.text import format_bytes
-from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Budget
-from memplan.runtime.graph.passes import Pass
+from memplan.runtime.graph.recompute_problem import RecomputeProblem
+from memplan.runtime.graph.rematerialize import Replay
 from memplan.types.errors import InfeasibleError
 
 
 class Attempt(Protocol):
-    """A graph with some of its activations made again, in its order."""
+    """A graph with some activations recomputed, in its order."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -29,14 +29,16 @@ T = TypeVar("T", bound=Attempt)
 
 
 def within_budget(
-    plain: Callable[[], Pass], attempt: Callable[[tuple[Again, ...]], T], budget: Budget
+    plain: Callable[[], RecomputeProblem],
+    attempt: Callable[[tuple[Replay, ...]], T],
+    budget: Budget,
 ) -> T:
-    """The attempt with little work that keeps its peak within the budget: what `attempt` makes of
-    the graph when it runs these operators again.
+    """The result of `attempt` with little recomputation whose peak is within the budget.
 
-    `plain`: the graph that runs nothing again. The same graph and budget give the same answer. A
-    smaller budget never gets the higher peak, nor a larger one more FLOPs: see `Search`. Raises
-    InfeasibleError, with the least peak that was found, where none keeps to it.
+    `attempt` builds the graph with given replays; `plain` builds the problem for the solver. The
+    same graph and budget give the same answer. A smaller budget never has the higher peak, and a
+    larger one never more FLOPs: see `Search`. Raises InfeasibleError, with the lowest peak that was
+    found, where none is within the budget.
     """
     if budget is None:
         return attempt(())
@@ -58,44 +60,46 @@ def within_budget(
 
 
 class Search(Generic[T]):
-    """Halves the row of choices, always at the same places.
+    """A binary search in the list of choices.
 
-    Two budgets are treated alike up to a choice that the larger one accepts and the smaller one
-    does not. All that the larger one accepts from there on is that choice or less work; all that
-    the smaller one accepts there is more work. And that choice needs more bytes than the smaller
-    budget: so does the accepted one that needs most, which is taken.
-    """
+    Of the choices that it accepts, the one with the highest peak is taken. This is why budgets
+    never invert: the searches for two budgets are the same up to a choice that the larger budget
+    accepts and the smaller one rejects. Then the larger budget's search only accepts that choice
+    and ones with less work, and the smaller budget's search only ones with more work. That choice's
+    peak is above the smaller budget, so the larger budget's answer has the higher peak."""
 
     def __init__(
-        self, plain: Callable[[], Pass], attempt: Callable[[tuple[Again, ...]], T]
+        self, plain: Callable[[], RecomputeProblem], attempt: Callable[[tuple[Replay, ...]], T]
     ) -> None:
         self._plain = plain
         self._attempt = attempt
-        self.made: dict[int, T] = {}
-        """Attempts, by the number of their choice."""
+        self.attempts: dict[int, T] = {}
+        """Results of `attempt`, by the number of their choice."""
 
     @cached_property
-    def _pass(self) -> Pass:
+    def _problem(self) -> RecomputeProblem:
         return self._plain()
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """Of rising work."""
-        return choices(self._pass.graph)
+        """In the order of their work."""
+        return choices(self._problem.graph)
 
     def attempt(self, number: int) -> T:
-        """Of the choice of this number; 0 is that nothing runs again."""
-        if number not in self.made:
-            again = self._pass.replays(self.choices[number].selection) if number else ()
-            self.made[number] = self._attempt(again)
-        return self.made[number]
+        """The graph with the choice of this number; with 0 nothing is recomputed."""
+        if number not in self.attempts:
+            again = self._problem.replays(self.choices[number].selection) if number else ()
+            self.attempts[number] = self._attempt(again)
+        return self.attempts[number]
 
     def lowest(self) -> T:
-        """Of those that were made; of equals, the least work."""
-        return self.made[min(self.made, key=lambda number: (self.made[number].peak_bytes, number))]
+        """The attempt so far with the lowest peak; among equal ones that with the least work."""
+        return self.attempts[
+            min(self.attempts, key=lambda number: (self.attempts[number].peak_bytes, number))
+        ]
 
     def within(self, budget_bytes: int) -> T | None:
-        """None where nothing keeps to the budget."""
+        """The attempt for a budget; None where no attempt is within it."""
         if self.attempt(0).peak_bytes <= budget_bytes:
             return self.attempt(0)
         accepted: list[int] = []

@@ -1,7 +1,7 @@
 """A compiled region: forward, then whatever the caller does, then backward, as one graph.
 
-One graph of both parts is ordered with its true peak: what forward saves is held in between, and
-freed by the operator of backward that uses it last.
+In one graph the order of both parts is judged by its true peak: what forward saves is held until
+the operator of backward that uses it last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.runtime.graph.again import Again, saved_by
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.joint import (
     Joint,
@@ -24,24 +23,28 @@ from memplan.runtime.graph.joint import (
     is_tangent,
     returned,
 )
-from memplan.runtime.graph.program import BACKWARD, Added
+from memplan.runtime.graph.program import BACKWARD, MemplanOp
+from memplan.runtime.graph.rematerialize import Replay, saved_by
 from memplan.types.errors import InternalError
 
 
-class Between(Added):
-    """The caller's turn: it has what forward returned, writes the inputs that forward changed, and
-    comes back with gradients. Arguments: what forward returns, then those inputs."""
+class CallerTurn(MemplanOp):
+    """What the caller does between forward and backward: it receives forward's results, copies new
+    values into the inputs that forward changes, and calls backward with gradients.
 
-    __name__ = "between"
+    Arguments: what forward returns, then those inputs. Result: the gradients.
+    """
+
+    __name__ = "caller_turn"
     barrier = True
 
     def __init__(self, changed: int) -> None:
         self.writes = tuple(range(1, 1 + changed))
 
 
-class Accumulate(Added):
-    """What becomes of gradients after backward. Autograd copies those that lie in another way than
-    their input, one at a time."""
+class Accumulate(MemplanOp):
+    """What autograd does with gradients after backward: it copies those whose layout differs from
+    their input's, one at a time."""
 
     __name__ = "accumulate"
 
@@ -51,43 +54,44 @@ class Accumulate(Added):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """`module` has all nodes of both parts. The first argument of `between` is what forward
-    returns, that of `accumulate` what backward does."""
+    """Both parts of a region, in one graph (`module`) and as PyTorch's partitioner made them."""
 
     module: fx.GraphModule
     forward: fx.GraphModule
     backward: fx.GraphModule
-    """As PyTorch's partitioner made them."""
-    between: fx.Node
+    caller_turn: fx.Node
+    """Its first argument is what forward returns."""
     accumulate: fx.Node
+    """Its argument is what backward returns."""
     saved: list[int]
-    """Places among what forward returns, in the order of backward's inputs."""
+    """Places of the saved values among what forward returns, in the order of backward's inputs."""
     tangents: list[fx.Node]
     results: int
 
     def executables(self, order: Sequence[fx.Node]) -> tuple[Executable, Executable]:
-        """Of both parts. `order`: as `Ordering.nodes`."""
-        at = order.index(self.between)
+        """Code for forward and backward. `order`: see `Ordering.nodes`."""
+        at = order.index(self.caller_turn)
         inputs = list(self.module.graph.find_nodes(op="placeholder"))
         after = [
             node
             for node in order[at + 1 :]
             if node is not self.accumulate and node not in self.tangents
         ]
-        made: Any = self.between.args[0]
-        received = [made[place] for place in self.saved]
+        returned_nodes: Any = self.caller_turn.args[0]
+        received = [returned_nodes[place] for place in self.saved]
         return (
-            Executable(order[:at], inputs, self.between),
+            Executable(order[:at], inputs, self.caller_turn),
             Executable(after, [*received, *self.tangents], self.accumulate),
         )
 
 
-def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -> Region:
-    """Backward makes again what the replays say. `saves`: False leaves out that what backward
-    needs is held in between, for those who are to choose what is."""
+def region(joint: Joint, replays: Sequence[Replay] = (), *, saves: bool = True) -> Region:
+    """Put forward and backward into one graph; backward recomputes what the replays say. With
+    `saves=False`, saved values are not held during the caller's turn: for a solver that is to
+    choose them."""
     forward, backward = joint.parts(replays)
     graph = fx.Graph()
-    made = add_forward(graph, forward)
+    returned_nodes = add_forward(graph, forward)
     places = list(backward.graph.find_nodes(op="placeholder"))
     given = [node for node in places if is_tangent(node)]
     outputs = list(returned(forward))
@@ -96,30 +100,34 @@ def region(joint: Joint, replays: Sequence[Again] = (), *, saves: bool = True) -
         raise InternalError("backward's inputs are not what forward saves, then gradients")
     inputs = graph.find_nodes(op="placeholder")
     changed = [node for node in inputs if node.name in joint.changed]
-    leaves = tuple(made) if saves else tuple(made[: joint.results])
-    between = graph.call_function(Between(len(changed)), (leaves, *changed))
-    between.meta = {"val": [node.meta.get("val") for node in given], BACKWARD: False}
+    held = tuple(returned_nodes) if saves else tuple(returned_nodes[: joint.results])
+    caller_turn = graph.call_function(CallerTurn(len(changed)), (held, *changed))
+    caller_turn.meta = {"val": [node.meta.get("val") for node in given], BACKWARD: False}
     tangents = []
     for number, node in enumerate(given):
-        element = graph.call_function(operator.getitem, (between, number))
+        element = graph.call_function(operator.getitem, (caller_turn, number))
         element.meta = {"val": node.meta.get("val"), BACKWARD: False}
         tangents.append(element)
-    gradients = add_backward(graph, backward, [*(made[place] for place in saved), *tangents])
+    gradients = add_backward(
+        graph, backward, [*(returned_nodes[place] for place in saved), *tangents]
+    )
     copied = [
         _bytes(gradient)
         for gradient, node in zip(gradients, joint.module.graph.nodes, strict=False)
-        if isinstance(gradient, fx.Node) and not _lies_as(gradient, node)
+        if isinstance(gradient, fx.Node) and not _same_layout(gradient, node)
     ]
     accumulate = graph.call_function(Accumulate(max(copied, default=0)), (tuple(gradients),))
     accumulate.meta = {"val": None, BACKWARD: True}
-    # The caller may hold the results, and does hold what it came back with, until backward ends.
-    graph.output((tuple(made[: joint.results]), tuple(tangents), tuple(gradients)))
+    # Until backward ends, the caller may hold the results, and does hold the gradients it gave.
+    graph.output((tuple(returned_nodes[: joint.results]), tuple(tangents), tuple(gradients)))
     module = fx.GraphModule(constants(forward, backward), graph)
-    return Region(module, forward, backward, between, accumulate, saved, tangents, joint.results)
+    return Region(
+        module, forward, backward, caller_turn, accumulate, saved, tangents, joint.results
+    )
 
 
-def _lies_as(gradient: fx.Node, given: fx.Node) -> bool:
-    """Whether autograd takes a gradient as it is."""
+def _same_layout(gradient: fx.Node, given: fx.Node) -> bool:
+    """Whether autograd keeps a gradient without a copy."""
     val, of = gradient.meta["val"], given.meta["val"]
     if not isinstance(val, torch.Tensor):
         return True  # a mesh, say

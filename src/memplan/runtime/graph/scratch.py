@@ -1,4 +1,4 @@
-"""Memory that an operator of a graph asks for beside its results."""
+"""Memory that an operator of a graph allocates beside its results."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from memplan.runtime.card import profile_of
 
 _NUMBER_BYTES = 8
 _THREADS = 2
-"""Those of PyTorch's training, each with workspaces of its own: the caller's, which runs forward
-and compiled steps, and autograd's, which runs backward, and has run it before a compilation."""
+"""Threads with workspaces of their own: the caller's, which runs forward and compiled steps, and
+autograd's, which runs backward and did so before a compilation."""
 
 
 def call_memory(
     node: fx.Node, laid_out: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
 ) -> CallMemory:
-    """Of a node that calls an operator of PyTorch's, on CUDA by the rules for the card of this
-    process (docs/kernels.md). On the host, Python's numbers become tensors where an operator wants
-    one; what else kernels ask for there is not known. `laid_out` gives the operator's tensors as
-    they lie when it is called."""
+    """What a node allocates beside its results, if it calls an operator of PyTorch's.
+
+    On CUDA the rules for this process's card apply (docs/kernels.md). On the host only Python
+    numbers are counted, which become tensors where an operator wants one; what kernels allocate
+    there is not known. `laid_out` gives the operator's tensors with the strides of the call.
+    """
     target, given = _called(node)
     if not isinstance(target, torch._ops.OpOverload):
         return NOTHING
@@ -48,18 +50,18 @@ def call_memory(
 
 
 def kept_workspaces(calls: Iterable[CallMemory]) -> list[int]:
-    """What libraries keep once these calls have run, a block each."""
+    """Blocks, in bytes, that libraries keep once these calls have run."""
     return [max((one.kept for one in calls), default=0)] * _THREADS
 
 
 def on_cuda(node: fx.Node) -> bool:
-    """Whether a tensor of a node's result is on a card."""
+    """Whether a node's result has a CUDA tensor."""
     device = _device(node.meta.get("val"))
     return device is not None and device.type == "cuda"
 
 
 def _called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Operator and arguments, also where the operator is one itself."""
+    """A node's operator and arguments, also where a random wrapper has them as its arguments."""
     if node.target is run_and_save_rng_state:
         return node.args[0], node.args[1:]
     if node.target is run_with_rng_state:
@@ -68,7 +70,7 @@ def _called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _device(values: Any) -> torch.device | None:
-    """Of tensors: a card's where one is there, for numbers may be on the host."""
+    """The device of tensors: a GPU if one is among them, because numbers may be on the host."""
     devices = [one.device for one in pytree.tree_leaves(values) if isinstance(one, torch.Tensor)]
     return next((one for one in devices if one.type == "cuda"), devices[0] if devices else None)
 

@@ -19,12 +19,22 @@ from torch.utils import _pytree as pytree
 
 from memplan.capturing.patches.job_observer import tell_step
 from memplan.runtime.graph.compile import Options
-from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.guarded import casts_stay, saving_is_hooked, strict, unguarded
+from memplan.runtime.graph.extra_guards import (
+    autocast_cache_persists,
+    has_saved_tensor_hooks,
+    missing_guards,
+    strict,
+)
 from memplan.runtime.graph.joint import check_loss
-from memplan.runtime.graph.leaves import Leaves
+from memplan.runtime.graph.leaf_hooks import LeafHooks
+from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.report import CompileReport, ProgramReport
-from memplan.runtime.graph.step_capture import LookedError, StepCapture, no_gradient, of_several
+from memplan.runtime.graph.step_capture import (
+    CaptureOnlyError,
+    StepCapture,
+    no_gradient,
+    wraps_several_tensors,
+)
 from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import MemplanError, UsageError, first_line
 
@@ -33,21 +43,22 @@ log = logging.getLogger("memplan")
 P = ParamSpec("P")
 
 _one_at_a_time = threading.RLock()
-"""Calls of several threads wait for each other, also of different steps: PyTorch's compiler is
-changed as long as one of them runs (`strict`)."""
+"""Only one call runs at a time, also of different steps: while it captures, PyTorch's compiler is
+patched for all threads (`strict`)."""
 
 
 @dataclass(frozen=True)
 class _Before:
-    """A call, as undoing it wants it."""
+    """The state before a call, to find out and undo what the call changed."""
 
     generators: list[tuple[torch.Generator, torch.Generator]]
+    """Each generator, with a copy."""
     versions: list[tuple[torch.Tensor, int]]
-    """Of parameters."""
+    """Each parameter, with its version (`Tensor._version`)."""
 
 
 class CompiledStep(Generic[P]):
-    """A step as `compile` makes it. Call it with a batch; `report()` says what it does."""
+    """A step made by `memplan.compile`. Call it with a batch; `report()` says what it does."""
 
     def __init__(
         self,
@@ -56,7 +67,7 @@ class CompiledStep(Generic[P]):
         scaler: torch.amp.GradScaler | None,
         options: Options,
     ) -> None:
-        # Attributes of a loss function that is an object may have names of a step's own.
+        # A loss function may be an object, whose attributes must not replace the step's own.
         functools.update_wrapper(self, loss_fn, updated=())
         self.__name__: str = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         self._loss_fn = loss_fn
@@ -64,18 +75,20 @@ class CompiledStep(Generic[P]):
         self._options = options
         self._updates = Updates(optimizers)
         self._updates.keep_gradients = options.keep_gradients
-        self._leaves = Leaves()
-        # The same graph with and without updates, and what Inductor does not fuse.
-        self._updates.whole = options.accumulate > 1 or options.codegen == "inductor"
+        self._leaf_hooks = LeafHooks()
+        # With accumulation, calls with and without updates share a graph; Inductor fuses no
+        # updates.
+        self._updates.by_optimizer = options.accumulate > 1 or options.codegen == "inductor"
         self._past: list[ProgramReport] = []
-        """Of those that are never run again."""
+        """Reports of graphs that are never run again."""
         self._micro = 0
+        """Calls so far that accumulate gradients for the next update."""
         self._plain_calls = 0
-        self._said = False
-        """That nothing is trained."""
-        self._fallback = unguarded()
+        self._warned = False
+        """Whether a warning has said that nothing is trained."""
+        self._fallback = missing_guards()
         self._captures = 0
-        """Of all, anew, because of what no guard compares."""
+        """How often everything was captured anew because of something that no guard compares."""
         self._capture = StepCapture(loss_fn, self._updates, scaler, options)
         if self._fallback:
             log.warning("memplan: %s runs plainly: %s", self.__name__, self._fallback)
@@ -94,21 +107,23 @@ class CompiledStep(Generic[P]):
         if torch.is_inference_mode_enabled():
             raise no_gradient()
         if self._micro == 0:
-            self._clear()
+            self._clear_gradients()
         last = self._micro == self._options.accumulate - 1
         before = _Before(_generators(), [(p, p._version) for p in self._updates.parameters()])
         self._capture.ran = None
         try:
-            # A lazy module makes its parameters in the first call, and takes itself apart.
+            # The first call of a lazy module creates its parameters and changes its class.
             lazy = any(map(is_lazy, self._updates.parameters()))
             run = self._plainly if self._fallback or lazy else partial(self._run, last, before)
             result = run(args, kwargs)
             if not any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(result)):
-                kind = type(result).__name__  # an iterator, of which PyTorch returns the items
+                kind = type(
+                    result
+                ).__name__  # an iterator, in place of which PyTorch returns a list
                 raise UsageError(f"the function returns a {kind}, and no loss", "return loss")
             if last:
-                self._say_if_nothing_trains()
-            if last and self._updates.done:
+                self._warn_if_nothing_trains()
+            if last and self._updates.updated:
                 self._updates.update_rest()
             elif last:
                 self._update_all()
@@ -116,15 +131,17 @@ class CompiledStep(Generic[P]):
             self._undo(before, error)
             raise
         self._micro = 0 if last else self._micro + 1
-        self._updates.in_their_order()
-        if last and self._updates.done:
-            tell_step(self._updates.optimizers, self._updates.done)
+        self._updates.restore_state_order()
+        if last and self._updates.updated:
+            tell_step(self._updates.optimizers, self._updates.updated)
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
-    def _say_if_nothing_trains(self) -> None:
-        trained = self._updates.done or any(p.grad is not None for p in self._updates.parameters())
-        if not trained and not self._said:
-            self._said = True
+    def _warn_if_nothing_trains(self) -> None:
+        trained = self._updates.updated or any(
+            p.grad is not None for p in self._updates.parameters()
+        )
+        if not trained and not self._warned:
+            self._warned = True
             log.warning(
                 "memplan: %s trains nothing: the loss depends on no parameter of the optimizer; "
                 "was that made for this model, and for the parameters that it has now?",
@@ -132,54 +149,54 @@ class CompiledStep(Generic[P]):
             )
 
     def report(self) -> CompileReport:
-        """What has become of the step so far."""
+        """What the step has done so far."""
         return CompileReport([*self._past, *self._reports()], self._plain_calls, self._fallback)
 
     def _reports(self) -> list[ProgramReport]:
         return [one.report() for one in self._capture.programs]
 
-    def operators(self, *args: P.args, **kwargs: P.kwargs) -> Operators:
+    def operators(self, *args: P.args, **kwargs: P.kwargs) -> OperatorGraph:
         """The whole step as a graph in program order, for these arguments; it is not run.
 
         Raises UsageError where PyTorch cannot capture it in one graph.
         """
         with _one_at_a_time:
-            return self._look(args, kwargs)
+            return self._capture_operators(args, kwargs)
 
-    def _look(self, args: Any, kwargs: Any) -> Operators:
+    def _capture_operators(self, args: Any, kwargs: Any) -> OperatorGraph:
         self._updates.begin()
         self._updates.in_graph = self._capture.can_update_in_graph()
-        self._capture.only_looks = self._updates.ahead = True
+        self._capture.capture_only = self._updates.of_second_step = True
         try:
             self._capture(*args, **kwargs)
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, LookedError):
+            if isinstance(error.inner_exception, CaptureOnlyError):
                 return error.inner_exception.found
             why = _reason(error.inner_exception)
             raise UsageError(f"no graph: {why}", "another function") from error
         except TorchDynamoException as error:
             raise UsageError(f"no graph: {_reason(error)}", "another function") from error
         finally:
-            self._capture.only_looks = self._updates.ahead = False
-            self._updates.take_classes()
+            self._capture.capture_only = self._updates.of_second_step = False
+            self._updates.pop_classes()
         raise UsageError("these arguments were compiled before", "another compiled step")
 
-    # One call
+    # A call of the graph, or a plain one
 
     def _run(self, last: bool, before: _Before, args: Any, kwargs: Any) -> Any:
         capture = self._capture
         self._updates.begin()
         in_graph = capture.can_update_in_graph()
         self._updates.in_graph = last and in_graph
-        # PyTorch's compiler detaches what it is given.
-        given = Leaves().refusal(pytree.tree_leaves((args, kwargs)))
-        if why := given or self._leaves.refusal(self._updates.parameters()):
+        # PyTorch's compiler detaches its arguments, so that their hooks would not run.
+        given = LeafHooks().refusal(pytree.tree_leaves((args, kwargs)))
+        if why := given or self._leaf_hooks.refusal(self._updates.parameters()):
             return self._give_up(why, args, kwargs)
-        if casts_stay():
+        if autocast_cache_persists():
             return self._give_up("autocast is on, outside of its context", args, kwargs)
-        if saving_is_hooked():
+        if has_saved_tensor_hooks():
             return self._give_up("hooks on saved tensors around the call", args, kwargs)
-        if not capture.programs and (why := of_several(self._updates.parameters())):
+        if not capture.programs and (why := wraps_several_tensors(self._updates.parameters())):
             return self._give_up(why, args, kwargs)
         known = len(self._past) + len(capture.programs)
         if capture.is_out_of_date(updates_in_graph=in_graph):
@@ -199,12 +216,12 @@ class CompiledStep(Generic[P]):
                     raise
                 if self._half_done(before, error):
                     raise
-                # The plain call raises it, too, unless PyTorch traced what does not run so.
-                self._take_back(before)
+                # A plain call raises the same error, unless PyTorch's trace differs from the code.
+                self._restore(before)
                 capture.ran = None
             if isinstance(inner, MemplanError):
                 raise inner from None
-            # What a first call prepares (hooks, caches) is there in the second.
+            # A first call may install hooks or fill caches, so that the second can be captured.
             again = isinstance(inner, Unsupported) and not (known or self._plain_calls)
             return self._give_up(_reason(inner), args, kwargs, for_good=not again)
         if capture.ran is None:  # nothing was computed
@@ -216,15 +233,15 @@ class CompiledStep(Generic[P]):
         return result
 
     def _undo(self, before: _Before, error: BaseException) -> None:
-        """After an error in the middle: as before the call where it can be, with words if not."""
+        """After an error: undo the call where that is possible. A note on the error says which."""
         self._micro = 0
         if self._scaler is not None and self._scaler._scale is not None:
-            self._scaler.update(self._scaler.get_scale())  # forgets which gradients are unscaled
+            self._scaler.update(self._scaler.get_scale())  # clears its list of unscaled gradients
         if done := self._half_done(before, error):
-            self._clear()
+            self._clear_gradients()
             error.add_note(f"memplan: the step is half done: {done}. Load the last checkpoint.")
             return
-        self._take_back(before)
+        self._restore(before)
         if isinstance(error, MemplanError):
             return
         again = ", of which the first is the next" if self._options.accumulate > 1 else ""
@@ -235,9 +252,9 @@ class CompiledStep(Generic[P]):
         )
 
     def _half_done(self, before: _Before, error: BaseException) -> str:
-        """What a call has changed that is not taken back, in words; empty where nothing."""
+        """What a call has changed that cannot be undone, in words; empty where nothing."""
         changed = {id(p) for p, version in before.versions if p._version != version}
-        updated = len(self._updates.done | changed)
+        updated = len(self._updates.updated | changed)
         ran = self._capture.ran
         written = [] if ran is None else ran.written_until(error)
         if not (updated or written):
@@ -245,15 +262,16 @@ class CompiledStep(Generic[P]):
         also = "".join(f", {name} is written" for name in written)
         return f"{updated} of {len(before.versions)} parameters are updated{also}"
 
-    def _take_back(self, before: _Before) -> None:
-        self._clear()
-        self._updates.forget_begun()
+    def _restore(self, before: _Before) -> None:
+        self._clear_gradients()
+        self._updates.discard_new_states()
         for one, copy in before.generators:
             one.set_state(copy.get_state())
 
     def _give_up(self, why: str, args: Any, kwargs: Any, *, for_good: bool = True) -> Any:
-        """`for_good`: else the next call is captured, if it can be."""
-        self._leaves.forget()
+        """Run the call plainly, and all later ones, too, unless `for_good` is False: then the next
+        call is captured."""
+        self._leaf_hooks.forget()
         result = self._plainly(args, kwargs)
         self._past += self._reports()
         if not for_good:
@@ -266,7 +284,7 @@ class CompiledStep(Generic[P]):
 
     def _plainly(self, args: Any, kwargs: Any) -> Any:
         self._plain_calls += 1
-        self._updates.done = set()
+        self._updates.updated = set()
         result = self._loss_fn(*args, **kwargs)
         losses = [one for one in pytree.tree_leaves(result) if _requires_grad(one)]
         if not losses:
@@ -281,12 +299,12 @@ class CompiledStep(Generic[P]):
         loss.backward()
         return result
 
-    def _clear(self) -> None:
+    def _clear_gradients(self) -> None:
         for optimizer in self._updates.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def _update_all(self) -> None:
-        """As the plain loop ends, where gradients must all be there before the first update."""
+        """Run the optimizers' step where all gradients must be there before the first update."""
         optimizers, scaler = self._updates.optimizers, self._scaler
         if self._options.clip_grad_norm is not None:
             for optimizer in optimizers:
@@ -302,11 +320,12 @@ class CompiledStep(Generic[P]):
         if scaler is not None:
             scaler.update()
         if not self._options.keep_gradients:
-            self._clear()
+            self._clear_gradients()
 
 
 def _generators() -> list[tuple[torch.Generator, torch.Generator]]:
-    """Each device's, and a copy: no tensor, which would count among the step's."""
+    """Each device's generator, with a copy. A copy of its state would be a tensor, which would
+    count as one of the step's."""
     on_cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return [(one, one.clone_state()) for one in (torch.default_generator, *on_cards)]
 
@@ -316,7 +335,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """An error's first line, and what Dynamo explains."""
+    """An error's first line, with Dynamo's explanation if there is one."""
     words = str(error)
     frames = re.findall(r'^ *File "(.+)", line (\d+), in (\S+)', words, re.MULTILINE)
     if "data-dependent expression" in words and frames:

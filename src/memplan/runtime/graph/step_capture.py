@@ -1,4 +1,4 @@
-"""How PyTorch's compiler captures a whole step, and what it is given to run."""
+"""Captures a whole step with PyTorch's compiler, and compiles the graphs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memplan.runtime.graph.again import Again
 from memplan.runtime.graph.compile import Options
-from memplan.runtime.graph.dependencies import Operators, operators
-from memplan.runtime.graph.eager_kernels import eager_kernels, every_draw
-from memplan.runtime.graph.guarded import Guarded, refusal
+from memplan.runtime.graph.compiled_graph import CompiledGraph, OrderedStep
+from memplan.runtime.graph.eager_kernels import eager_kernels, keep_unused_draws
+from memplan.runtime.graph.extra_guards import ExtraGuards, refusal
 from memplan.runtime.graph.in_place import in_place
 from memplan.runtime.graph.joint import (
     Joint,
@@ -30,20 +29,21 @@ from memplan.runtime.graph.joint import (
     returned,
     whole_step,
 )
-from memplan.runtime.graph.leaves import Leaves
+from memplan.runtime.graph.leaf_hooks import LeafHooks
+from memplan.runtime.graph.operator_graph import OperatorGraph, operator_graph
 from memplan.runtime.graph.ordering import choose_order
-from memplan.runtime.graph.passes import Pass, pass_of
 from memplan.runtime.graph.program import Program, program_of
 from memplan.runtime.graph.recompute import within_budget
+from memplan.runtime.graph.recompute_problem import RecomputeProblem, recompute_problem
+from memplan.runtime.graph.rematerialize import Replay
 from memplan.runtime.graph.report import ProgramReport
-from memplan.runtime.graph.step_graph import Compiled, Made
 from memplan.runtime.graph.updates import Updates
-from memplan.runtime.graph.watch import WATCH, gradients_of_others
+from memplan.runtime.graph.user_calls import USER_CALLS, has_foreign_gradients
 from memplan.types.errors import UsageError
 
 
-class Runs(Protocol):
-    """The code of one set of shapes."""
+class RunnableGraph(Protocol):
+    """A compiled step for one set of shapes; see `CompiledGraph` for its methods."""
 
     def run(self, primals: list[Any]) -> list[Any]: ...
 
@@ -52,14 +52,16 @@ class Runs(Protocol):
     def report(self) -> ProgramReport: ...
 
 
-class LookedError(Exception):
-    def __init__(self, found: Operators) -> None:
+class CaptureOnlyError(Exception):
+    """Ends a capture whose graph is wanted, and no run of it."""
+
+    def __init__(self, found: OperatorGraph) -> None:
         super().__init__()
         self.found = found
 
 
 class StepCapture:
-    """A loss function as PyTorch captures it, and the graphs that came of it."""
+    """A loss function, with the graphs that PyTorch captures of it."""
 
     def __init__(
         self,
@@ -72,43 +74,44 @@ class StepCapture:
         self._updates = updates
         self._scaler = scaler
         self._options = options
-        self.programs: list[Runs] = []
+        self.programs: list[RunnableGraph] = []
         """One for each set of shapes or values."""
-        self.ran: Runs | None = None
-        """What began to run last."""
-        self.only_looks = False
+        self.ran: RunnableGraph | None = None
+        """The graph that began to run last."""
+        self.capture_only = False
         """Whether a graph is wanted and no run: it comes as a LookedError."""
-        self.guarded = Guarded()
+        self.guards = ExtraGuards()
         self._updates_in_graph: bool | None = None
-        """Of the graphs that are there; None where none is."""
+        """Whether the current graphs update parameters; None where there are no graphs."""
         self._needs: dict[int, tuple[int, int]] = {}
-        """Of the optimizers, as these graphs promise it."""
+        """`Updates.memory_needs` when the graphs were captured."""
         self._graph: Callable[..., Any] = self._captured()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the loss function returns, forward, backward and updates done."""
+        """Run forward, backward and updates. Returns what the loss function returns."""
         return self._graph(*args, **kwargs)
 
     def is_out_of_date(self, *, updates_in_graph: bool) -> bool:
-        """Whether what was captured rests on something that has changed and that no guard sees."""
+        """Whether something has changed that the graphs depend on and no guard of PyTorch sees."""
         known = self._updates_in_graph in (None, updates_in_graph)
-        return not known or self._need_more() or self.guarded.changed()
+        return not known or self._needs_more_memory() or self.guards.changed()
 
-    def _need_more(self) -> bool:
-        """Whether the optimizers ask for more bytes than was promised: momentum was switched on."""
+    def _needs_more_memory(self) -> bool:
+        """Whether the optimizers need more memory than was promised, as with momentum switched
+        on."""
         if self._updates_in_graph is None:
             return False
-        needs = self._updates.needs(self._needs)
+        needs = self._updates.memory_needs(self._needs)
         pairs = ((now, self._needs.get(key, (0, 0))) for key, now in needs.items())
         return any(now[0] > before[0] or now[1] > before[1] for now, before in pairs)
 
     def begin_anew(self) -> None:
-        """What the next call runs is captured then."""
+        """Forget all graphs; the next call captures anew."""
         self.forget()
         self._graph = self._captured()
 
     def forget(self) -> None:
-        """Let go of what was compiled; Dynamo keeps it with a function's code."""
+        """Release the compiled graphs, which Dynamo stores with the function's code."""
         self.programs = []
         self.ran = self._updates_in_graph = None
         reset_code(self._code)
@@ -121,18 +124,18 @@ class StepCapture:
         )
 
     def _captured(self) -> Callable[..., Any]:
-        """A function that PyTorch captures anew."""
-        self.guarded = Guarded()
-        captured = _own_code(self._loss_fn)
+        """A function that PyTorch captures when it is called first."""
+        self.guards = ExtraGuards()
+        captured = _with_own_code(self._loss_fn)
         self._code = captured.__code__
         weakref.finalize(self, reset_code, self._code).atexit = False
-        owner = weakref.ref(self)  # Dynamo keeps backends for ever
+        owner = weakref.ref(self)  # Dynamo never releases a backend
 
         def backend(*given: Any, **more: Any) -> Callable[..., Any]:
-            compiled: Callable[..., Any] = _there(owner)._backend(*given, **more)
+            compiled: Callable[..., Any] = _alive(owner)._backend(*given, **more)
             return compiled
 
-        seen: Any = {"guard_filter_fn": self.guarded.see}
+        seen: Any = {"guard_filter_fn": self.guards.record}
         graph: Callable[..., Any] = torch.compile(
             captured,
             fullgraph=True,
@@ -143,24 +146,24 @@ class StepCapture:
         return graph
 
     def _backend(self, module: Any, primals: list[Any], **_options: Any) -> Callable[..., Any]:
-        if why := WATCH.end() or refusal(module) or of_several(primals):
+        if why := USER_CALLS.end() or refusal(module) or wraps_several_tensors(primals):
             raise UncapturedError(why)
-        with self.guarded.compiling():
+        with self.guards.compiling():
             try:
                 return self._compiled(module, primals)
             finally:
-                WATCH.end()
+                USER_CALLS.end()
 
     def _compiled(self, module: Any, primals: list[Any]) -> Callable[..., Any]:
-        if why := self._not_trained(primals):
+        if why := self._untrained_refusal(primals):
             raise UncapturedError(why)
 
         self._updates_in_graph = self.can_update_in_graph()
-        self._needs = self._updates.needs({})
+        self._needs = self._updates.memory_needs({})
         written: set[int] = set()
 
         def refuse(joint: fx.GraphModule, results: int) -> None:
-            if why := WATCH.end():
+            if why := USER_CALLS.end():
                 raise UncapturedError(why)
             inputs = joint.graph.find_nodes(op="placeholder")
             if sum(not is_tangent(one) for one in inputs) != len(primals):
@@ -168,7 +171,7 @@ class StepCapture:
                     "an operator with effects, which PyTorch keeps in their order, or inputs that "
                     "share memory, which is written"
                 )
-            if _lies_in_other_rows(joint):
+            if _recurrent_rows_differ(joint):
                 raise UncapturedError(
                     "a recurrent cell on the CPU whose width is no multiple of 64: PyTorch's "
                     "capture lays out its gates in another way, which changes their last bits"
@@ -179,9 +182,9 @@ class StepCapture:
                     "a checkpoint around what changes a buffer: run twice, it changes it twice"
                 )
 
-        if gradients_of_others(module):
-            WATCH.begin()
-        if self._options.codegen == "inductor" and not self.only_looks:
+        if has_foreign_gradients(module):
+            USER_CALLS.begin()
+        if self._options.codegen == "inductor" and not self.capture_only:
             return self._fused(module, primals, refuse, written)
         joints: list[Joint] = []
 
@@ -194,57 +197,64 @@ class StepCapture:
 
         def forward(_module: Any, _inputs: Any) -> Callable[[list[Any]], list[Any]]:
             if not joints:
-                _without_gradient()
+                _raise_no_gradient()
             owner = weakref.ref(self)
 
-            def make(primals: list[Any]) -> Made:
-                capture = _there(owner)
-                with capture.guarded.compiling():  # also in a later call, for another arithmetic
-                    made: Made = capture._make(joints[0], primals)
+            def make(primals: list[Any]) -> OrderedStep:
+                capture = _alive(owner)
+                with capture.guards.compiling():  # also in a later call, for a rebuild
+                    made: OrderedStep = capture._make(joints[0], primals)
                 return made
 
-            made = Compiled(make, make(primals), self._updates, joints[0].results)
+            made = CompiledGraph(make, make(primals), self._updates, joints[0].results)
             return self._boxed(made, written)
 
         compile_parts: Any = aot_module_simplified
-        with eager_kernels(), every_draw():
+        with eager_kernels(), keep_unused_draws():
             compiled: Callable[..., Any] = compile_parts(
-                module, primals, fw_compiler=forward, bw_compiler=_never, partition_fn=partition
+                module,
+                primals,
+                fw_compiler=forward,
+                bw_compiler=_unreachable,
+                partition_fn=partition,
             )
         return compiled
 
     def _fused(
         self, module: Any, primals: list[Any], refuse: Any, written: set[int]
     ) -> Callable[..., Any]:
-        # Takes seconds to import.
-        from memplan.runtime.graph.fused_step import StepParts, fused_step
+        # Its import takes seconds.
+        from memplan.runtime.graph.fused_step import FusedStepParts, fused_step
 
-        parts = StepParts(
+        parts = FusedStepParts(
             primals,
             self._updates,
             self._scaler,
-            keep=self._keeps(),
-            base=self._held(),
-            behind_bytes=0 if self.can_update_in_graph() else self._updates.behind_bytes(),
+            keep=self._keeps_gradients(),
+            base=self._resident_blocks(),
+            step_scratch_bytes=0
+            if self.can_update_in_graph()
+            else self._updates.step_scratch_bytes(),
             budget=self._options.budget,
             deadline_seconds=self._options.deadline_seconds,
             refuse=refuse,
             wrap=lambda made: self._boxed(made, written),
-            without_gradient=_without_gradient,
+            without_gradient=_raise_no_gradient,
         )
         compiled: Callable[..., Any] = fused_step(module, primals, parts)
         return compiled
 
-    def _boxed(self, made: Runs, written: set[int]) -> Callable[[list[Any]], list[Any]]:
-        """As PyTorch calls it. `written`: places of inputs that the loss function changes."""
+    def _boxed(self, made: RunnableGraph, written: set[int]) -> Callable[[list[Any]], list[Any]]:
+        """The function that PyTorch calls. `written`: places of inputs that the loss function
+        changes."""
         self.programs.append(made)
-        guarded, owner = self.guarded, weakref.ref(self)
+        guards, owner = self.guards, weakref.ref(self)
 
         def boxed(args: list[Any]) -> list[Any]:
-            if guarded.refusal:
-                raise UncapturedError(guarded.refusal)
-            capture = _there(owner)
-            if why := capture._not_trained(args) or capture._shared(args, written):
+            if guards.refusal:
+                raise UncapturedError(guards.refusal)
+            capture = _alive(owner)
+            if why := capture._untrained_refusal(args) or capture._shared_memory(args, written):
                 raise UncapturedError(why)
             capture.ran = made
             return made.run(args)
@@ -252,29 +262,29 @@ class StepCapture:
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    def _make(self, joint: Joint, primals: list[Any]) -> Made:
+    def _make(self, joint: Joint, primals: list[Any]) -> OrderedStep:
         options = self._options
 
-        def program(replays: tuple[Again, ...]) -> Program:
+        def program(replays: tuple[Replay, ...]) -> Program:
             module = whole_step(
                 joint,
                 replays,
                 self._updates,
                 self._scaler,
                 primals,
-                keep=self._keeps(),
-                behind=not self.can_update_in_graph(),
+                keep=self._keeps_gradients(),
+                step_after=not self.can_update_in_graph(),
             )
-            return program_of(module, self._held())
+            return program_of(module, self._resident_blocks())
 
-        def plain() -> Pass:
-            graph = operators(program(()))
-            self._updates.take_classes()
-            return pass_of(graph)
+        def plain() -> RecomputeProblem:
+            graph = operator_graph(program(()))
+            self._updates.pop_classes()
+            return recompute_problem(graph)
 
-        def attempt(replays: tuple[Again, ...]) -> Made:
-            graph = operators(in_place(program(replays)))
-            classes, first_only = self._updates.take_classes()
+        def attempt(replays: tuple[Replay, ...]) -> OrderedStep:
+            graph = operator_graph(in_place(program(replays)))
+            classes, first_only = self._updates.pop_classes()
             ordering = choose_order(
                 graph,
                 search=options.order,
@@ -284,19 +294,20 @@ class StepCapture:
             recomputed = sum(len(one.operators) for one in replays)
             updated = {id(one) for of in classes for one in of.parameters}
             known = [one if id(one) in updated else None for one in primals]
-            return Made(graph.program, ordering, recomputed, classes, first_only, known)
+            return OrderedStep(graph.program, ordering, recomputed, classes, first_only, known)
 
-        if self.only_looks:
-            raise LookedError(operators(in_place(program(()))))
+        if self.capture_only:
+            raise CaptureOnlyError(operator_graph(in_place(program(()))))
         return within_budget(plain, attempt, options.budget)
 
-    def _not_trained(self, inputs: Iterable[Any]) -> str:
-        """What would happen to gradients that no optimizer wants; empty if they are kept."""
-        return Leaves().refusal(one for one in inputs if not self._updates.trains(one))
+    def _untrained_refusal(self, inputs: Iterable[Any]) -> str:
+        """Why gradients of inputs that no optimizer trains cannot simply be stored; empty where
+        they can."""
+        return LeafHooks().refusal(one for one in inputs if not self._updates.trains(one))
 
-    def _shared(self, inputs: Sequence[Any], written: set[int]) -> str:
-        """What of the inputs lies in memory that is another's, too, and is written; empty if
-        nothing. To a graph its inputs are apart."""
+    def _shared_memory(self, inputs: Sequence[Any], written: set[int]) -> str:
+        """Why inputs cannot be passed to a graph, which assumes that they do not share memory that
+        is written; empty where they can."""
         spans = []
         for place, one in enumerate(inputs):
             if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.numel():
@@ -312,28 +323,31 @@ class StepCapture:
             end = max(end, stop)
         return ""
 
-    def _keeps(self) -> bool:
+    def _keeps_gradients(self) -> bool:
         if self._options.accumulate > 1:
             return False  # they are added to those that are there
         return self._options.keep_gradients or not self.can_update_in_graph()
 
-    def _held(self) -> list[int]:
-        """Optimizer state, and gradients of earlier calls."""
+    def _resident_blocks(self) -> list[int]:
+        """Bytes of optimizer state and of gradients of earlier calls, by block."""
         parameters = {id(one): one for one in self._updates.parameters()}.values()
         state = [self._updates.state_bytes(one)[0] for one in parameters]
         gradients = [one.numel() * one.element_size() for one in parameters]
         return [*state, *(gradients if self._options.accumulate > 1 else [])]
 
 
-def _there(owner: weakref.ref[Any]) -> Any:
+def _alive(owner: weakref.ref[Any]) -> Any:
     found = owner()
     assert found is not None
     return found
 
 
-def _own_code(loss_fn: Callable[..., Any]) -> FunctionType:
-    """The function, with code of its own: PyTorch counts captures for each code object. It runs
-    nothing where PyTorch leaves it alone, since the step would then run it a second time."""
+def _with_own_code(loss_fn: Callable[..., Any]) -> FunctionType:
+    """The function with a code object of its own, because PyTorch counts captures by code object.
+
+    It raises where PyTorch does not capture it: the step runs the function plainly then, which must
+    not happen twice.
+    """
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -346,17 +360,22 @@ def _own_code(loss_fn: Callable[..., Any]) -> FunctionType:
 
 
 def _results(module: fx.GraphModule) -> int:
-    """How much a captured function returns. A traced one returns changed inputs, too."""
+    """Number of values that a captured function returns. A traced graph also returns changed
+    inputs."""
     return len(pytree.tree_leaves(returned(module)))
 
 
 _UNSAFE_SPLITS = (torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
 
 
-def _lies_in_other_rows(joint: fx.GraphModule) -> bool:
-    """Whether parts of a tensor may be changed in place, as recurrent cells do on the CPU. Traced,
-    what is computed there has memory of its own, without gaps between its rows. Kernels treat what
-    is left of a row beside whole vectors by other instructions; nothing is left of 64 elements."""
+def _recurrent_rows_differ(joint: fx.GraphModule) -> bool:
+    """Whether recurrent cells on the CPU compute in place on parts of a tensor whose rows are not a
+    multiple of 64 elements.
+
+    In a traced graph those parts have memory of their own, without gaps between rows. Kernels use
+    other instructions for the end of a row that does not fill a vector, so that the last bits of
+    results differ. No vector is longer than 64 elements.
+    """
     return any(
         one.device.type == "cpu" and not one.is_contiguous() and one.shape[-1] % 64
         for node in joint.graph.nodes
@@ -370,7 +389,7 @@ def _checkpoints(joint: fx.GraphModule) -> bool:
 
 
 def _extent(one: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last one."""
+    """Bytes from the start of a tensor's first element to the end of its last one."""
     if one.is_contiguous():
         return one.nbytes
     last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
@@ -378,20 +397,21 @@ def _extent(one: torch.Tensor) -> int:
 
 
 def _written(joint: fx.GraphModule) -> set[int]:
-    """Places of inputs that a joint graph changes, itself or by who calls it."""
+    """Places of inputs that a joint graph or its caller changes."""
     copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {*changed_inputs(joint), *(node.args[0] for node in copies)}
     places = joint.graph.find_nodes(op="placeholder")
     return {place for place, node in enumerate(places) if node in written}
 
 
-def _without_gradient() -> NoReturn:
-    """The plain call tells a loss that is an input, or a view of one, from one without gradient."""
+def _raise_no_gradient() -> NoReturn:
+    """Have the step run plainly, which gives the right error or none: the loss may be an input or a
+    view of one."""
     raise UncapturedError("no operator of the graph has a gradient")
 
 
 def no_gradient() -> UsageError:
-    """What to say of a loss that cannot be differentiated."""
+    """The error for a loss that cannot be differentiated."""
     for mode, entered in (
         ("inference_mode", torch.is_inference_mode_enabled()),
         ("no_grad", not torch.is_grad_enabled()),
@@ -404,15 +424,16 @@ def no_gradient() -> UsageError:
     )
 
 
-def _never(_module: Any, _inputs: Any) -> Callable[..., Any]:
+def _unreachable(_module: Any, _inputs: Any) -> Callable[..., Any]:
     def backward(*_args: Any) -> Any:
         raise RuntimeError("the step has run its backward pass already")
 
     return backward
 
 
-def of_several(inputs: Iterable[Any]) -> str:
-    """Whether an input is made of other tensors, which a graph has in its place."""
+def wraps_several_tensors(inputs: Iterable[Any]) -> str:
+    """Why inputs that wrap other tensors (DTensor) cannot be passed to a graph; empty if there are
+    none."""
     for one in inputs:
         if isinstance(one, torch.Tensor) and is_traceable_wrapper_subclass(one):
             return f"a {type(one).__name__} among inputs and parameters; compile the model instead"

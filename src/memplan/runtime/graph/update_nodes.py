@@ -1,5 +1,4 @@
-"""What a step's updates add to its joint graph: nodes that take a gradient, and that read a number
-or a state of the optimizer when they run."""
+"""Nodes that the optimizer's updates add to the graph of a step."""
 
 from __future__ import annotations
 
@@ -7,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from memplan.runtime.graph.program import Added
+from memplan.runtime.graph.program import MemplanOp
 from memplan.runtime.graph.updates import Updates
 
 
-class TakeGradient(Added):
-    """Called with a parameter and its gradient."""
+class TakeGradient(MemplanOp):
+    """Accumulates a gradient in its parameter and, where updates are part of the graph, runs the
+    optimizer for it. Called with the parameter and the gradient."""
 
     __name__ = "take_gradient"
     writes = (0,)
@@ -20,24 +20,24 @@ class TakeGradient(Added):
     def __init__(self, updates: Updates, copies: bool) -> None:
         self._updates = updates
         self._copies = copies
-        """Whether the gradient's memory is somebody else's too, or lies in another way than the
-        parameter: AccumulateGrad copies it then."""
+        """Whether `parameter.grad` has to be a copy, as autograd's AccumulateGrad makes one where
+        the gradient shares memory or has other strides than the parameter."""
         self.can_wait = False
-        """Whether the update is none the worse for coming later."""
+        """Whether the update may be left to a later node of its group."""
         self.waits = False
-        """Whether a later one does this update, too."""
+        """Whether a later node does this update."""
 
     def __call__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         self.hold(parameter, gradient)
         if self._updates.in_graph and self.waits:
-            self._updates.update_later(parameter)
+            self._updates.postpone(parameter)
         elif self._updates.in_graph and self.can_wait:
-            self._updates.update_all_that_wait(parameter)
+            self._updates.update_with_postponed(parameter)
         elif self._updates.in_graph:
             self._updates.update(parameter)
 
     def hold(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Accumulate it in `parameter.grad`."""
+        """Accumulate the gradient in `parameter.grad`."""
         before = parameter.grad
         if before is not None:
             before.add_(gradient)
@@ -47,11 +47,11 @@ class TakeGradient(Added):
             parameter.grad = gradient
 
 
-class Number(Added):
-    """A Python number of an update."""
+class Number(MemplanOp):
+    """Reads a Python number of an update, such as the learning rate."""
 
     __name__ = "number"
-    brings = True
+    is_input = True
 
     def __init__(self, read: Callable[[int], float], index: int) -> None:
         self._read, self._index = read, index
@@ -60,11 +60,11 @@ class Number(Added):
         return self._read(self._index)
 
 
-class State(Added):
-    """A tensor of a parameter's state."""
+class State(MemplanOp):
+    """Reads a tensor of a parameter's optimizer state."""
 
     __name__ = "state"
-    brings = True
+    is_input = True
 
     def __init__(self, updates: Updates, parameter: torch.Tensor, key: str) -> None:
         self._updates, self._parameter, self._key = updates, parameter, key

@@ -1,12 +1,11 @@
-"""What PyTorch's shape functions do not know of results.
+"""Sizes and strides of results that PyTorch's shape functions get wrong.
 
-Some kernels hand a workspace from forward to backward whose size their library chooses (oneDNN's
-recurrent cells, cuDNN's); a shape function says that it is empty. And a result of operands that
-are not contiguous may have other strides than a shape function says: a batch norm on the CPU gives
-a contiguous one, so that a `reshape` behind it is a copy in place of a view, or a view in place of
-a copy. On the CPU such an operator is run, once for each set of shapes, on zeros; cuDNN's reserve
-has a rule, whose upper end counts.
-"""
+Some kernels pass a workspace from forward to backward whose size a library chooses (recurrent cells
+of oneDNN and cuDNN); the shape function says that it is empty. And where operands are not
+contiguous, a result may have other strides than the shape function says: a batch norm on the CPU
+returns a contiguous result, so that a later `reshape` is a view in place of a copy, or the other
+way round. On the CPU such an operator is run on zeros, once for each set of shapes. The size of
+cuDNN's workspace comes from a rule; its upper end is used."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ from memplan.capturing.kernels import rnn
 from memplan.capturing.operators.recurrent import forward_call
 
 _RESERVE = 3
-"""Place among the results of `_cudnn_rnn`."""
-_known: dict[Any, list[torch.Tensor | None]] = {}
-"""By operator and operands: the results, without memory of their own."""
+"""Index of the workspace among the results of `_cudnn_rnn`."""
+_results_of: dict[Any, list[torch.Tensor | None]] = {}
+"""Results by operator and operands, as meta tensors."""
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether it is a size that may change, or has one."""
+    """Whether a value is a symbolic number, or a tensor with a symbolic size."""
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def workspace_bytes(node: fx.Node, place: int) -> int:
-    """What an empty result of an operator needs in truth; 0 where that is not known."""
+    """Bytes of a result that the shape function says is empty; 0 where they are not known."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     arguments = fx.map_arg((node.args, node.kwargs), lambda needed: needed.meta.get("val"))
@@ -53,8 +52,8 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
 
 @contextmanager
 def real_strides() -> Iterator[None]:
-    """While a graph of known sizes is traced: results on the CPU have the strides that the operator
-    gives them when it runs."""
+    """Inside, fake results on the CPU have the strides that operators give them when they run. For
+    traces without symbolic sizes."""
     dispatch = FakeTensorMode.dispatch
 
     def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,9 +75,9 @@ def real_strides() -> Iterator[None]:
 
 
 def _may_have_other_strides(func: Any, leaves: list[Any]) -> bool:
-    """Whether a result may have other strides than the shape function says: an operand is not
-    contiguous. Of pointwise operators PyTorch knows the strides; and one that takes indices, or a
-    library's workspace, cannot be run on zeros."""
+    """Whether a result may have other strides than the shape function says: some operand is not
+    contiguous. For pointwise operators PyTorch's strides are right. Operators that take indices or
+    a library's workspace cannot be run on zeros."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         not any(map(is_symbolic, leaves))
@@ -92,37 +91,37 @@ def _may_have_other_strides(func: Any, leaves: list[Any]) -> bool:
 
 
 def _results(target: Any, leaves: list[Any], spec: Any) -> list[torch.Tensor | None]:
-    """What an operator gives on the CPU; empty where that is not known."""
+    """The results of an operator on the CPU, as meta tensors; empty where they are not known."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(map(is_symbolic, leaves)) or any(one.device.type != "cpu" for one in given):
         return []
     if not any(one.numel() for one in given):
         return []
-    key = (target, str(spec), *map(_like, leaves))
-    if key not in _known:
-        _known[key] = _measured(target, leaves, spec)
-    return _known[key]
+    key = (target, str(spec), *map(_key, leaves))
+    if key not in _results_of:
+        _results_of[key] = _run_on_zeros(target, leaves, spec)
+    return _results_of[key]
 
 
-def _like(leaf: Any) -> Any:
+def _key(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     return tuple(leaf.shape), leaf.stride(), leaf.dtype
 
 
-def _measured(target: Any, leaves: list[Any], spec: Any) -> list[torch.Tensor | None]:
+def _run_on_zeros(target: Any, leaves: list[Any], spec: Any) -> list[torch.Tensor | None]:
     below = torch._C._AutoDispatchBelowAutograd
-    # With gradients on, as forward runs: else some kernels leave the workspace out.
+    # With gradients enabled, as in forward: some kernels omit the workspace otherwise.
     with _disable_current_modes(), torch.enable_grad(), below(), preserve_rng_state():
         try:
             args, kwargs = pytree.tree_unflatten(list(map(_zeros, leaves)), spec)
             results = target(*args, **kwargs)
         except Exception:
             return []
-        return [_without_memory(one) for one in pytree.tree_leaves(results)]
+        return [_as_meta(one) for one in pytree.tree_leaves(results)]
 
 
-def _without_memory(one: Any) -> torch.Tensor | None:
+def _as_meta(one: Any) -> torch.Tensor | None:
     if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
         return None
     held = torch.empty(one.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")

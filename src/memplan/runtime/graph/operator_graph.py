@@ -1,8 +1,9 @@
-"""A captured step as a `Graph`: which operators must follow which, and which bytes live when.
+"""A captured step as a `Graph`: which operator depends on which, and how long each value lives.
 
-Views, elements of results and arithmetic of Python numbers are no operators: they hold no bytes and
-run right before whoever needs them (`schedule`). Dependencies are those of data, of storages that
-are written (what reads them stays between the writes it was between), and of random numbers.
+Views, elements of results and arithmetic of Python numbers are no operators of this graph: they
+allocate nothing and run right before the operator that needs them (`schedule`). One operator
+depends on another because it reads its result, because one of them writes a storage that the other
+reads or writes, or because both belong to one chain, such as that of random numbers.
 """
 
 from __future__ import annotations
@@ -14,41 +15,43 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from memplan.runtime.graph.program import Added, Facts, Program, facts_of
+from memplan.runtime.graph.program import Facts, MemplanOp, Program, facts_of
 from memplan.types.graph import Graph, csr
 from memplan.types.trace import I64
 
 
 @dataclass(frozen=True, eq=False)
-class Operators:
-    """A program's graph, and the way back from its rows to nodes."""
+class OperatorGraph:
+    """A program's graph, with the node of each operator."""
 
     graph: Graph
     nodes: list[fx.Node]
-    """Of each operator."""
+    """The node of each operator."""
     storages: list[int]
-    """Of each value: its index in `Program.storages`."""
+    """The index in `Program.storages` of each value."""
     program: Program
     scratch_high: I64
-    """Of each operator: `Graph.scratch` with the largest workspaces that libraries may choose."""
+    """`Graph.scratch`, with the largest workspaces that libraries may choose."""
 
     @property
     def held(self) -> list[int]:
-        """The blocks that the graph's `base_bytes` is the sum of."""
+        """The blocks, in bytes, that sum up to the graph's `base_bytes`."""
         program = self.program
         lasting = sorted(_lasting(program) & set(program.inputs))
         inputs = [program.storages[index].bytes for index in lasting]
         return [*inputs, *program.held, *program.workspaces]
 
     def schedule(self, order: Sequence[int] | I64) -> list[fx.Node]:
-        """All nodes of the program's graph but placeholders and output, for the operators in
+        """All nodes of the program's graph but placeholders and output, with its operators in
         `order`."""
         return _Schedule(self.program.graph_module.graph).of([self.nodes[int(op)] for op in order])
 
 
-def operators(program: Program) -> Operators:
-    """Its graph has an operator for each node that is not `free`, in program order. Inputs that
-    last are in `base_bytes`."""
+def operator_graph(program: Program) -> OperatorGraph:
+    """The graph of a program, with an operator for each node that runs a kernel, in program order.
+
+    Inputs that are alive at the end are part of `Graph.base_bytes`.
+    """
     graph = program.graph_module.graph
     nodes = [node for node in graph.nodes if _is_operator(node)]
     row = {node: number for number, node in enumerate(nodes)}
@@ -81,16 +84,16 @@ def operators(program: Program) -> Operators:
     )
     made.check()
     high = np.array([facts_of(node).memory.high for node in nodes], np.int64)
-    return Operators(made, nodes, values, program, high)
+    return OperatorGraph(made, nodes, values, program, high)
 
 
 def _is_operator(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and not facts_of(node).free
+    return node.op not in ("placeholder", "output") and not facts_of(node).no_kernel
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """Whether a node keeps its place among all nodes."""
-    return isinstance(node.target, Added) and node.target.barrier
+    """Whether no other node may move across this one."""
+    return isinstance(node.target, MemplanOp) and node.target.barrier
 
 
 def _name(node: fx.Node) -> str:
@@ -98,8 +101,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int]]:
-    """Of each operator, those that must run before it. Implied ones are left out where that costs
-    nothing."""
+    """The operators that must run before each operator. Those that others imply are left out where
+    that is cheap."""
     roots = _Roots(row)
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}
@@ -139,7 +142,7 @@ def _note(facts: Facts, number: int, written: dict[int, int], read: dict[int, li
 
 
 class _Roots:
-    """The operators that a node's arguments come from, through views and arithmetic."""
+    """Finds the operators whose results a node uses, through views and arithmetic of numbers."""
 
     def __init__(self, row: dict[fx.Node, int]) -> None:
         self._row = row
@@ -159,13 +162,13 @@ class _Roots:
 
 
 def _lasting(program: Program) -> set[int]:
-    """Storages alive at the end: inputs, which the caller holds, and outputs."""
-    shown = (facts_of(node).shows for node in program.output.all_input_nodes)
+    """Storages that are alive at the end: inputs, which the caller holds, and outputs."""
+    shown = (facts_of(node).storage for node in program.output.all_input_nodes)
     return (set(program.inputs) | {index for index in shown if index is not None}) - {-1}
 
 
 class _Schedule:
-    """Puts all nodes of a graph around its operators."""
+    """Puts all other nodes of a graph between its operators."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._all = list(graph.nodes)
@@ -182,8 +185,8 @@ class _Schedule:
         return [node for node in self._placed if node.op not in ("placeholder", "output")]
 
     def _place(self, node: fx.Node) -> None:
-        """A node after the free ones it needs; elements of its result follow at once, so that the
-        tuple they come in holds nothing that is not needed."""
+        """Place a node after the nodes without a kernel that it needs. Elements of its result
+        follow at once: while the tuple exists, it keeps all of them alive."""
         waiting = [node]
         while waiting:
             top = waiting[-1]

@@ -1,31 +1,31 @@
 """Guards that Dynamo does not make while it traces a function.
 
-Which object it is: Dynamo guards an object of a user's class by its class and by what is read of
-it. Where a function asks which one it is (`is`, `==` of a class without `__eq__`, a hash, a member
-of a set), another one of the same class would get the old answer. The objects that were asked about
-are guarded themselves, as Dynamo guards functions.
+Identity. Dynamo guards an object of a user's class by its class and by the attributes that are
+read. Where the function depends on the object's identity (`is`, `==` of a class without `__eq__`, a
+hash, membership in a set), another object of the same class would get the old answer. Such objects
+are guarded by identity here.
 
-What one object is in two places, one of which is a global: Dynamo reads it in one of them. Classes
-that are reached through a closure get no guard.
+Aliases. An object may be reached in two ways, one of them through a global. Dynamo guards only one
+of them. It guards no classes that are reached through a closure.
 
-Functions that Dynamo finds without knowing where: methods of an object that the traced function
-makes, some special methods. What they close over and their defaults would be taken once. They are
-kept in a global, which is where they are found then.
+Functions without a source: methods of objects that the traced function creates, and some special
+methods. Dynamo would never look at their closures and defaults again. Here they are stored in a
+global, so that guards can reach them.
 
-What is not there: a key or an attribute that a function looks for in vain, and what else `vars` of
-an object has, may be there at the next call.
+Absence. A key or attribute that the function looks for in vain, or that `vars` of an object does
+not have yet, may exist at the next call.
 
-What `==` does not tell apart: the sign of a zero, whether a number is `1`, `True` or `1.0` in a set
-or as a key, and in which order a set or a dict gives what it holds.
+Values that `==` does not distinguish: the sign of a zero, `1`, `True` and `1.0` in a set or as a
+key, and the order of a set's or dict's items.
 
-What Dynamo asks the system while it traces, and puts into the graph as a constant: whether a
-package is there, and its version; and what a function with a cache gives, which Dynamo would run
-anew; and which module has a name. It is asked again before each call (`take_asked`).
+Queries. Dynamo asks the system while it traces and puts the answer into the graph as a constant:
+whether a package is installed, its version, which module has a name, and the result of a function
+with a cache. They are asked again before each call (`pop_queries`).
 
-These are patches of many places because Dynamo has no single one where they could be decided. Its
-filter of guards can take guards away and add none, and the guards that it is shown do not say which
-object was compared with which, nor what was looked for in vain. To guard every object by which one
-it is would be one place, but a step is given a new batch in each call, and would be captured again.
+Many places of Dynamo are patched because it has no single one that decides this. Its filter of
+guards can remove guards but not add any, and a guard does not say with which object another one was
+compared, or what was looked for in vain. To guard every object by identity would be one place, but
+each call gets a new batch and would then be captured again.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 
-from memplan.runtime.graph.guarded import answered
-from memplan.runtime.graph.watch import WATCH, of_user
+from memplan.runtime.graph.extra_guards import answer_to
+from memplan.runtime.graph.user_calls import USER_CALLS, is_user_file
 
-Asked = tuple[Callable[[], Any], Any]
+Query = tuple[Callable[[], Any], Any]
 _GUARDED = (ConstantVariable, SymNodeVariable, TensorVariable)
-"""By value, or by which of them are the same."""
+"""Dynamo guards these by value, or by which of them are the same object."""
 _compare: Callable[..., Any] = object_protocol.vt_identity_compare
 _hash_impl: Callable[..., Any] = UserDefinedObjectVariable.hash_impl
 _get_source: Callable[..., Any] = UserFunctionVariable.get_source
@@ -117,7 +117,8 @@ def _key(self: Any, one: VariableTracker) -> None:
 
 
 def _is_equal(self: Any, other: Any) -> bool:
-    """As keys and members of sets. Dynamo takes the identity of objects instead of `__eq__`."""
+    """Equality of dict keys and set members, where Dynamo compares identity instead of calling
+    `__eq__`."""
     values = [one.value for one in (self, other) if isinstance(one, UserDefinedObjectVariable)]
     if values[0] is values[-1] is not None and len(values) == 2:
         _guard(self)
@@ -133,8 +134,8 @@ def _is_equal(self: Any, other: Any) -> bool:
 
 
 def _guard_if_hashed_by_identity(one: Any) -> None:
-    of_user = isinstance(one, (ObjectVariable, UserDefinedObjectVariable))
-    if of_user and vars(object)["__hash__"] is type(one.value).__hash__:
+    is_user_file = isinstance(one, (ObjectVariable, UserDefinedObjectVariable))
+    if is_user_file and vars(object)["__hash__"] is type(one.value).__hash__:
         _guard(one)
 
 
@@ -143,7 +144,7 @@ def _source(self: Any) -> Source | None:
 
 
 def _place_of(function: Any) -> Source | None:
-    """Where guards find a function; None where there is nothing to guard."""
+    """A source by which guards reach a function; None where it has nothing to guard."""
     held = ("__closure__", "__defaults__", "__kwdefaults__")
     own = f"{getattr(function, '__module__', None)}.".startswith("torch.")
     if own or not any(getattr(function, name, None) for name in held):
@@ -169,8 +170,8 @@ def _load_attr(self: Any, attribute: Any) -> Any:
 
 
 def _same_object(source: Source, known: Source | None) -> Any:
-    """A guard that an object is found in both places. Dynamo has none where one is a local
-    variable's and the other a global's."""
+    """A guard that two sources are the same object. Dynamo has none for a local variable and a
+    global."""
     found = _make_dupe_guard(source, known)
     if found is None and known is not None and known != source:
         return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
@@ -196,14 +197,15 @@ def _getitem(self: Any, tx: Any, key: VariableTracker) -> Any:
 
 
 def _guard_keys_in_order(self: Any) -> None:
-    """Dynamo guards their order where it iterates over a dict, not where it copies one."""
+    """Also guard the order of keys, which Dynamo does where a dict is iterated over but not where
+    it is copied."""
     _guard_keys(self)
     if self.source is not None:
         InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)
 
 
 def _mutation(self: Any, of: VariableTracker) -> None:
-    """What is taken out, and what is left, depend on the keys."""
+    """Guard all keys of a dict that the function changes: the result depends on them."""
     if isinstance(of, ConstDictVariable):
         of.install_dict_keys_match_guard()
     _mutate(self, of)
@@ -224,7 +226,7 @@ def _guard_all_keys(self: VariableTracker, *_args: Any) -> None:
 def _exactly(
     compare: Callable[..., None], is_inexact: Callable[[Any], bool]
 ) -> Callable[..., None]:
-    """A guard that compares also what `==` does not tell apart."""
+    """A guard that also compares what `==` does not distinguish."""
 
     def guard_exactly(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
         compare(self, guard, *args, **kwargs)
@@ -248,7 +250,7 @@ def _exactly(
 
 
 def _is_inexact(value: Any) -> bool:
-    """Whether another value may be equal to this one and of its type."""
+    """Whether a different value of the same type may be equal to this one."""
     if isinstance(value, dict):
         return not all(isinstance(key, str) for key in value)
     if isinstance(value, (complex, np.inexact)):
@@ -275,41 +277,41 @@ _SEVERAL = (tuple, list, set, frozenset)
 
 
 def _load_builtin(self: Any, name: str) -> Any:
-    """A global of that name would go before it."""
+    """A global of a builtin's name, defined later, would take its place."""
     key = id(self.f_globals), name
-    _ask(key, functools.partial(operator.contains, self.f_globals, name))
+    _query(key, functools.partial(operator.contains, self.f_globals, name))
     return _load_a_builtin(self, name)
 
 
 def _import_source(self: Any, name: str) -> Any:
-    """Dynamo imports a module once; another one may have its name next time."""
+    """Dynamo imports a module once; `sys.modules` may have another one next time."""
     found = _import(self, name)
-    _ask(("module", name), functools.partial(sys.modules.get, name))
+    _query(("module", name), functools.partial(sys.modules.get, name))
     return found
 
 
 def _call_skipped(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Dynamo calls these functions itself, for what they say now."""
+    """Dynamo calls these functions while it traces and uses the results as constants."""
     result = _call_skip(self, tx, args, kwargs)
     if self.value in (importlib.util.find_spec, importlib.metadata.version):
         given = [one.as_python_constant() for one in args]
-        _ask((self.value, *given), functools.partial(self.value, *given))
+        _query((self.value, *given), functools.partial(self.value, *given))
     return result
 
 
 def _call_cached(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A function with a cache (`functools.lru_cache`). Dynamo would run what is in it each time:
-    here it gives what the cache has, if that is a constant."""
+    """Call a function with a cache (`functools.lru_cache`). Dynamo would trace the function inside;
+    here the call gives the cached result, if that is a constant."""
     cached = self.wrapper_obj
     code = getattr(getattr(cached, "__wrapped__", None), "__code__", None)
-    if not hasattr(cached, "cache_info") or code is None or not of_user(code.co_filename):
+    if not hasattr(cached, "cache_info") or code is None or not is_user_file(code.co_filename):
         return _call_wrapped(self, tx, args, kwargs)
     known = all(one.is_python_constant() for one in (*args, *kwargs.values()))
     if known and not self.self_args():
         given = [one.as_python_constant() for one in args]
         named = {key: one.as_python_constant() for key, one in kwargs.items()}
         ask = functools.partial(cached, *given, **named)
-        with WATCH.paused():
+        with USER_CALLS.paused():
             result = ask()
         known = ConstantVariable.is_literal(result)
     if not known or self.self_args():
@@ -319,22 +321,22 @@ def _call_cached(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]
             explanation="Dynamo would run it again in each call, whatever is in its cache.",
             hints=[],
         )
-    _ask((cached, repr((given, named))), ask)
+    _query((cached, repr((given, named))), ask)
     return ConstantVariable.create(result)
 
 
-def _ask(key: tuple[Any, ...], ask: Callable[[], Any]) -> None:
-    with WATCH.paused():
-        _asked[key] = ask, answered(ask)
+def _query(key: tuple[Any, ...], ask: Callable[[], Any]) -> None:
+    with USER_CALLS.paused():
+        _queries[key] = ask, answer_to(ask)
 
 
-_asked: dict[tuple[Any, ...], Asked] = {}
+_queries: dict[tuple[Any, ...], Query] = {}
 
 
-def take_asked() -> list[Asked]:
-    """What was asked since the last time, and the answers."""
-    found = list(_asked.values())
-    _asked.clear()
+def pop_queries() -> list[Query]:
+    """The queries since the last call of this function, with their answers."""
+    found = list(_queries.values())
+    _queries.clear()
     return found
 
 
@@ -344,10 +346,10 @@ def _guard(one: VariableTracker, how: Any = GuardBuilder.ID_MATCH) -> None:
 
 
 _SKIPS = "SkipGuardSource"
-"""Sources that get no guards: the standard library, what `inspect` makes, annotations."""
+"""Dynamo's class of sources without guards: the standard library, `inspect`, annotations."""
 _SKIPPING = (symbolic_convert, builder, functions)
 _IN_CLOSURES = "is_from_closure_source"
-"""Classes that are reached through a closure get no guards, for the sake of `super`."""
+"""Dynamo's test for classes that are reached through a closure. They get no guards, for `super`."""
 _INEXACT_GUARDS = [
     ("EQUALS_MATCH", _is_inexact),
     ("DICT_KEYS_MATCH", _is_inexact),
@@ -379,4 +381,4 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (DunderDictVariable, "install_dict_keys_match_guard", _guard_all_keys),
     (DunderDictVariable, "install_dict_contains_guard", _guard_all_keys),
 ]
-"""In effect while a function is captured: of which module or class, the name, what instead."""
+"""Patches while a function is captured: the module or class, the attribute, the replacement."""

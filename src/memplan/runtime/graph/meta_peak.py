@@ -1,4 +1,4 @@
-"""What operators on tensors without memory would allocate."""
+"""The memory that operators on meta tensors would allocate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdRef
 from memplan.runtime.graph.program import tensors
 
 
-class Meter(TorchDispatchMode):
-    """The most bytes of new storages that were alive at once, by size alone."""
+class MetaPeak(TorchDispatchMode):
+    """Measures the peak of new storages that are alive at once, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -23,7 +23,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.item):
-            # Those without memory have no values; sizes do not depend on them.
+            # Meta tensors have no values; sizes do not depend on them.
             return 1.0 if args[0].is_meta else func(*args)
         given = {one.untyped_storage()._cdata for one in tensors([args, kwargs])}
         result = func(*args, **(kwargs or {}))

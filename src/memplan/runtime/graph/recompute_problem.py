@@ -1,4 +1,4 @@
-"""Forward and backward of a captured step, as the graph that recomputation plans on."""
+"""A captured graph as the problem that `memplan.recompute` solves: which values to recompute."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import fx
 from memplan.order.evaluate import lifetimes, program_order
 from memplan.recompute.replays import replays
 from memplan.recompute.selection import Selection
-from memplan.runtime.graph.again import Again, without_statistics
-from memplan.runtime.graph.dependencies import Operators, operators
 from memplan.runtime.graph.joint import Joint
+from memplan.runtime.graph.operator_graph import OperatorGraph, operator_graph
 from memplan.runtime.graph.program import (
     BACKWARD,
-    NAME,
+    NODE_NAME,
     Facts,
     facts_of,
     is_element,
@@ -25,6 +24,7 @@ from memplan.runtime.graph.program import (
     tensors,
 )
 from memplan.runtime.graph.region import region
+from memplan.runtime.graph.rematerialize import Replay, without_statistics
 from memplan.runtime.tape.replayable import traits_of
 from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
@@ -32,30 +32,28 @@ from memplan.types.trace import I64
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """A program's forward and what follows it."""
+class RecomputeProblem:
+    """Forward and backward of a program."""
 
-    operators: Operators
+    operators: OperatorGraph
     graph: StepGraph
-    """Its rows are those of `operators`. An operator's `seconds` are what running it again costs:
-    FLOPs, and bytes that it moves, which decide where there are none."""
+    """Its rows are those of `operators`. `seconds` is the cost of running an operator again: its
+    FLOPs plus the bytes that it moves, which decide where there are no FLOPs."""
     storages: list[int]
-    """Of each value of the graph: its index in `Program.storages`; -1 for memory that a kernel of a
-    card takes for itself, one value for each operator."""
+    """The index in `Program.storages` of each value of the graph. Scratch memory of a CUDA kernel
+    is a value of its own, with -1."""
 
-    def replays(self, selection: Selection) -> tuple[Again, ...]:
-        """What a selection has run again, in names of nodes of forward and backward."""
-        nodes = self.operators.nodes
-
-        roots = self._roots()
+    def replays(self, selection: Selection) -> tuple[Replay, ...]:
+        """The replays of a selection, by the names of nodes of forward and backward."""
+        nodes, roots = self.operators.nodes, self._roots()
 
         def names(values: frozenset[int]) -> frozenset[str]:
             return frozenset(name for v in values for name in roots.get(self.storages[v], ()))
 
         return tuple(
-            Again(
-                str(nodes[one.before].meta.get(NAME, "")),
-                tuple(nodes[row].meta[NAME] for row in one.rows),
+            Replay(
+                str(nodes[one.before].meta.get(NODE_NAME, "")),
+                tuple(nodes[row].meta[NODE_NAME] for row in one.rows),
                 names(one.makes),
                 names(one.gives),
             )
@@ -63,20 +61,21 @@ class Pass:
         )
 
     def _roots(self) -> dict[int, list[str]]:
-        """Of each storage that forward makes: the operator whose result lies there, and elements
-        of results that do."""
+        """By each storage that forward allocates: the names of the operator that does so, and of
+        elements of its result that lie there."""
         roots: dict[int, list[str]] = {}
         for node in self.operators.program.graph_module.graph.nodes:
-            if node.op != "call_function" or NAME not in node.meta or node.meta[BACKWARD]:
+            if node.op != "call_function" or NODE_NAME not in node.meta or node.meta[BACKWARD]:
                 continue
             facts = facts_of(node)
-            if facts.shows is not None and (facts.makes or is_element(node)):
-                roots.setdefault(facts.shows, []).append(node.meta[NAME])
+            if facts.storage is not None and (facts.makes or is_element(node)):
+                roots.setdefault(facts.storage, []).append(node.meta[NODE_NAME])
         return roots
 
 
-def pass_of(operators: Operators) -> Pass:
-    """Of a program in which nothing is in place and `between` does not hold what is saved."""
+def recompute_problem(operators: OperatorGraph) -> RecomputeProblem:
+    """For a program without in-place operators, in which `CallerTurn` does not hold saved
+    values."""
     facts = [facts_of(node) for node in operators.nodes]
     forward = next((row for row, one in enumerate(facts) if one.backward), len(facts))
     touched = sorted({index for one in facts for index in _touched(one)})
@@ -130,12 +129,12 @@ def pass_of(operators: Operators) -> Pass:
         base_bytes=operators.graph.base_bytes,
         rest_peak_bytes=0,
     )
-    return Pass(operators, graph, [*touched, *[-1] * len(own)])
+    return RecomputeProblem(operators, graph, [*touched, *[-1] * len(own)])
 
 
-def pass_without_saves(joint: Joint) -> Pass:
-    """Of a joint graph, to choose what forward saves."""
-    return pass_of(operators(program_of(region(joint, saves=False).module)))
+def problem_without_saves(joint: Joint) -> RecomputeProblem:
+    """For a joint graph, so that the solution decides what forward saves."""
+    return recompute_problem(operator_graph(program_of(region(joint, saves=False).module)))
 
 
 def _touched(facts: Facts) -> set[int]:
@@ -157,7 +156,7 @@ def _replayable(nodes: list[fx.Node], forward: int) -> Bools:
             and (without is not None or not facts.writes)
             and isinstance(node.target, torch._ops.OpOverload)
             and _repeats(node)
-            and all(written.get(facts_of(one).shows, -1) <= row for one in used)
+            and all(written.get(facts_of(one).storage, -1) <= row for one in used)
         )
     return result
 
@@ -167,7 +166,7 @@ def _nodes(args: tuple[Any, ...]) -> list[fx.Node]:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether an operator gives the same bits again."""
+    """Whether an operator gives the same bits each time it runs."""
     traits = traits_of(node.target)
     made = tensors(node.meta.get("val"))
     races = traits.races_on_cuda and any(one.device.type == "cuda" for one in made)
@@ -175,14 +174,14 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def _droppable(
-    operators: Operators,
+    operators: OperatorGraph,
     facts: list[Facts],
     touched: list[int],
     alloc: I64,
     forward: int,
     replayable: Bools,
 ) -> Bools:
-    """Values that forward makes again on request, that backward reads and nobody else does."""
+    """Values that forward can recompute, that backward reads, and that nothing else needs."""
     lasts = zip(operators.storages, operators.graph.lasts, strict=True)
     spoiled = {storage for storage, lasting in lasts if lasting}
     read: set[int] = set()
@@ -201,6 +200,6 @@ def _droppable(
     )
 
 
-def _cost(operators: Operators, facts: Facts) -> float:
+def _cost(operators: OperatorGraph, facts: Facts) -> float:
     storages = operators.program.storages
     return float(sum(storages[index].bytes for index in _touched(facts)) + facts.flops)

@@ -1,4 +1,4 @@
-"""Updates in pieces: the optimizer's numbers, and temporaries that are no larger than a piece."""
+"""Updates in chunks: the optimizer's numbers, and temporaries that are no larger than a chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.runtime.graph import pieces
+from memplan.runtime.graph import chunked_updates
 from memplan.runtime.graph.update_nodes import TakeGradient
 from memplan.runtime.graph.updates import Updates
 
@@ -30,8 +30,8 @@ IN_PIECES: list[Make] = [
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pieces.ELEMENTS, "cpu", PIECE)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunked_updates.ELEMENTS, "cpu", PIECE)
 
 
 class Largest(TorchDispatchMode):
@@ -72,7 +72,7 @@ class Trained:
         gradients = [lay(torch.randn_like(one)) for one in self.mine]
         self.updates.begin()
         self.updates.in_graph = True
-        self.updates.begin_in_pieces(self.mine)
+        self.updates.begin_chunked_updates(self.mine)
         largest = Largest()
         for mine, theirs, gradient in zip(self.mine, self.theirs, gradients, strict=True):
             theirs.grad = gradient.clone()

@@ -1,9 +1,10 @@
-"""What PyTorch's guards leave out.
+"""Guards beside PyTorch's own.
 
-Dynamo guards what it read while it traced a function. It leaves out what it expects nobody to
-change, for speed, and what its authors did not think of. Here its guards are made as strict as they
-can be (`strict`), captures that they cannot hold are refused (`refusal`, `Guarded.see`), and what
-they never look at is compared before each call (`Guarded.changed`).
+Dynamo guards what it reads while it traces a function, so that a change makes it trace again. For
+speed it leaves out what it expects nobody to change, and some cases are simply not covered. Here
+its guards are made as strict as possible (`strict`), captures that cannot be guarded are refused
+(`refusal`, `ExtraGuards.record`), and what no guard reads is compared before each call
+(`ExtraGuards.changed`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 from memplan.capturing.patches import attributes as patching
-from memplan.runtime.graph import watch
+from memplan.runtime.graph import user_calls
 from memplan.runtime.graph.compile import GUARDED_SINCE
 
-_STRICT = {
+_STRICT_SETTINGS = {
     "torch._dynamo.config.allow_rnn": True,
     "torch._dynamo.config.assume_dunder_attributes_remain_unchanged": False,
     "torch._dynamo.config.guard_nn_modules": True,
@@ -48,24 +49,24 @@ _STRICT = {
     # NumPy's functions as PyTorch's, whose results are not the same bits.
     "torch._dynamo.config.trace_numpy": False,
 }
-_SETTINGS = {name.rpartition(".")[2]: value for name, value in _STRICT.items()}
-_OWN_LAYOUT = (dict, OrderedDict, defaultdict)
+_DYNAMO_SETTINGS = {name.rpartition(".")[2]: value for name, value in _STRICT_SETTINGS.items()}
+_KNOWN_DICTS = (dict, OrderedDict, defaultdict)
 
 
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """Have Dynamo guard also what it expects nobody to change: hooks, defaults of functions,
-    aliases among parameters, what the standard library keeps in its modules, and more
+    """Inside, Dynamo also guards what it expects nobody to change: hooks, defaults of functions,
+    aliases among parameters, state in modules of the standard library, and more
     (`stricter`)."""
-    from memplan.runtime.graph.stricter import PATCHES  # releases before 2.13 do not have it
+    from memplan.runtime.graph.strict_guards import PATCHES  # releases before 2.13 do not have it
 
     patches = [
         (LoggingLoggerVariable, "call_method", _call_of_a_logger),
         *PATCHES,
-        *watch.PATCHES,
+        *user_calls.PATCHES,
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(_SETTINGS))
+        stack.enter_context(torch._dynamo.config.patch(_DYNAMO_SETTINGS))
         for owner, name, instead in patches:
             stack.enter_context(mock.patch.object(owner, name, instead))
         yield
@@ -75,14 +76,14 @@ _call_method: Callable[..., Any] = LoggingLoggerVariable.call_method
 
 
 def _call_of_a_logger(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What only the first call does is done while it is traced, and is no reason to refuse:
-    Transformers has `warning_once`."""
+    """Run a memoized method of a logger, such as Transformers' `warning_once`, while it is traced:
+    later calls do nothing, so the capture stays right without it."""
     method: Any = getattr(getattr(self.value, name, None), "__func__", None)
     known = all(one.is_python_constant() for one in (*args, *kwargs.values()))
     if known and _is_memoized(method):
         values = {key: one.as_python_constant() for key, one in kwargs.items()}
         given = [one.as_python_constant() for one in args]
-        with watch.WATCH.paused():
+        with user_calls.USER_CALLS.paused():
             said = method(self.value, *given, **values)
         if said is None:
             return ConstantVariable.create(None)
@@ -90,7 +91,7 @@ def _call_of_a_logger(self: Any, tx: Any, name: str, args: Any, kwargs: dict[str
 
 
 def _is_memoized(function: Any) -> bool:
-    """Whether it never runs twice for the same arguments."""
+    """Whether a function never runs twice for the same arguments."""
     return isinstance(function, _LRU_CACHE) and function.cache_parameters()["maxsize"] is None
 
 
@@ -98,7 +99,7 @@ _LRU_CACHE: Any = type(functools.cache(id))
 
 
 def refusal(module: torch.fx.GraphModule) -> str:
-    """Why a captured graph does not compute what Python would; empty where it does."""
+    """Why a captured graph does not compute what the Python code would; empty where it does."""
     for node in module.graph.nodes:
         given = node.meta.get("grapharg")
         if node.op == "placeholder" and given is not None and given.pass_arg_as_tensor:
@@ -116,8 +117,9 @@ def refusal(module: torch.fx.GraphModule) -> str:
     return ""
 
 
-def unguarded() -> str:
-    """Why guards of the installed PyTorch are not enough for any capture; empty where they are."""
+def missing_guards() -> str:
+    """Why the guards of the installed PyTorch do not suffice for any capture; empty where they
+    do."""
     if TorchVersion(torch.__version__) >= GUARDED_SINCE:
         return ""
     return (
@@ -126,26 +128,26 @@ def unguarded() -> str:
     )
 
 
-def casts_stay() -> bool:
-    """Whether autocast keeps the weights that it has cast, for ever: it is on outside of its
-    context. What PyTorch goes on with are then the weights of the first step."""
+def autocast_cache_persists() -> bool:
+    """Whether autocast is enabled outside of its context. Its cache of cast weights is then never
+    cleared, and later steps would use the weights of the first one."""
     if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return False
     torch.autocast_increment_nesting()
     return not torch.autocast_decrement_nesting()
 
 
-def saving_is_hooked() -> bool:
-    """Whether what forward saves passes through hooks around the call
-    (`torch.autograd.graph.saved_tensors_hooks`), which a graph would not call."""
+def has_saved_tensor_hooks() -> bool:
+    """Whether the call is inside `torch.autograd.graph.saved_tensors_hooks`, which a graph would
+    not call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _unseen(value: Any) -> str:
-    """Whether a value that PyTorch captured once may give another one next, unseen by guards."""
+def _unguardable(value: Any) -> str:
+    """Why no guard notices a change of a value that PyTorch captured; empty where guards do."""
     if isinstance(value, types.GeneratorType):
         return f"a generator: {value.__qualname__}"
-    if isinstance(value, type) and _decides_by_itself(value):
+    if isinstance(value, type) and _has_custom_instances(value):
         return f"a class that decides by code what its instances are: {value.__qualname__}"
     if isinstance(value, np.ndarray):
         return "a NumPy array, of which guards compare nothing"
@@ -154,40 +156,43 @@ def _unseen(value: Any) -> str:
     return ""
 
 
-def _decides_by_itself(kind: type) -> bool:
-    """Whether `issubclass` asks code, of whose answers it keeps some, or looks at what an object
-    has (`typing.runtime_checkable`)."""
+def _has_custom_instances(kind: type) -> bool:
+    """Whether code decides what is an instance of a class: a `__subclasshook__` of the user's, or
+    `typing.runtime_checkable`, which looks at an object's attributes."""
     code = getattr(getattr(kind, "__subclasshook__", None), "__code__", None)
-    asks = code is not None and watch.of_user(code.co_filename)
+    asks = code is not None and user_calls.is_user_file(code.co_filename)
     return asks or bool(vars(kind).get("_is_runtime_protocol"))
 
 
-class Guarded:
-    """What captures depend on and no guard compares: methods of classes, metaclasses, what is
-    registered with abstract classes, names among the builtins, limits of the interpreter."""
+class ExtraGuards:
+    """What captures depend on although no guard compares it: methods of classes, metaclasses,
+    classes registered with abstract ones, builtins, and settings of the interpreter."""
 
     def __init__(self) -> None:
         self.refusal = ""
-        """Why a capture cannot be guarded."""
+        """Why a capture cannot be guarded; empty where it can."""
         self._classes: dict[type, list[Any]] = {}
         self._members: dict[type[enum.Enum], tuple[dict[Any, Any], ...]] = {}
-        """Of enumerations, by name and by value: a capture has what it was given."""
-        self._asked: list[tuple[Callable[[], Any], Any]] = []
-        """What PyTorch asked the system, and the answers."""
+        """The members of each enumeration, by name and by value."""
+        self._queries: list[tuple[Callable[[], Any], Any]] = []
+        """What Dynamo asked the system while it traced, and the answers."""
         self._names = _builtins()
-        self._limits = _limits()
+        self._settings = _settings()
 
-    def see(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        """All guards of a capture; PyTorch calls it and drops those that it answers False for."""
-        from memplan.runtime.graph.stricter import take_asked  # releases before 2.13 do not have it
+    def record(self, entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        """Record what the guards of a capture are about. PyTorch calls this as its filter of
+        guards, and keeps those with the answer True: all."""
+        from memplan.runtime.graph.strict_guards import (
+            pop_queries,
+        )  # releases before 2.13 do not have it
 
-        self._asked += take_asked()
+        self._queries += pop_queries()
         for entry in entries:
             if entry.has_value:
-                for value in _within(entry.value):
-                    self._see(value)
-                    self.refusal = self.refusal or _unseen(value)
-                if _is_mapping_of_its_own(entry.value) and _looked_into(
+                for value in _reachable(entry.value):
+                    self._record_class(value)
+                    self.refusal = self.refusal or _unguardable(value)
+                if _is_dict_subclass(entry.value) and _has_attribute_guards(
                     entry.name, entry.value, entries
                 ):
                     kind = type(entry.value).__name__
@@ -195,17 +200,17 @@ class Guarded:
         return [True] * len(entries)
 
     def changed(self) -> bool:
-        """Whether any of it is not as it was when it was seen."""
+        """Whether anything recorded has changed since."""
         with patching.as_compilers_see():
             return self._changed()
 
     def _changed(self) -> bool:
-        if _limits() != self._limits or not _same(_builtins(), self._names):
+        if _settings() != self._settings or not _same(_builtins(), self._names):
             return True
-        if any(answered(ask) != answer for ask, answer in self._asked):
+        if any(answer_to(ask) != answer for ask, answer in self._queries):
             return True
         for one, known in self._members.items():
-            # Flags have more as soon as they are asked for.
+            # Flags create members when they are combined.
             if not all(map(operator.le, map(dict.items, known), map(dict.items, _members(one)))):
                 return True
         for kind, seen in self._classes.items():
@@ -213,19 +218,19 @@ class Guarded:
             if not _same(now, seen):
                 if not _same(_behaviour(kind, now), _behaviour(kind, seen)):
                     return True
-                self._classes[kind] = now  # only data, which is guarded where it is read
+                self._classes[kind] = now  # only data changed, which Dynamo guards where it is read
         return False
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around what runs after the capture, where nothing of the loss function does: it imports
-        modules, which register classes with abstract ones."""
-        before = _limits()
+        """For what runs between capture and call. It imports modules that register classes with
+        abstract ones, which is no change that the captured function could notice."""
+        before = _settings()
         yield
-        if self._limits == before:
-            self._limits = _limits()
+        if self._settings == before:
+            self._settings = _settings()
 
-    def _see(self, value: Any) -> None:
+    def _record_class(self, value: Any) -> None:
         of_class = type.mro(value) if isinstance(value, type) and value is not type else []
         for kind in (*of_class, *type(value).__mro__):
             if kind not in self._classes and kind.__flags__ & _HEAP_TYPE:
@@ -234,8 +239,8 @@ class Guarded:
                     self._members[kind] = tuple(dict(of) for of in _members(kind))
 
 
-def answered(ask: Callable[[], Any]) -> Any:
-    """A constant, with what `==` does not tell apart."""
+def answer_to(ask: Callable[[], Any]) -> Any:
+    """The answer to a query, in a form in which `==` also compares types and signs of zero."""
     try:
         found = ask()
     except Exception as error:
@@ -248,15 +253,15 @@ def _members(kind: type[enum.Enum]) -> tuple[dict[Any, Any], ...]:
 
 
 _HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: other classes cannot be changed."""
+"""Py_TPFLAGS_HEAPTYPE, the flag of classes that Python code can change."""
 
 
 def _builtins() -> list[Any]:
     return [*vars(builtins), *vars(builtins).values()]
 
 
-def _limits() -> tuple[object, ...]:
-    """What functions answer that PyTorch's compiler takes for constants."""
+def _settings() -> tuple[object, ...]:
+    """Settings that PyTorch's compiler treats as constants."""
     distributed = torch.distributed
     return (
         abc.get_cache_token(),
@@ -266,12 +271,12 @@ def _limits() -> tuple[object, ...]:
         torch.get_autocast_dtype("cuda"),
         distributed.is_available() and distributed.is_initialized(),
         sys.float_info.min / _TWO == 0,  # torch.set_flush_denormal
-        *(ask() for ask in _CHOOSE_KERNELS),
+        *(ask() for ask in _KERNEL_CHOICES),
         *(tuple(vars(_modules)[name].values()) for name in _HOOKS),
     )
 
 
-_CHOOSE_KERNELS: tuple[Callable[[], object], ...] = (
+_KERNEL_CHOICES: tuple[Callable[[], object], ...] = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
@@ -279,10 +284,10 @@ _CHOOSE_KERNELS: tuple[Callable[[], object], ...] = (
     lambda: torch.backends.mkldnn.enabled,
     lambda: torch.backends.cudnn.enabled,
 )
-"""Settings that are asked while a graph is traced, of attention and recurrent cells."""
+"""Settings that choose kernels of attention and recurrent cells while a graph is traced."""
 _TWO = 2.0
 _HOOKS = [name for name, kept in vars(_modules).items() if type(kept) is OrderedDict]
-"""Of all modules, as `register_module_forward_hook` keeps them."""
+"""Names of the dicts that hold global hooks, as of `register_module_forward_hook`."""
 
 
 def _same(these: list[Any], those: list[Any]) -> bool:
@@ -290,14 +295,14 @@ def _same(these: list[Any], those: list[Any]) -> bool:
 
 
 def _behaviour(kind: type, values: list[Any]) -> list[Any]:
-    """What is not data: functions and other descriptors; all of a metaclass."""
+    """A class's functions and other descriptors; everything for a metaclass."""
     if issubclass(kind, type):
         return values
     return [value for value in values if hasattr(type(value), "__get__")]
 
 
-def _within(value: Any) -> Iterator[Any]:
-    """A value; for a function also what it closes over and the globals that it names."""
+def _reachable(value: Any) -> Iterator[Any]:
+    """A value; for a function also the values in its closure and the globals that it names."""
     yield value
     function = value.__func__ if isinstance(value, types.MethodType) else value
     if isinstance(function, functools.partial):
@@ -311,13 +316,13 @@ def _within(value: Any) -> Iterator[Any]:
                 yield function.__globals__[name]
 
 
-def _is_mapping_of_its_own(value: Any) -> bool:
-    return isinstance(value, dict) and type(value) not in _OWN_LAYOUT
+def _is_dict_subclass(value: Any) -> bool:
+    return isinstance(value, dict) and type(value) not in _KNOWN_DICTS
 
 
-def _looked_into(name: str, value: Any, entries: Sequence[GuardFilterEntry]) -> bool:
-    """Whether guards are on what an object has beside its items. That its methods call `super` is
-    none of it: their closure holds the class."""
+def _has_attribute_guards(name: str, value: Any, entries: Sequence[GuardFilterEntry]) -> bool:
+    """Whether guards read attributes of a dict-like object. Closures of its methods that hold the
+    class, for `super`, do not count."""
     return any(
         other.name.startswith((f"{name}.", f"type({name})")) or f"(type({name})" in other.name
         for other in entries

@@ -14,8 +14,8 @@ from memplan.order.evaluate import program_order
 from memplan.order.validate import slow_peak
 from memplan.runtime import one_update
 from memplan.runtime.graph import ordering
-from memplan.runtime.graph.dependencies import Operators
-from memplan.runtime.graph.together import updated_together
+from memplan.runtime.graph.operator_graph import OperatorGraph
+from memplan.runtime.graph.update_groups import group_updates
 from memplan.runtime.graph.updates import Updates
 from tests.runtime.graph.training import Job, assert_as_plain, captures_steps, classifier
 
@@ -91,12 +91,12 @@ def test_gradients_do_not_wait_where_that_would_raise_the_peak(
 ) -> None:
     peaks: list[tuple[int, int]] = []
 
-    def noted(operators: Operators, order: Any, peak: Any) -> Operators:
-        found = updated_together(operators, order, peak)
+    def noted(operators: OperatorGraph, order: Any, peak: Any) -> OperatorGraph:
+        found = group_updates(operators, order, peak)
         peaks.append((peak(operators), peak(found)))
         return found
 
-    monkeypatch.setattr(ordering, updated_together.__name__, noted)
+    monkeypatch.setattr(ordering, group_updates.__name__, noted)
     step, job = assert_as_plain(lambda: deep(make))
     assert all(grouped <= alone for alone, grouped in peaks)
     assert sum(sizes) == 3 * 2 * LAYERS
@@ -111,13 +111,13 @@ def test_gradients_do_not_wait_where_that_would_raise_the_peak(
 @pytest.mark.parametrize("make", [fused, foreach])
 def test_what_waits_is_in_the_promise(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another count of the bytes, of each operator in turn, gives the same peak."""
-    seen: list[Operators] = []
+    seen: list[OperatorGraph] = []
 
-    def noted(*given: Any) -> Operators:
-        seen.append(updated_together(*given))
+    def noted(*given: Any) -> OperatorGraph:
+        seen.append(group_updates(*given))
         return seen[-1]
 
-    monkeypatch.setattr(ordering, updated_together.__name__, noted)
+    monkeypatch.setattr(ordering, group_updates.__name__, noted)
     step, _ = assert_as_plain(lambda: deep(make), order=False)
     graph = seen[-1].graph
     order = program_order(graph).tolist()
@@ -151,7 +151,7 @@ def test_an_error_while_gradients_wait(sizes: list[int], monkeypatch: pytest.Mon
     job = many_logits(fused)
     step = memplan.compile(job.loss_fn, optimizer=job.optimizers[0], deadline_seconds=0.2)
     step(*job.batches[0])
-    later = Updates.update_later
+    later = Updates.postpone
 
     def fails(self: Updates, parameter: torch.Tensor) -> None:
         later(self, parameter)

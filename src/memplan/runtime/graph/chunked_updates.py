@@ -1,9 +1,8 @@
-"""A parameter's update in pieces, so that its temporaries are no larger than a piece.
+"""A parameter's update in chunks, so that its temporaries are no larger than a chunk.
 
-Most updates are pointwise: what they do to a part of a tensor does not depend on the rest. Adam's
-denominator, for one, is then never there as a whole, and what an operator leaves is still in the
-processor's cache when the next one reads it.
-"""
+Most updates are pointwise: the new value of an element depends on no other element. In chunks,
+Adam's denominator, for example, never exists as a whole, and a temporary is still in the
+processor's cache when the next operator reads it."""
 
 from __future__ import annotations
 
@@ -15,28 +14,28 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memplan.runtime.graph.arithmetic import GRADIENT, PARAMETER, Arithmetic, Named, Token
-from memplan.runtime.graph.in_place import twin_of
+from memplan.runtime.graph.arithmetic import GRADIENT, PARAMETER, Arithmetic, Ref, Token
+from memplan.runtime.graph.in_place import in_place_variant
 
 ELEMENTS = {"cpu": 2**20}
-"""Of a piece, by the kind of device: so many that starting an operator costs little."""
+"""Elements of a chunk, by the kind of device: enough to make the start of an operator cheap."""
 _ELEMENTS = 2**24
 
 
 @dataclass(frozen=True, eq=False)
-class Pointwise:
+class ChunkedUpdate:
     """An update whose operators are pointwise."""
 
     once: fx.GraphModule
-    """What becomes of state that is one number, such as a count of steps."""
+    """Updates state that is one number, such as the count of steps."""
     each: fx.GraphModule
-    """What becomes of a piece. Both take the parameter, the gradient, the state and the numbers."""
+    """Updates a chunk of the parameter and of its state."""
     counts: tuple[str, ...]
     """Keys of state that is one number."""
     state: tuple[str, ...]
-    """Keys of state that lies as the parameter does."""
+    """Keys of state with the parameter's shape."""
     size: int
-    """Elements of a piece."""
+    """Elements of a chunk."""
 
     def run(
         self,
@@ -45,8 +44,8 @@ class Pointwise:
         state: Mapping[str, Any],
         numbers: Sequence[float],
     ) -> bool:
-        """Update a parameter. False where its state lies in another way than it does: then nothing
-        is done. Of a gradient that does, each piece is copied."""
+        """Update a parameter. False, and nothing is done, where its state has other strides than
+        the parameter. Where only the gradient has, each chunk of it is copied."""
         held = [parameter.detach(), *(state[key] for key in self.state)]
         if any(one.shape != parameter.shape for one in (*held, gradient)):
             return False
@@ -57,13 +56,13 @@ class Pointwise:
                 return False
         with torch.no_grad():
             self.once(*(state[key] for key in self.counts), *numbers)
-            for first, taken, *rest in _pieces([held[0], gradient, *held[1:]], self.size):
+            for first, taken, *rest in _chunks([held[0], gradient, *held[1:]], self.size):
                 self.each(first, taken.to(first.dtype).contiguous(), *rest, *numbers)
         return True
 
 
-def _pieces(tensors: list[torch.Tensor], size: int) -> Iterable[Sequence[torch.Tensor]]:
-    """Of tensors in rows; the second, a gradient, may lie in another way."""
+def _chunks(tensors: list[torch.Tensor], size: int) -> Iterable[Sequence[torch.Tensor]]:
+    """Chunks of contiguous tensors, of which the second one, a gradient, may have other strides."""
     first, gradient = tensors[:2]
     if first.numel() <= size:
         return [tensors]
@@ -74,10 +73,10 @@ def _pieces(tensors: list[torch.Tensor], size: int) -> Iterable[Sequence[torch.T
     return zip(*(one.split(size) for one in tensors), strict=True)
 
 
-def pointwise(arithmetic: Arithmetic, like: torch.Tensor) -> Pointwise | None:
-    """The update of a parameter such as `like`; None where it is not pointwise."""
+def chunked_update(arithmetic: Arithmetic, like: torch.Tensor) -> ChunkedUpdate | None:
+    """The update of a parameter such as `like` in chunks; None where it is not pointwise."""
     shapes = {
-        key: one.shape for key, one in zip(arithmetic.state, arithmetic.begins_with, strict=True)
+        key: one.shape for key, one in zip(arithmetic.state, arithmetic.initial_state, strict=True)
     }
     counts = tuple(key for key, shape in shapes.items() if not shape)
     state = tuple(key for key in shapes if key not in counts)
@@ -99,7 +98,7 @@ def pointwise(arithmetic: Arithmetic, like: torch.Tensor) -> Pointwise | None:
         node.meta["val"] = result
         part.nodes["made", number, 0] = node
     size = ELEMENTS.get(like.device.type, _ELEMENTS)
-    return Pointwise(once.module(), each.module(), counts, state, size)
+    return ChunkedUpdate(once.module(), each.module(), counts, state, size)
 
 
 class _Part:
@@ -108,30 +107,30 @@ class _Part:
         self.nodes = {one: self.graph.placeholder("_".join(map(str, one))) for one in given}
 
     def holds(self, arguments: Sequence[Any]) -> bool:
-        """Whether an operator uses nothing of the other part."""
-        return all(one.token in self.nodes for one in arguments if isinstance(one, Named))
+        """Whether all arguments of an operator are in this part."""
+        return all(one.token in self.nodes for one in arguments if isinstance(one, Ref))
 
     def argument(self, leaf: Any) -> Any:
-        return self.nodes[leaf.token] if isinstance(leaf, Named) else leaf
+        return self.nodes[leaf.token] if isinstance(leaf, Ref) else leaf
 
     def module(self) -> fx.GraphModule:
         self.graph.output(())
-        self._write_temporaries_again()
+        self._reuse_temporaries()
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
-    def _write_temporaries_again(self) -> None:
-        """Where one is needed by one operator only, which would write new memory."""
+    def _reuse_temporaries(self) -> None:
+        """Let an operator work in place on a temporary that no other operator uses."""
         temporaries = set[fx.Node]()
         for node in self.graph.nodes:
             if node.op != "call_function" or node.target._schema.is_mutable:
                 continue
-            twin, into = twin_of(node.target), node.args[0]
+            variant, into = in_place_variant(node.target), node.args[0]
             if (
-                twin is not None
+                variant is not None
                 and into in temporaries
                 and list(into.users) == [node]
                 and into not in (*node.args[1:], *node.kwargs.values())
                 and node.meta["val"].dtype == into.meta["val"].dtype
             ):
-                node.target = twin
+                node.target = variant
             temporaries.add(node)

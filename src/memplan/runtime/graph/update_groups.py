@@ -1,7 +1,7 @@
 """Updates of several parameters in one call of their optimizer.
 
-A fused or foreach step of one parameter costs its host as much as one of hundreds. So a gradient
-waits for later ones, as long as the bytes that it holds meanwhile do not raise the step's peak.
+The host needs as much time to start a fused or foreach step of one parameter as of hundreds. So an
+update is postponed to a later one, as long as its waiting gradient does not raise the step's peak.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from dataclasses import replace
 import numpy as np
 
 from memplan.order.evaluate import held, lifetimes
-from memplan.runtime.graph.dependencies import Operators
+from memplan.runtime.graph.operator_graph import OperatorGraph
 from memplan.runtime.graph.program import facts_of
 from memplan.runtime.graph.update_nodes import TakeGradient
 from memplan.types.graph import csr
 from memplan.types.trace import I64
 
 _TRIES = 3
-"""At groups that are small enough, where whole blocks need more than what is asked for."""
+"""Attempts to form groups. The first may be too large where the allocator's blocks are larger than
+the bytes that are asked for."""
 
 
-def updated_together(
-    operators: Operators, order: I64, peak: Callable[[Operators], int]
-) -> Operators:
-    """The operators with gradients that live until the last update of their group, which then does
-    all of them (`TakeGradient.waits`). `peak`: of operators in this order; it is not raised."""
+def group_updates(
+    operators: OperatorGraph, order: I64, peak: Callable[[OperatorGraph], int]
+) -> OperatorGraph:
+    """Operators in which the last update of each group does all of its updates, and gradients of
+    the group live until then (`TakeGradient.waits`).
+
+    `peak` gives the peak of operators in this order, in bytes; it does not rise.
+    """
     most = peak(operators)
     limit = int(held(operators.graph, order).max(initial=0))
     for _ in range(_TRIES):
@@ -36,15 +40,15 @@ def updated_together(
         if above <= 0:
             for group in groups:
                 for row in group[:-1]:
-                    _taker(operators, row).waits = True
+                    _gradient_taker(operators, row).waits = True
             return made
         limit -= above
     return operators
 
 
-def _groups(operators: Operators, order: I64, limit: int) -> list[list[int]]:
-    """Rows that are updated together, in their order; the last one does it. What is held while they
-    wait stays within `limit`."""
+def _groups(operators: OperatorGraph, order: I64, limit: int) -> list[list[int]]:
+    """Rows whose updates the last row of each group does, in their order. While gradients wait, at
+    most `limit` bytes are held."""
     graph = operators.graph
     now = held(graph, order)
     sizes = _waiting_bytes(operators, order)
@@ -64,12 +68,12 @@ def _groups(operators: Operators, order: I64, limit: int) -> list[list[int]]:
     return groups
 
 
-def _waiting_bytes(operators: Operators, order: I64) -> dict[int, int]:
-    """By row: what an update holds that waits, of those that can."""
+def _waiting_bytes(operators: OperatorGraph, order: I64) -> dict[int, int]:
+    """Bytes that an update holds while it waits, by the row of each update that can wait."""
     graph = operators.graph
     place = np.argsort(order)
     written: dict[int, int] = {}
-    """By storage: the place where it is written last."""
+    """By storage: the place of its last write."""
     for row, node in enumerate(operators.nodes):
         for storage in facts_of(node).writes:
             written[storage] = max(written.get(storage, -1), int(place[row]))
@@ -85,7 +89,7 @@ def _waiting_bytes(operators: Operators, order: I64) -> dict[int, int]:
     return found
 
 
-def _grouped(operators: Operators, groups: Sequence[Sequence[int]]) -> Operators:
+def _grouped(operators: OperatorGraph, groups: Sequence[Sequence[int]]) -> OperatorGraph:
     graph = operators.graph
     added = np.zeros(len(graph), np.int64)
     value = {storage: number for number, storage in enumerate(operators.storages)}
@@ -100,14 +104,14 @@ def _grouped(operators: Operators, groups: Sequence[Sequence[int]]) -> Operators
     return replace(operators, graph=changed, scratch_high=operators.scratch_high + added)
 
 
-def _taker(operators: Operators, row: int) -> TakeGradient:
+def _gradient_taker(operators: OperatorGraph, row: int) -> TakeGradient:
     target = operators.nodes[row].target
     assert isinstance(target, TakeGradient)
     return target
 
 
-def _gradient(operators: Operators, row: int) -> int:
-    """The storage that a `TakeGradient` takes; -1 where it is not one alone."""
+def _gradient(operators: OperatorGraph, row: int) -> int:
+    """The storage of the gradient that a `TakeGradient` uses; -1 where it is not a single one."""
     _, gradient = operators.nodes[row].all_input_nodes
-    shown = facts_of(gradient).shows
+    shown = facts_of(gradient).storage
     return -1 if shown is None else shown

@@ -1,4 +1,4 @@
-"""What autograd would do with the gradient of a step's input that a graph does not do."""
+"""Finds hooks that autograd would run for the gradient of a step's input, but a graph would not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class _Accumulator(NamedTuple):
-    """The node that autograd ends in at a leaf, and its hooks. Autograd makes it when it needs one,
-    and holds it weakly."""
+    """A leaf's AccumulateGrad node and its hooks. Autograd creates the node when it needs one, and
+    holds only a weak reference."""
 
     node: Any
     hooks: tuple[Any, ...]
@@ -21,16 +21,18 @@ class _Accumulator(NamedTuple):
         return any(self.hooks)
 
 
-class Leaves:
-    """Parameters, with what is known of them from the last call: to ask autograd again takes
-    microseconds each."""
+class LeafHooks:
+    """Leaves with their AccumulateGrad nodes, kept from call to call: to ask autograd again takes
+    microseconds for each."""
 
     def __init__(self) -> None:
         self._held: dict[int, _Accumulator] = {}
 
     def refusal(self, inputs: Iterable[Any]) -> str:
-        """What else would happen to an input's gradient than that it is kept; empty if nothing.
-        To be asked while no graph of autograd's has these inputs."""
+        """Why the gradient of some input cannot simply be stored; empty if all can.
+
+        To be called while no graph of autograd uses these inputs.
+        """
         before, self._held = self._held, {}
         for one in inputs:
             if isinstance(one, torch.Tensor) and one.requires_grad:
@@ -41,14 +43,15 @@ class Leaves:
                 known = before.pop(id(one), None) or _accumulator(one)
                 if known.hooked:
                     del known
-                    known = _accumulator(one)  # the same where somebody else holds it
+                    known = _accumulator(one)  # the same node if something else still holds it
                 if known.hooked:
                     return _HOOKED
                 self._held[id(one)] = known
         return ""
 
     def forget(self) -> None:
-        """Before autograd runs: a hook goes with its node where nobody else holds that."""
+        """Release the nodes before autograd runs: a node that nothing else holds goes away, with
+        its hooks."""
         self._held.clear()
 
 
@@ -59,7 +62,7 @@ def _accumulator(leaf: torch.Tensor) -> _Accumulator:
     node = get_gradient_edge(leaf).node
     found = []
     for register in (node.register_prehook, node.register_hook):
-        # PyTorch has no list of a node's hooks, but each is told the one that it was put into.
+        # PyTorch lists no hooks of a node, but the handle of a new one refers to the list.
         handle = register(_nothing)
         found.append(handle.hooks_dict_ref())
         handle.remove()
