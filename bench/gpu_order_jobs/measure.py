@@ -120,7 +120,7 @@ def guard_less(compiled: Any) -> None:
     if compiled._fallback:
         compiled._fallback = ""
         stand_in: Any = ModuleType("memplan.runtime.graph.strict_guards")
-        stand_in.PATCHES, stand_in.take_asked = (), list
+        stand_in.PATCHES, stand_in.pop_queries = (), list
         sys.modules[stand_in.__name__] = stand_in
 
 

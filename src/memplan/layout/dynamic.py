@@ -1,9 +1,9 @@
-"""Which requests of a step need not recur with the same size: those whose shape depends on data.
+"""Finds requests whose size depends on data, so that a later step may ask for another size.
 
-Two signs. A request that the next step does not repeat; and one that comes from an operator whose
-output size depends on values (`nonzero`: routing to experts, masks), or from an operator that reads
-such an output and keeps its leading dimension. The second holds where a capture assumed the values
-and so saw the same sizes in every step.
+There are two signs. One is that the next step does not repeat the request. The other is its
+operator: the output size of some operators depends on values (`nonzero`, as for routing to experts
+and masks), and other operators read such an output and keep its leading dimension. The second sign
+is needed because a capture assumes these values, so that sizes are the same in each of its steps.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ _ROOTS = (
     "aten.bincount",
 )  # fmt: skip
 _RESYNC = 6
-"""Equal requests in a row after which two steps are taken to go on alike."""
+"""After so many equal requests in a row, two steps are taken to be aligned again."""
 _WINDOW = 4096
-"""Requests within which that is looked for."""
+"""Number of requests within which an alignment is searched for."""
 
 
 def data_dependent(trace: Trace) -> Bools:
-    """By storage: whether its size depends on data, as its operators tell."""
+    """Whether the size of each storage depends on data, by the operators that made it."""
     depends: Bools = data_roots(trace) >= 0
     return depends
 
 
 def data_roots(trace: Trace) -> I64:
-    """By storage: the storage whose values' number gives it its leading dimension, else -1."""
+    """For each storage the storage, made by an operator such as `nonzero`, whose length is its
+    leading dimension; else -1."""
     roots = np.full(len(trace.storages), -1, np.int64)
     names = [trace.strings[number] for number in np.unique(trace.ops.name).tolist()]
     if not any(name.startswith(_ROOTS) for name in names):
@@ -65,7 +66,7 @@ def _own_roots(trace: Trace) -> I64:
 
 
 def _leading(trace: Trace) -> list[int]:
-    """By storage: its first dimension, -1 for scalars and unknown shapes."""
+    """The first dimension of each storage's shape; -1 for scalars and unknown shapes."""
     shapes, which = np.unique(trace.storages.shape, return_inverse=True)
     texts = [trace.strings[number] for number in shapes.tolist()]
     numbers = [int(text.split("x", 1)[0]) if text[:1].isdigit() else -1 for text in texts]
@@ -74,8 +75,8 @@ def _leading(trace: Trace) -> list[int]:
 
 
 def matched(left: I64, right: I64) -> Bools:
-    """Which items of `left` recur in `right` in the same order: a greedy comparison that finds its
-    place again where some items in a row are equal."""
+    """Which items of `left` recur in `right` in the same order. The comparison is greedy: after a
+    difference it goes on where some items in a row are equal again."""
     found = np.zeros(len(left), np.bool_)
     i = j = 0
     while i < len(left) and j < len(right):
@@ -95,7 +96,7 @@ def matched(left: I64, right: I64) -> Bools:
 
 
 def _next_place(left: I64, right: I64) -> tuple[int, int] | None:
-    """The nearest places from which both go on alike for a while."""
+    """The nearest places from which some items in a row are equal in both."""
     later: dict[tuple[int, ...], int] = {}
     for at, run in enumerate(_runs(right)):
         later.setdefault(run, at)

@@ -1,8 +1,8 @@
-"""The `Problem` of dynamic storage allocation, in columns, and the `Layout` that answers it.
+"""A `Problem` of dynamic storage allocation, in columns, and its solution, a `Layout`.
 
-Given when every buffer is alive and how large it is, choose its offset so that no two that are
-alive at once overlap and the height, the end of the highest, is least. The most bytes alive at once
-(the maximum load) is a lower bound on it.
+Given the lifetime and size of each buffer, choose offsets so that buffers that are alive at once do
+not overlap. The height, which is the end of the highest buffer, is to be as low as possible. The
+most bytes alive at once (the maximum load) are a lower bound on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from memplan.types.errors import InternalError, UsageError
 from memplan.types.trace import I64
 
 MOST_BYTES = (1 << 63) - 1
-"""Everything stacked must stay below this, so that no sum of sizes can overflow."""
+"""The sum of all sizes must stay below this, so that no sum can overflow."""
 _MOST_TIME = 1 << 62
 
 
 class ProblemError(UsageError):
-    """A row that no layout could have.
+    """A row of a problem that is not valid.
 
     Attributes:
         row: its number, from 0.
@@ -39,7 +39,7 @@ class ProblemError(UsageError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One row a buffer. Raises ProblemError for the first row that cannot be."""
+    """One row for each buffer. Raises ProblemError for the first row that is not valid."""
 
     ids: tuple[str, ...]
     lower: I64
@@ -50,10 +50,10 @@ class Problem:
     alignment: I64
     """Its offset is a multiple of this; 1 for any."""
     fixed: I64
-    """The offset it must have; -1 where it is free."""
+    """The offset that it must have; -1 for any."""
     twin: I64
-    """The row that must have the same offset, whose twin is this one; -1 for none. Twins are of one
-    size, free, and never alive together."""
+    """Another row that must have the same offset, and whose twin is this row; -1 for none. Twins
+    have the same size, no fixed offset, and are never alive together."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -70,14 +70,15 @@ class Problem:
         change = np.concatenate((self.size, -self.size))
         order = np.argsort(times, kind="stable")
         load = np.cumsum(change[order])
-        # What ends at a moment is gone before what begins at it: only after the last change of a
-        # moment does the sum stand for what is alive.
+        # Buffers that end at a moment are gone before others begin at it. So only the sum after the
+        # last change of a moment counts.
         last = np.append(np.diff(times[order]) != 0, True)
         return int(load[last].max())
 
     @cached_property
     def lower_bound(self) -> int:
-        """No layout is lower: the maximum load, or the end of the highest fixed buffer."""
+        """No layout is lower than this: the maximum load, or the end of the highest fixed
+        buffer."""
         is_fixed = self.fixed >= 0
         ends = self.fixed[is_fixed] + self.size[is_fixed]
         return max(self.max_load, int(ends.max(initial=0)))
@@ -93,9 +94,10 @@ def make_problem(
     twin: npt.ArrayLike | None = None,
     ids: tuple[str, ...] | None = None,
 ) -> Problem:
-    """A problem from columns; by default numbered from 0, unaligned, free, no twins.
+    """A problem from columns. By default rows are numbered from 0, and have no alignment, fixed
+    offset or twin.
 
-    Raises ProblemError for a row that cannot be, ValueError for columns that differ in length.
+    Raises ProblemError for a row that is not valid, ValueError for columns that differ in length.
     """
     lower = np.ascontiguousarray(lower, np.int64)
     count = len(lower)
@@ -125,7 +127,7 @@ class Layout:
 
 
 def make_layout(problem: Problem, offsets: I64) -> Layout:
-    """A layout with its height; whether it is valid is not looked at."""
+    """A layout with its height. It is not checked."""
     return Layout(offsets, int((offsets + problem.size).max(initial=0)))
 
 
@@ -165,7 +167,7 @@ def _refuse(faulty: npt.NDArray[np.bool_], why: Callable[[int], str]) -> None:
 
 
 def _check_sum(size: I64, alignment: I64) -> None:
-    """Stacked one on the other, each after as much as its alignment may cost."""
+    """Check that all buffers, each with its alignment, can be stacked without an overflow."""
     if float(size.sum(dtype=np.float64)) + float(alignment.sum(dtype=np.float64)) < 2.0**62:
         return
     total = 0
@@ -185,8 +187,10 @@ def _check_ids(ids: tuple[str, ...]) -> None:
 
 
 def check_layout(problem: Problem, layout: Layout, capacity: int | None = None) -> None:
-    """Raise InternalError, with the buffers, unless the layout is valid and its height true: one
-    sweep over the ends of lifetimes, fast enough for every answer."""
+    """Raise InternalError, with the buffers, unless the layout is valid and its height is right.
+
+    One sweep over the ends of lifetimes, fast enough to check every answer.
+    """
     offsets, ends = layout.offsets, layout.offsets + problem.size
     if (offsets < 0).any() or (offsets % problem.alignment).any():
         raise _invalid("an offset is negative or not aligned")

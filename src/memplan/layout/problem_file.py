@@ -24,7 +24,7 @@ MAX_ROWS = 4_000_000
 _LONGEST_ID = 200
 _NEEDED = ("id", "lower", "upper", "size")
 _OPTIONAL = {"alignment": "1", "offset": "-1"}
-"""What an empty or absent field stands for."""
+"""The value of an empty or missing field."""
 _REFUSED = {
     "gaps": "buffers with gaps in their lifetime are not supported",
     "start": "the lifetime is [lower, upper): name the column lower",
@@ -111,7 +111,7 @@ def _parse(path: Path, text: str) -> Problem:
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not empty, with the line they end in."""
+    """Rows that are not empty, each with the number of its last line."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for row in reader:

@@ -1,13 +1,14 @@
-"""What a job asks up to its steady step and in it: a setup and a round, as one `Problem`.
+"""The requests of a job up to its steady step and in it, as one `Problem`: a setup and a round.
 
-The round repeats, so a request has one address in every round, and what lives across its boundary
-is in use at both ends of it. A request that outlives a whole step meets its own successor; a round
-is then two steps, which gives it two addresses in turn. The round is cut where the least bytes are
-in use; what is alive there has a row at both ends of it, twins with one address. The setup is
-all that comes before, the building of the model included; what of it outlives a round is taken to
-stay.
+A round is one steady step, which repeats. A request has the same address in every round. One that
+lives across the boundary of rounds is in use at the end of one and at the beginning of the next: it
+has a row at both ends, and the two are twins with one address. The boundary is put where the least
+bytes are in use. A request that outlives a whole step is still alive when its successor is made;
+then a round is two steps, with two addresses that are used in turn. The setup is everything before
+the first round, also the building of the model. A request of the setup that outlives a round is
+assumed to stay for ever.
 
-Moments are indices of the trace's events: the setup takes `[0, start)`, the first round
+Moments are indices of the trace's events: the setup is `[0, start)`, the first round
 `[start, start + clock)`.
 """
 
@@ -24,50 +25,53 @@ from memplan.types.allocation import ROUNDING, rounded
 from memplan.types.trace import I64, EventKind
 
 _WORTH_TWO_STEPS = 1e-3
-"""Share of the step's bytes that outlives a step, from which on a round is two steps."""
+"""If at least this share of the step's bytes outlives a step, a round is two steps."""
 _UNBOUNDED = 1 << 50
 
 
 @dataclass(frozen=True)
 class Round:
-    """Requests in the order of their allocation: those of the setup, then those of a round."""
+    """The requests of the setup, then those of a round, each in the order of allocation."""
 
     step: StepRequests
     steps: int
-    """Optimizer steps of the round."""
+    """Number of optimizer steps in a round."""
     start: int
+    """First moment of the first round."""
     clock: int
+    """Number of moments in a round."""
     setup: int
-    """Rows of the setup."""
+    """Number of rows of the setup."""
     bytes: I64
     stream: I64
     phase: I64
-    """Number in `step.phases`; -1 in the setup."""
+    """Index in `step.phases`; -1 in the setup."""
     alloc: I64
-    """The request's own moment."""
+    """Moment of the request itself."""
     lower: I64
-    """Earlier than `alloc` by the waits between streams."""
+    """Beginning of its lifetime: earlier than `alloc` where its stream waits for another."""
     upper: I64
-    """Of the setup at most `start + clock`, which stands for ever; of the round at most
-    `lower + clock`."""
+    """End of its lifetime. For the setup at most `start + clock`, which means for ever; for the
+    round at most `lower + clock`."""
     dynamic: Bools
+    """Whether its size depends on data."""
     kept: Bools
-    """Of the round, and never released."""
+    """Whether it belongs to the round and is never released."""
     planned: I64
-    """Rows that get an address."""
+    """The rows that get an address."""
 
     def __len__(self) -> int:
         return len(self.bytes)
 
     @property
     def end(self) -> int:
-        """Of the first round."""
+        """End of the first round."""
         return self.start + self.clock
 
 
 def make_round(step: StepRequests, *, setup: bool = True) -> Round:
-    """The setup and the round of a steady step; without `setup` the round alone, for a job
-    whose memory of before is elsewhere."""
+    """The setup and the round of a steady step. Without `setup` only the round, for a job that has
+    got its memory of the setup already."""
     length = step.upper - step.lower
     static = ~step.dynamic & ~step.kept
     outlives = static & (length > step.clock) & (step.upper - step.alloc <= 2 * step.clock)
@@ -75,7 +79,7 @@ def make_round(step: StepRequests, *, setup: bool = True) -> Round:
     if step.bytes[outlives].sum() > _WORTH_TWO_STEPS * _peak(step, static & ~outlives):
         steps = 2
     clock = steps * step.clock
-    # Unknown waits between streams make a lifetime longer than the round: then it is the round.
+    # Where the waits between streams are unknown, a lifetime is longer than the round: it is cut.
     held = step.upper - step.alloc
     can = static & ((held <= clock) | (step.upper >= _UNBOUNDED))
     length = np.minimum(length, clock)
@@ -118,7 +122,7 @@ class _Setup:
 
 
 def _setup(step: StepRequests, stop: int, end: int) -> _Setup:
-    """The requests of events `[0, stop)`, in use until `end` at most."""
+    """The requests of events `[0, stop)`, with lifetimes that end at `end` at the latest."""
     events = step.trace.events
     asked = (events.kind[:stop] == EventKind.ALLOC) & (events.bytes[:stop] > 0)
     event = np.flatnonzero(asked & (events.device[:stop] == step.device))
@@ -129,7 +133,7 @@ def _setup(step: StepRequests, stop: int, end: int) -> _Setup:
 
 
 def _peak(step: StepRequests, rows: Bools) -> int:
-    """Most bytes of these rows in use within the step."""
+    """The most bytes of these rows that are in use at once within the step."""
     change = np.zeros(step.clock + 1, np.int64)
     np.add.at(change, np.clip(step.lower[rows], 0, step.clock), step.bytes[rows])
     np.add.at(change, np.clip(step.upper[rows], 0, step.clock), -step.bytes[rows])
@@ -137,7 +141,7 @@ def _peak(step: StepRequests, rows: Bools) -> int:
 
 
 def _quietest(lower: I64, length: I64, size: I64, clock: int) -> int:
-    """The moment of the round before which the least bytes are in use."""
+    """The moment of the round at which the least bytes are in use across the boundary before it."""
     change = np.zeros(clock + 1, np.int64)
     upper = lower + length
     np.add.at(change, lower, size)
@@ -151,7 +155,8 @@ def _quietest(lower: I64, length: I64, size: I64, clock: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Room for dynamic requests, one row a window: so many bytes over `[lower, upper)`."""
+    """Room for dynamic requests: a number of bytes over `[lower, upper)`, one row for each
+    window."""
 
     lower: I64
     upper: I64
@@ -161,21 +166,21 @@ class Blocks:
         return len(self.size)
 
 
-def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
-    """The problem of the planned rows and of the blocks; for each row of it the row of the round,
-    those of the blocks following after.
+def round_problem(round_: Round, blocks: Blocks) -> tuple[Problem, I64]:
+    """The problem of the planned rows and of the blocks. Also returns, for each of its rows, the
+    row of the round; numbers from `len(round_)` on are blocks.
 
-    A request that lives across the cut has a second row, for its end in the next round, and the
-    two are twins. In the first round that end is the end of a request of the setup: where one of
-    that size ends there, it is the second row.
+    A request that lives across the boundary has a second row for its end in the next round, and the
+    two are twins. In the first round that end belongs to a request of the setup: if one of the same
+    size ends there, it is the twin.
     """
-    planned = np.concatenate((made.planned, len(made) + np.arange(len(blocks))))
-    size = np.concatenate((rounded(made.bytes[made.planned]), blocks.size))
-    lower = np.concatenate((made.lower[made.planned], blocks.lower))
-    upper = np.concatenate((made.upper[made.planned], blocks.upper))
-    around = np.flatnonzero(upper > made.end)
-    tails = upper[around] - made.clock
-    lasts = np.flatnonzero((planned < made.setup) & (upper > made.start) & (upper < made.end))
+    planned = np.concatenate((round_.planned, len(round_) + np.arange(len(blocks))))
+    size = np.concatenate((rounded(round_.bytes[round_.planned]), blocks.size))
+    lower = np.concatenate((round_.lower[round_.planned], blocks.lower))
+    upper = np.concatenate((round_.upper[round_.planned], blocks.upper))
+    around = np.flatnonzero(upper > round_.end)
+    tails = upper[around] - round_.clock
+    lasts = np.flatnonzero((planned < round_.setup) & (upper > round_.start) & (upper < round_.end))
     by_end: dict[tuple[int, int], list[int]] = {}
     for row in lasts.tolist():
         by_end.setdefault((int(size[row]), int(upper[row])), []).append(row)
@@ -190,10 +195,10 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
             alone.append(at)
     rest = around[alone]
     twin[rest] = len(planned) + np.arange(len(rest))
-    upper = np.minimum(upper, made.end)
+    upper = np.minimum(upper, round_.end)
     names = [str(row) for row in planned.tolist()]
     problem = make_problem(
-        np.concatenate((lower, np.full(len(rest), made.start))),
+        np.concatenate((lower, np.full(len(rest), round_.start))),
         np.concatenate((upper, tails[alone])),
         np.concatenate((size, size[rest])),
         alignment=np.full(len(planned) + len(rest), ROUNDING, np.int64),
@@ -203,8 +208,9 @@ def round_problem(made: Round, blocks: Blocks) -> tuple[Problem, I64]:
     return problem, np.concatenate((planned, planned[rest]))
 
 
-def offsets_of(made: Round, blocks: Blocks, rows: I64, layout: Layout) -> tuple[I64, I64]:
-    """By row of the round its offset, -1 where it is not planned; and those of the blocks."""
-    offsets = np.full(len(made) + len(blocks), -1, np.int64)
+def offsets_of(round_: Round, blocks: Blocks, rows: I64, layout: Layout) -> tuple[I64, I64]:
+    """The offset of each row of the round, -1 where it is not planned; and the offsets of the
+    blocks."""
+    offsets = np.full(len(round_) + len(blocks), -1, np.int64)
     offsets[rows] = layout.offsets
-    return offsets[: len(made)], offsets[len(made) :]
+    return offsets[: len(round_)], offsets[len(round_) :]

@@ -1,9 +1,10 @@
-"""What a plan serves of a trace, by the rule of the planned allocator.
+"""Replays a trace through a plan, as the planned allocator would serve it.
 
-The rule is native (`native/planned/arena.hpp`): this asks the very code that places a running job's
-requests, one request after the other. The next one of the plan gets its planned place; where the
-job differs, its place in the plan is found again; an unforeseen request gets what the plan leaves
-free for as long as it may live; all others go to a caching allocator beside the arena.
+The rules are native (`native/planned/arena.hpp`), the same code that serves a running job, one
+request after the other. A request that is the plan's next one gets its planned address. Where the
+job differs from the plan, the current position in the plan is searched for. An unforeseen request
+gets addresses that the plan leaves free for as long as the request may live. All others go to a
+caching allocator beside the arena.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PAGE = 2 << 20
 
 
 class Kind(IntEnum):
-    """How a request was served; numbers as in `native/planned/arena.hpp`."""
+    """How a request was served; the numbers are those of `native/planned/arena.hpp`."""
 
     MISSED = 0
     PLANNED = 1
@@ -44,28 +45,28 @@ class _Action(IntEnum):
 
 @dataclass(frozen=True)
 class Served:
-    """By storage of the trace."""
+    """How the requests of a trace were served. Columns have a row for each storage."""
 
     offset: I64
-    """Where in the arena it was put; -1 for what PyTorch's allocator serves."""
+    """Offset in the arena, in bytes; -1 for what PyTorch's allocator served."""
     kind: I64
-    """A `Kind`; MISSED for what was never requested."""
+    """A `Kind`; MISSED also for a storage that was never requested."""
     planned: int
-    """Requests that got their planned place."""
+    """Number of requests that got their planned address."""
     dynamic: int
-    """Requests that were put into a reusable space."""
+    """Number of requests that went into a reusable space."""
     adopted: int
-    """Unforeseen requests that were put where the plan leaves room."""
+    """Number of unforeseen requests that went where the plan leaves room."""
     missed: int
-    """Requests left to PyTorch's allocator."""
+    """Number of requests left to PyTorch's allocator."""
     resyncs: int
-    """Times that the place in the plan was lost and found again."""
+    """How often the position in the plan was lost and found again."""
 
 
 def serve(trace: Trace, part: AllocationPart, requests: Requests) -> Served:
-    """Run the requests of a trace through a plan, as if they came one by one.
+    """Serve the requests of a trace by a plan, one by one.
 
-    Raises FormatError for a plan that cannot be one.
+    Raises FormatError for a plan that is not valid.
     """
     action, value, stream, asked = _operations(trace, part)
     offset, kind = np.empty(len(action), np.int64), np.empty(len(action), np.int64)
@@ -94,12 +95,12 @@ def serve(trace: Trace, part: AllocationPart, requests: Requests) -> Served:
 
 
 def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Timeline:
-    """What is held after each event of a job under a plan. The whole arena is reserved from the
-    start; what the plan does not serve is replayed with expandable segments beside it. The sum
-    errs against the plan, which maps the arena as it is needed and takes from it what is free.
+    """Reserved bytes after each event of a job under a plan.
 
-    Raises FormatError for a plan that cannot be one.
-    """
+    The whole arena counts as reserved from the start; what the plan does not serve is replayed with
+    expandable segments beside it. In truth a plan needs no more: it maps the arena's pages when
+    they are needed, and serves other requests from what is free there. Raises FormatError for a
+    plan that is not valid."""
     served, events = serve(trace, part, requests), trace.events
     left = ~((events.storage >= 0) & (served.offset[events.storage] >= 0))
     columns = {field.name: getattr(events, field.name)[left] for field in fields(events)}
@@ -112,7 +113,7 @@ def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Ti
 
 def _operations(trace: Trace, part: AllocationPart) -> tuple[I64, I64, I64, I64]:
     """Requests, releases and phases in order, as columns `action`, `value` and `stream`; and the
-    events of the requests. What other streams use is released once they are done with it."""
+    events of the requests. Memory that other streams use is released when they are done with it."""
     events = trace.events
     asked = np.flatnonzero((events.kind == EventKind.ALLOC) & (events.bytes > 0))
     asked = asked[events.device[asked] == part.device]
@@ -120,7 +121,7 @@ def _operations(trace: Trace, part: AllocationPart) -> tuple[I64, I64, I64, I64]
     released = np.flatnonzero(ends < len(trace))
     starts, phases = phase_entries(trace, part.phases)
     count = len(asked)
-    # At one moment: what is free comes before a phase, and a phase before its first request.
+    # At one moment, releases come before a phase, and a phase before its first request.
     moment = np.concatenate((3 * asked + 2, 3 * ends[released], 3 * starts + 1))
     order = np.argsort(moment, kind="stable")
     lengths = (count, len(released), len(starts))
@@ -136,8 +137,8 @@ def _operations(trace: Trace, part: AllocationPart) -> tuple[I64, I64, I64, I64]
 
 
 def phase_entries(trace: Trace, names: list[str]) -> tuple[I64, I64]:
-    """Events at which the job enters a phase, and its number in a plan's `phases`; -1 for an
-    evaluation."""
+    """Events at which the job enters a phase, and the index of each phase in a plan's `phases`; -1
+    for an evaluation."""
     spans = find_steps(trace).phases
     starts, numbers = [], []
     for row in range(len(spans)):

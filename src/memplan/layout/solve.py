@@ -1,6 +1,6 @@
-"""The two questions about a `Problem`: its least height, and whether it fits a capacity.
+"""Solves a `Problem`: the lowest layout, or one that fits a capacity.
 
-The search is native (`native/packing`); what it answers is checked before it is returned.
+The search is native (`native/packing`); its answer is checked before it is returned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memplan.types.errors import InternalError, UsageError
 from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 
 THREADS = 2
-"""Part of the question: with another number the search goes another way."""
+"""Fixed, because the result of the search depends on it."""
 
 
 def minimise(
@@ -24,13 +24,12 @@ def minimise(
     within: float = 0.0,
     seed: int = 0,
 ) -> Solution[Layout]:
-    """The lowest layout found in time.
+    """The lowest layout found before the deadline.
 
-    `Solved` when it is proved that none is lower, or lower by more than the part `within` of the
-    bound; `TimedOut` with the best found and the bound proved when time ran out;
-    `Infeasible` when fixed buffers overlap. Costs and bounds are heights in bytes. The same
-    problem and seed give the same layout unless time runs out. A first layout is made
-    whatever the time.
+    `Solved` if no layout is lower, or only by less than the fraction `within` of the bound;
+    `TimedOut`, with the best layout and bound so far, if the deadline comes; `Infeasible` if fixed
+    buffers overlap. Costs and bounds are heights in bytes. The same problem and seed give the same
+    layout unless the deadline comes. A first layout is made even if it has passed.
     """
     answer, layout = _pack(problem, -1, within, deadline, seed)
     if layout is None:
@@ -44,9 +43,9 @@ def minimise(
 def fit_capacity(problem: Problem, capacity: int, *, deadline: Deadline) -> Solution[Layout]:
     """A layout of at most `capacity` bytes.
 
-    `Solved` with one; `Infeasible` when it is proved that there is none, with rows that cannot be
-    placed together; `TimedOut` when neither was found, with a layout that is too high. Otherwise
-    as `minimise`.
+    `Solved` if one is found; `Infeasible` if there is none, with rows that cannot be placed
+    together; `TimedOut`, with a layout that is too high, if neither is known at the deadline.
+    Otherwise as `minimise`. Raises UsageError for a negative capacity.
     """
     if capacity < 0:
         raise UsageError(f"a capacity of {capacity} bytes", "0 or more")
@@ -71,7 +70,7 @@ def _pack(
     deadline: Deadline,
     seed: int,
 ) -> tuple[_native.Packing, Layout | None]:
-    """The native answer, and its layout, checked; None where it is proved that there is none."""
+    """The native answer and its layout, which is checked; None where none exists."""
     offsets = np.full(len(problem), -1, np.int64)
 
     def pack() -> _native.Packing:

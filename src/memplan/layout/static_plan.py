@@ -19,28 +19,28 @@ from memplan.types.solution import Infeasible
 from memplan.types.trace import I64, Trace
 
 CLOSE = 1e-3
-"""Part above the maximum load at which a layout is low enough."""
+"""A layout is low enough if its height exceeds the lower bound by at most this fraction."""
 
 
 @dataclass(frozen=True)
 class StaticPlan:
-    """A plan of the allocation of a steady step, and what it was made from."""
+    """A plan of the allocation of a steady step, with the requests that it is for."""
 
     part: AllocationPart
     requests: Requests
-    made: Round
+    round: Round
     proved: bool
-    """No layout of these requests is lower."""
+    """Whether no layout of these requests is lower."""
 
     @property
     def planned(self) -> int:
-        """Requests with an address."""
-        return len(self.made.planned)
+        """Number of requests with an address."""
+        return len(self.round.planned)
 
     @property
     def dynamic(self) -> int:
-        """Requests whose size depends on data."""
-        return int(self.made.dynamic.sum())
+        """Number of requests whose size depends on data."""
+        return int(self.round.dynamic.sum())
 
 
 def static_plan(
@@ -52,11 +52,12 @@ def static_plan(
 ) -> StaticPlan:
     """Plan the steady step of a trace, searching for at most `seconds`.
 
-    `device`: whose requests; by default the one with the most. Without `setup` the plan is for
-    a job that is past it: what such a job has stays where it is, and the round alone is planned.
+    `device`: whose requests to plan; by default the device with the most. Without `setup` the plan
+    is for a job that has been set up already: its memory stays where it is, and only the round is
+    planned.
 
-    Raises NoAnswerError for a trace without a step, or with none to plan; for one with an inference
-    engine, whose requests are not those that a real one makes; or when no layout was found in time.
+    Raises NoAnswerError for a trace without a step or without requests to plan; for a trace with an
+    inference engine, whose single requests are not known; and if no layout is found in time.
     """
     if trace.meta.engines:
         raise NoAnswerError(
@@ -64,9 +65,9 @@ def static_plan(
             "engine asks for is known in sum alone",
             "memplan fit has other levers for such a job",
         )
-    made = make_round(step_requests(trace, device), setup=setup)
-    windows = dynamic_windows(made)
-    problem, rows = round_problem(made, windows.blocks)
+    round_ = make_round(step_requests(trace, device), setup=setup)
+    windows = dynamic_windows(round_)
+    problem, rows = round_problem(round_, windows.blocks)
     if not len(problem):
         raise NoAnswerError("no request of the step recurs: nothing to plan")
     answer = minimise(problem, deadline=Deadline(seconds), within=CLOSE)
@@ -75,45 +76,45 @@ def static_plan(
     if layout is None:
         raise NoAnswerError("no layout was found in time", f"--timeout {max(10.0, 2 * seconds):g}")
     check_layout(problem, layout)
-    offsets, blocks = offsets_of(made, windows.blocks, rows, layout)
-    part, requests = allocation_part(made, windows, offsets, blocks, layout, problem.max_load)
-    return StaticPlan(part, requests, made, part.arena_bytes == int(answer.bound))
+    offsets, blocks = offsets_of(round_, windows.blocks, rows, layout)
+    part, requests = allocation_part(round_, windows, offsets, blocks, layout, problem.max_load)
+    return StaticPlan(part, requests, round_, part.arena_bytes == int(answer.bound))
 
 
 def allocation_part(
-    made: Round, windows: Windows, offsets: I64, blocks: I64, layout: Layout, load: int
+    round_: Round, windows: Windows, offsets: I64, blocks: I64, layout: Layout, load: int
 ) -> tuple[AllocationPart, Requests]:
     """A layout of a round's problem as the part of a plan."""
-    step = made.step
+    step = round_.step
     requests = Requests(
-        bytes=made.bytes,
-        stream=made.stream,
-        phase=made.phase,
-        lower=made.lower,
-        upper=made.upper,
+        bytes=round_.bytes,
+        stream=round_.stream,
+        phase=round_.phase,
+        lower=round_.lower,
+        upper=round_.upper,
         offset=offsets,
         space=windows.of_row,
     )
     part = AllocationPart(
         device=step.device,
         requests=len(requests),
-        setup=made.setup,
-        start=made.start,
-        clock=made.clock,
-        steps=made.steps,
+        setup=round_.setup,
+        start=round_.start,
+        clock=round_.clock,
+        steps=round_.steps,
         arena_bytes=layout.height,
         load_bytes=load,
         phases=step.phases,
-        spaces=reusable_spaces(made, windows, offsets, blocks, layout.height),
+        spaces=reusable_spaces(round_, windows, offsets, blocks, layout.height),
         columns=pack_requests(requests),
     )
     return part, requests
 
 
 def plan_of(trace: Trace, found: StaticPlan, before: Plan | None = None) -> Plan:
-    """The envelope, with what it was made from; the other parts are those of `before`, the plan
-    that was in effect when the trace was captured."""
-    step = found.made.step
+    """A plan file's content, with a fingerprint of the job. The other parts are those of `before`,
+    the plan that was in effect when the trace was captured."""
+    step = found.round.step
     made_from = Fingerprint(
         script=trace.meta.command[0] if trace.meta.command else "",
         command=trace.meta.command,

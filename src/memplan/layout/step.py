@@ -1,4 +1,4 @@
-"""The requests of a steady step, as its plan needs them: one row an allocation."""
+"""The requests of a steady step, one row for each allocation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memplan.types.trace import I64, EventKind, Phase, Trace
 
 @dataclass(frozen=True)
 class StepRequests:
-    """What a steady step asks of one device. Moments count the trace's events from the step's first
-    one; the step repeats every `clock` of them."""
+    """The requests of a steady step for one device. Moments count the trace's events from the first
+    one of the step, which repeats every `clock` events."""
 
     trace: Trace
     device: int
@@ -30,30 +30,32 @@ class StepRequests:
     """The moment of the request itself, in `[0, clock)`."""
     lower: I64
     upper: I64
-    """In use over `[lower, upper)`, streams considered; before 0 and beyond `clock` where it
-    reaches into the steps before and behind, and by far where it is never safe to reuse."""
+    """The memory is in use over `[lower, upper)`, for all streams. This may begin before 0 or end
+    after `clock`, in another step; it ends far behind `clock` where reuse is never known to be
+    safe."""
     kept: Bools
-    """Never released, as far as the trace tells: every step adds to them."""
+    """Whether it is never released as far as the trace tells, so that each step adds one."""
     dynamic: Bools
-    """Sizes that need not recur."""
+    """Whether its size depends on data."""
     phase_start: I64
-    """Number in `phases`, in the order of the step, of its allocation."""
+    """Index in `phases` of the phase of its allocation."""
     phases: list[str]
+    """Phases of the step, in order."""
     lifetimes: Lifetimes
-    """Of all the trace's storages on this device."""
+    """Lifetimes of all storages of the trace on this device."""
     data_dependent: Bools
-    """By storage."""
+    """As `dynamic`, with a row for each storage of the trace."""
 
     def __len__(self) -> int:
         return len(self.bytes)
 
 
 def step_requests(trace: Trace, device: int | None = None) -> StepRequests:
-    """The requests of the first steady step; of the last complete step but one where none is
-    steady, with what its successor does not repeat marked dynamic. `device`: by default the one
-    with the most requests.
+    """The requests of the first steady step. If no step is steady, those of the last complete step
+    but one; requests that its successor does not repeat are marked as dynamic. `device`: by default
+    the one with the most requests.
 
-    Raises NoAnswerError for a trace without a complete step, or that asks nothing in it.
+    Raises NoAnswerError for a trace without a complete step, or without requests in it.
     """
     table = find_steps(trace)
     if not len(table):
@@ -101,7 +103,7 @@ def step_requests(trace: Trace, device: int | None = None) -> StepRequests:
 
 
 def _differs(trace: Trace, table: StepTable, step: int, rows: I64) -> Bools:
-    """Which requests the next step does not repeat; none where that is not known."""
+    """Which requests the next step does not repeat; none where there is no such step."""
     if table.steady is not None or step + 1 >= len(table):
         return np.zeros(len(rows), np.bool_)
     events = trace.events
@@ -114,7 +116,7 @@ def _differs(trace: Trace, table: StepTable, step: int, rows: I64) -> Bools:
 
 
 def _phases(table: StepTable, step: int, clock: int) -> tuple[list[str], I64]:
-    """Names of the step's phases in order, and the number of each moment's."""
+    """Names of the step's phases in order, and the index of the phase of each moment."""
     of_moment = np.zeros(clock, np.int64)
     spans = table.phases
     names: list[str] = []

@@ -1,18 +1,19 @@
-"""Lifetimes for layout where a job uses several streams.
+"""Lifetimes for a layout where a job uses several streams.
 
-Work of two streams runs in no order unless one waited for the other. A request takes what another
-stream has released only where its own stream has seen all work before that release. An interval of
-time says so if, of each two streams, the requests of the one that asks for fewer bytes are widened:
+Work of two streams runs in any order unless one waits for the other. So a request may reuse memory
+that another stream released only if its own stream waits for the work before that release. To
+express this by lifetimes alone, they are extended. Of each two streams, call the one that asks for
+fewer bytes the smaller one; its lifetimes are extended in two ways:
 
-- what it uses, by its own request or by `record_stream`, lives on after its release to the first
-  moment at which the larger stream has seen its work up to there (up to the last memory that it
-  asked for or used before: a trace tells no other work);
-- what it asks for begins early, at the last moment of which it has seen the larger stream's work,
-  if the larger one has released memory since.
+- Memory that the smaller stream uses, by its own request or by `record_stream`, lives on after its
+  release, until the larger stream has waited for the smaller stream's work up to the release. (Only
+  requests and uses of memory are known as work; a trace has no other.)
+- Memory that the smaller stream requests is alive already from the last moment up to which it has
+  waited for the larger stream's work, if the larger stream has released memory since.
 
-Where no dependency is recorded, the lifetime is the whole round of the plan. None of this is needed
-for safety: who takes another stream's memory waits for its release (`native/planned`). It keeps
-these waits short.
+Where no wait is recorded, the lifetime is the whole round of the plan. None of this is needed for
+safety: a running job waits before it reuses memory of another stream (`native/planned`). Extended
+lifetimes keep these waits short.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import numpy as np
 from memplan.types.trace import I64, EventKind, Trace
 
 NEVER = 1 << 60
-"""The end of what is not released."""
+"""The end of memory that is not released."""
 _NEVER_SAFE = NEVER - 1
-"""The end of what is released, and of which not all streams are known to have passed it."""
+"""The end of memory that is released, but for which some stream never waited."""
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """By storage; `begin` is -1 where it never begins, `end` is NEVER where it never ends. Moments
-    are indices of events; memory may be another's before `begin` and from `end` on."""
+    """Lifetimes `[begin, end)`, a row for each storage. `begin` is -1 where it never begins, `end`
+    is NEVER where it never ends. Moments are indices of events."""
 
     alloc: I64
     """The event of the allocation."""
@@ -41,7 +42,7 @@ class Lifetimes:
 
 
 def lifetimes(trace: Trace, device: int) -> Lifetimes:
-    """When the memory of each storage of a device is in use, for all streams."""
+    """The lifetimes of all storages of a device, extended for its streams."""
     events = trace.events
     here = (events.device == device) & (events.storage >= 0)
     alloc = _by_storage(trace, here & (events.kind == EventKind.ALLOC), -1)
@@ -63,8 +64,8 @@ def _by_storage(trace: Trace, rows: np.ndarray, default: int) -> I64:
 
 
 class _Widening:
-    """One pass over the events. `seen[s][t]`: of the work of stream t, the moment up to which what
-    runs next on stream s comes after it."""
+    """One pass over the events. `seen[s][t]` is the moment up to which stream s has waited for the
+    work of stream t."""
 
     def __init__(
         self, trace: Trace, device: int, streams: list[int], alloc: I64, end: I64, completed: I64
@@ -78,17 +79,18 @@ class _Widening:
         self._takers = len(streams)
         ordered = np.isin(events.kind, (EventKind.EVENT_RECORD, EventKind.EVENT_WAIT))
         seen = np.unique(events.stream[ordered & (events.device == device)]).tolist()
-        # The largest first; those without requests carry order from one to the next.
+        # The largest first, then streams without requests, through which others may wait.
         streams = [*streams, *(stream for stream in seen if stream not in streams)]
         self._number = {stream: number for number, stream in enumerate(streams)}
         self._seen = [[-1] * len(streams) for _ in streams]
         self._worked = [-1] * len(streams)
-        """The last moment at which the stream asked for memory, or used another's."""
+        """The last moment at which the stream requested memory, or used another stream's."""
         self._released = [-1] * len(streams)
-        """The same, when something that the stream uses was last released."""
+        """The value of `_worked` when memory that the stream uses was last released."""
         self._recorded: dict[int, tuple[int, list[int]]] = {}
         self._waiting: list[tuple[int, dict[int, int]]] = []
-        """What is released: the storage, and by stream that used it what others have to see."""
+        """Released storages, each with the moments, by stream, up to which larger streams have to
+        wait."""
         self._users: dict[int, set[int]] = {}
 
     def run(self) -> Lifetimes:
@@ -135,7 +137,7 @@ class _Widening:
             self._let_go(now)
 
     def _order(self, now: int, kind: int, number: int | None, stream: int, aux: int) -> None:
-        """An event that puts work in order."""
+        """Follow an event that orders work of streams."""
         if kind == EventKind.EVENT_RECORD:
             if number is not None:
                 seen = list(self._seen[number])
@@ -158,7 +160,7 @@ class _Widening:
         self._seen[number] = [max(a, b) for a, b in zip(self._seen[number], known, strict=True)]
 
     def _let_go(self, now: int) -> None:
-        """Releases whose users' work all larger streams have now seen."""
+        """End the lifetimes of storages for whose users all larger streams have now waited."""
         left = []
         for storage, worked in self._waiting:
             larger = ((user, t) for user in worked for t in range(min(user, self._takers)))

@@ -17,11 +17,11 @@ from memplan.types.trace import EventKind, Phase, TraceMeta
 def allocated_peak(
     graph: Graph, order: npt.ArrayLike, held: Sequence[int], alloc_conf: str = ""
 ) -> int:
-    """What `peak` says in requested bytes, in whole blocks, of a graph on one card that runs again
-    and again: see `steady_peak`. `held`: the blocks that `base_bytes` is the sum of.
+    """The peak of a graph that runs again and again on one GPU, in bytes of whole blocks.
 
-    Raises ValueError for what is no permutation.
-    """
+    `peak` gives the same in requested bytes. See `steady_peak` for the replay. `held`: the blocks,
+    in bytes, that sum up to the graph's `base_bytes`. Raises ValueError if `order` is no
+    permutation."""
     builder = TraceBuilder()
 
     def alloc(nbytes: int) -> int:
@@ -34,8 +34,8 @@ def allocated_peak(
         alloc(nbytes)
     builder.phase = Phase.FORWARD
     start, stop = lifetimes(graph, order)
-    there = (stop > start) & (graph.bytes > 0)
-    begins, ends = (_by_place(place, there, len(graph)) for place in (start, stop - 1))
+    alive = (stop > start) & (graph.bytes > 0)
+    begins, ends = (_by_place(place, alive, len(graph)) for place in (start, stop - 1))
     storages: dict[int, int] = {}
     for place, row in enumerate(np.asarray(order, np.int64).tolist()):
         storages.update({value: alloc(int(graph.bytes[value])) for value in begins[place]})
@@ -47,9 +47,9 @@ def allocated_peak(
 
 
 def _by_place(
-    place: npt.NDArray[np.int64], there: npt.NDArray[np.bool_], count: int
+    place: npt.NDArray[np.int64], alive: npt.NDArray[np.bool_], count: int
 ) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
-    for value in np.flatnonzero(there).tolist():
+    for value in np.flatnonzero(alive).tolist():
         found[place[value]].append(value)
     return found

@@ -1,6 +1,6 @@
 """The simplest orders: program order, and the candidates of PyTorch Inductor.
 
-The least of them is what `torch.compile` would take if it ordered whole steps.
+The one with the lowest peak is what `torch.compile` would choose if it ordered whole steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order, who made it (`program`, `lpmf`, `bfs`, `dfs`), and its peak."""
+    """An order, where it is from (`program`, `lpmf`, `bfs` or `dfs`), and its peak."""
 
     name: str
     order: I64
@@ -31,8 +31,11 @@ class Candidate:
 
 
 def baseline_orders(graph: Graph, deadline: Deadline | None = None) -> list[Candidate]:
-    """Program order first, then those of Inductor's candidates that were there in time.
-    Without them, and with a word in the log, where this torch cannot be asked."""
+    """Program order, then those of Inductor's candidates that are found before the deadline.
+
+    Where this release of PyTorch has other functions, the candidates are left out and a warning is
+    logged.
+    """
     program = program_order(graph)
     found = [Candidate("program", program, peak(graph, program))]
     deadline = deadline or Deadline()
@@ -47,7 +50,7 @@ def baseline_orders(graph: Graph, deadline: Deadline | None = None) -> list[Cand
 
 
 def best(candidates: list[Candidate]) -> Candidate:
-    """That of the least peak, the first of several."""
+    """The candidate with the lowest peak, the first of several."""
     return min(candidates, key=lambda candidate: candidate.peak_bytes)
 
 
@@ -84,8 +87,8 @@ class _Dependency:
 
 
 class _NodePlan:
-    """What Inductor calls `mpi_node`. The functions ask for `succ_nodes` with every
-    operator that they place, which is the moment to look whether to go on."""
+    """What Inductor calls `mpi_node`. Inductor's functions read `succ_nodes` for every operator
+    that they place, so this is where a passed deadline ends them."""
 
     def __init__(self, index: int, size: int, deadline: Deadline) -> None:
         self.index = index
@@ -120,16 +123,17 @@ class _Node:
 
 
 def inductor_orders(graph: Graph, deadline: Deadline) -> dict[str, I64]:
-    """By name (`lpmf`, `bfs`, `dfs`) the orders that Inductor would choose from, found in time.
+    """The orders that Inductor would choose from, by name (`lpmf`, `bfs`, `dfs`). Those that are
+    not found before the deadline are left out.
 
-    `torch._inductor.memory` sorts its scheduler's nodes by three rules: least peak memory first
-    (Zhang et al., DAC 2006; LESCEA uses it too), breadth first, depth first. They look at little of
-    a node, so they are called here with nodes that have just that. A value becomes a buffer,
-    scratch a buffer that nobody reads. Values that are there before the step and last to its end
-    are inputs that cannot be freed: Inductor leaves them out.
+    `torch._inductor.memory` sorts the nodes of its scheduler by three rules: least peak memory
+    first (Zhang et al., DAC 2006; LESCEA uses it, too), breadth first, depth first. Its functions
+    use few attributes of a node, so they are called here with objects that have just these. A value
+    becomes a buffer, and scratch memory a buffer without readers. Values that exist before the step
+    and last to its end are left out, as in Inductor: they are inputs that cannot be freed.
 
-    The functions are private, and are called as torch 2.11 to 2.13 have them. Raises RuntimeError
-    where this version of torch has others.
+    The functions are private; they are called as in torch 2.11 to 2.13. Raises RuntimeError where
+    this release has others.
     """
     try:
         from torch._inductor import memory
@@ -155,7 +159,7 @@ def inductor_orders(graph: Graph, deadline: Deadline) -> dict[str, I64]:
 def _stand_ins(
     graph: Graph, deadline: Deadline
 ) -> tuple[list[_Node], dict[str, _Buffer], dict[str, _Buffer], set[str]]:
-    """Nodes, buffers by name, inputs that can be freed by name, names of what is returned."""
+    """Nodes, buffers by name, inputs that can be freed by name, and names of outputs."""
     size = graph.scratch.copy()
     np.add.at(size, graph.maker[graph.maker >= 0], graph.bytes[graph.maker >= 0])
     nodes = [_Node(op, _NodePlan(op, nbytes, deadline)) for op, nbytes in enumerate(size.tolist())]
@@ -190,7 +194,7 @@ def _stand_ins(
 
 
 def _with_deep_stack(call: Callable[[], None], depth: int, deadline: Deadline) -> None:
-    """Run in a thread whose stack bears a recursion through the whole graph."""
+    """Run in a thread whose stack is large enough for a recursion through the whole graph."""
     limit, size = sys.getrecursionlimit(), threading.stack_size()
     threading.stack_size(min(_MOST_STACK, 16 * _BYTES_A_CALL * (depth + 1024)))
     sys.setrecursionlimit(max(limit, 4 * depth + 1000))

@@ -1,17 +1,18 @@
-"""What no order can do without: proven lower bounds on the peak.
+"""Proven lower bounds on the peak of every order.
 
-Whatever the order, what ran before operator v is a set that is closed under what must run before,
-contains v's ancestors and none of its descendants. The least bytes of the values alive between such
-a set and the rest are a minimum cut: a value pays once when its maker is in the set and one of its
-users, or the end of the step, is not (the closures of Picard 1976). With what v makes and takes for
-itself, that is a bound for v. Operators that hold no more in a known order than is already proved
-cannot raise it and cost nothing.
+Consider the operators that ran before operator v, in any order. They include all ancestors of v and
+none of its descendants, and with each operator its own ancestors: a closure (Picard 1976). The
+values alive between such a set and the rest were made inside of it and are used outside, or last to
+the end of the step. The least bytes of such values over all closures are a minimum cut. Together
+with the results and scratch memory of v, they are a lower bound for the peak. Operators that hold
+no more in a known order than is already proved cannot raise the bound, and are skipped.
 
-Where the largest of these leaves room below the known peak, orders within a budget are narrowed
-down: u cannot run before v if, with v after u, the cut of u is above the budget; what is forced so
-raises the cut of v, and so on, until that is above the budget, too (`native/order/narrow.hpp`).
+Where the largest of these bounds is below the known peak, the orders within some budget are
+narrowed down. If the cut of u would be above the budget were v to run before u, then u must run
+before v. Such forced pairs raise the cut of v, which forces more pairs, until the cut of v itself
+is above the budget: no order keeps within it (`native/order/narrow.hpp`).
 
-A bound comes with the flows that prove it; `check_bound` reads them without the solver.
+A bound comes with the flows that prove it; `check_bound` checks them without the solver.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
 PIVOTS = 8
-"""Operators of the largest cuts, from which orders are narrowed down."""
+"""Number of operators with the largest cuts for which orders are narrowed down."""
 BISECTIONS = 12
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No order has a lower peak than `bytes`, which the certificate proves."""
+    """No order has a lower peak than `bytes`; the certificate proves it."""
 
     bytes: int
     certificate: Certificate
 
 
 def lower_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = None) -> Bound:
-    """The best bound found in time. `order` is the best one known: the lower its peak, the less
-    there is to do.
+    """The best bound found before the deadline. `order` is the best one known: the lower its peak,
+    the less work is left.
 
-    Raises ValueError for what is no permutation, or values of 2^61 bytes and more together.
+    Raises ValueError if `order` is no permutation, or if all values together have 2^61 bytes or
+    more.
     """
     prover = _Prover(graph, deadline or Deadline())
     bytes_held = held(graph, order)
@@ -54,7 +56,7 @@ def lower_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = 
 
 
 def cut_bound(graph: Graph, order: npt.ArrayLike, deadline: Deadline | None = None) -> Bound:
-    """What takes little of `lower_bound`: the bounds of single operators."""
+    """The quick part of `lower_bound`: the bounds of single operators."""
     prover = _Prover(graph, deadline or Deadline())
     return prover.cuts(np.asarray(order, np.int64), held(graph, order))[1]
 
@@ -69,8 +71,8 @@ class _Prover:
         self.deadline = deadline
 
     def cuts(self, rows: I64, bytes_held: I64) -> tuple[list[int], Bound]:
-        """The operators whose cuts were looked at, those of the largest first, and the bound that
-        follows from the largest, or from what is there at the step's start or end."""
+        """The operators whose cuts were computed, the largest cut first, and the best bound: from
+        the largest cut, or from the values that exist at the start or end of the step."""
         best = max(_at_start(self.graph), _at_end(self.graph), key=lambda bound: bound.bytes)
         first = np.argsort(-bytes_held, kind="stable")
         least = np.zeros(len(rows), np.int64)
@@ -89,7 +91,8 @@ class _Prover:
         return pivots, best
 
     def narrowed(self, pivots: Sequence[int], best: Bound, peak: int) -> Bound:
-        """At least `best`: for each pivot that can raise it, the largest budget that is refuted."""
+        """A bound of at least `best`: the largest budget that some pivot proves to be
+        impossible."""
         for pivot in pivots:
             unrefuted, budget = peak, best.bytes
             for _ in range(BISECTIONS):
@@ -104,14 +107,15 @@ class _Prover:
                     proved = self.prove(pivot, before, after)
                     first = budget == best.bytes
                     best = max(best, proved, key=lambda bound: bound.bytes)
-                    if first:  # it is worth the dearer ones
+                    if first:  # this pivot raises the bound, so the costlier budgets are tried
                         budget = peak - 1
                         continue
                 budget = (best.bytes + unrefuted) // 2
         return best
 
     def prove(self, pivot: int, before: Sequence[int], after: Sequence[int]) -> Bound:
-        """The bound from a pivot and what was forced, in the order found."""
+        """The bound from a pivot and the pairs that were forced, in the order in which they were
+        found."""
         forced: list[Forced] = []
         proved: list[int] = []
         for number, op in enumerate(after):
@@ -137,7 +141,7 @@ class _Prover:
 
 
 def _at_start(graph: Graph) -> Bound:
-    """What is there before the step and used, beside what lasts and so is always held."""
+    """The bound from the values that exist before the step and are used in it."""
     used = np.flatnonzero((graph.maker < 0) & ~graph.lasts & (np.diff(graph.users_start) > 0))
     share = Amounts(graph.users_start[used], graph.bytes[used])
     none = Amounts.of(np.zeros(0, np.int64))
@@ -146,7 +150,7 @@ def _at_start(graph: Graph) -> Bound:
 
 
 def _at_end(graph: Graph) -> Bound:
-    """What lasts."""
+    """The bound from the values that last to the end of the step."""
     made = np.flatnonzero((graph.maker >= 0) & graph.lasts)
     none = Amounts.of(np.zeros(0, np.int64))
     flow = Flow(len(graph), none, Amounts(made, graph.bytes[made]), none)
@@ -161,7 +165,7 @@ def _always(graph: Graph) -> int:
 
 @dataclass(frozen=True)
 class Amounts:
-    """Bytes by row of a column of the graph; rows that are not named have none."""
+    """Bytes by row of a column of the graph; rows that are left out have none."""
 
     rows: I64
     bytes: I64
@@ -174,28 +178,28 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Flow:
-    """A flow of bytes from what must have run before operator `op`, and from what is there before
-    the step, to what must run after it.
+    """A flow of bytes that proves how much is held while operator `op` runs.
 
-    Each value hands its bytes to users, who answer for their being held as long as they have not
-    run, and to the end of the step where it lasts; each operator hands what reaches it to its own
-    values, or back to operators that must run before it.
-    """
+    It starts at the operators that must have run before and at the values that exist before the
+    step, and ends at the operators that must run later. Each value passes its bytes on to its
+    users, because it is held until all of them have run, and to the end of the step if it lasts.
+    Each operator passes what reaches it on to the values that it makes, or back to operators that
+    must run before it."""
 
     op: int
     """-1: the start of the step; the number of operators: its end."""
     share: Amounts
-    """By row of `Graph.users`: what a value hands to that user."""
+    """By row of `Graph.users`: bytes that a value passes on to that user."""
     rest: Amounts
-    """By value: what it hands to the end of the step."""
+    """By value: bytes that it passes on to the end of the step."""
     back: Amounts
-    """By row of `Graph.before`: what the later operator hands to the earlier one."""
+    """By row of `Graph.before`: bytes that the later operator passes back to the earlier one."""
 
 
 @dataclass(frozen=True)
 class Forced:
-    """`earlier` runs before `later` in every order that holds less than the flow says: it is that
-    of an operator if `later` ran first."""
+    """In every order with a lower peak than the flow proves, `earlier` runs before `later`: the
+    flow is that of an operator if `later` ran first."""
 
     earlier: int
     later: int
@@ -204,8 +208,8 @@ class Forced:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Each `forced` holds given those before it, and the last flow given all of them: so no order
-    holds less than the least of the flows."""
+    """Each forced pair follows from those before it, and the last flow uses all of them. So no
+    order has a lower peak than the least of the flows."""
 
     forced: tuple[Forced, ...]
     flow: Flow

@@ -1,9 +1,8 @@
-"""A part of a step as a graph of its own, and the whole order that its order makes.
+"""Makes a part of a step a graph of its own, and puts an order of it back into the whole order.
 
-The part is a run of an order, cut into pieces; what ran before the run and what runs after it stay
-outside. A piece of several operators becomes one operator, which needs what the piece needs: the
-rest of the run can move past it, but its inside stays as it is.
-"""
+The part is a range of consecutive operators of an order, divided into pieces. Each piece becomes
+one operator of the new graph, with the dependencies of all its operators: the other pieces can move
+past it, but the order inside it stays."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ Piece = Sequence[int]
 
 
 def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Graph:
-    """The graph whose operators are `pieces`: what runs in `order` from place `start` on.
+    """The graph whose operators are `pieces`, which run in `order` from place `start` on.
 
-    Pieces of one operator hold what they hold in the whole step. One of several counts what is
-    alive after it as made at once, so it holds no less than in `order`; and as the last use of a
-    value can move into it or out of it, with another order of the part it can differ a little.
+    A piece of one operator holds the same bytes as in the whole step. A piece of several operators
+    holds at least as many as in `order`, because all values that it leaves alive count from its
+    beginning. In another order of the pieces its bytes may differ a little, because the last use of
+    a value may move into it or out of it.
     """
     piece_of = {op: piece for piece, ops in enumerate(pieces) for op in ops}
     stop = start + len(piece_of)
@@ -50,13 +50,13 @@ def part_of(graph: Graph, order: I64, start: int, pieces: Sequence[Piece]) -> Gr
 
 
 def composed(order: I64, start: int, pieces: Sequence[Piece], part_order: Sequence[int]) -> I64:
-    """`order` with the pieces from place `start` on in another order."""
+    """`order`, with the pieces from place `start` on in the order `part_order`."""
     run = [op for piece in part_order for op in pieces[piece]]
     return np.concatenate((order[:start], np.array(run, np.int64), order[start + len(run) :]))
 
 
 class _Values:
-    """The values that are alive somewhere in the run, as the part sees them."""
+    """The values that are alive somewhere in the range, for the graph of the part."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class _Values:
 
 
 def _scratch(graph: Graph, order: I64, start: int, pieces: Sequence[Piece], values: _Values) -> I64:
-    """Of each piece, what it holds at most beyond what is alive before it and what it makes that
-    the part knows of."""
+    """The scratch bytes of each piece: its peak, less the values alive before it and the values
+    that it makes in the graph of the part."""
     made = np.zeros(len(pieces), np.int64)
     for maker, nbytes in zip(values.maker, values.bytes, strict=True):
         if maker >= 0:
@@ -111,7 +111,7 @@ def _scratch(graph: Graph, order: I64, start: int, pieces: Sequence[Piece], valu
 
 
 def _alive_before(graph: Graph, order: I64) -> I64:
-    """Bytes alive before the operator at each place of the order, its own left out."""
+    """Bytes alive at each place of the order, without the results and scratch of its operator."""
     transient = graph.scratch.copy()
     made = graph.maker >= 0
     np.add.at(transient, graph.maker[made], graph.bytes[made])

@@ -14,7 +14,7 @@ def program_order(graph: Graph) -> I64:
 
 
 def positions(order: npt.ArrayLike, count: int) -> I64:
-    """Of each operator, its place in the order. Raises ValueError for what is no permutation."""
+    """The place of each operator in the order. Raises ValueError if it is no permutation."""
     rows = np.asarray(order, np.int64)
     place = np.full(count, -1, np.int64)
     inside = rows.ndim == 1 and (not len(rows) or (rows.min() >= 0 and rows.max() < count))
@@ -26,8 +26,8 @@ def positions(order: npt.ArrayLike, count: int) -> I64:
 
 
 def lifetimes(graph: Graph, order: npt.ArrayLike) -> tuple[I64, I64]:
-    """Of each value, the places `[start, stop)` in the order during which it is alive; equal where
-    it never is. Raises ValueError for what is no permutation."""
+    """The places `[start, stop)` of the order during which each value is alive; both are equal for
+    a value that never is. Raises ValueError if `order` is no permutation."""
     place = positions(order, len(graph))
     made = graph.maker >= 0
     start = np.zeros(graph.values, np.int64)
@@ -44,8 +44,7 @@ def lifetimes(graph: Graph, order: npt.ArrayLike) -> tuple[I64, I64]:
 def held(graph: Graph, order: npt.ArrayLike) -> I64:
     """Bytes held while the operator at each place of the order runs.
 
-    Whether the order keeps to the dependencies is not looked at. Raises ValueError for what is no
-    permutation.
+    Dependencies are not checked. Raises ValueError if `order` is no permutation.
     """
     start, stop = lifetimes(graph, order)
     change = np.zeros(len(graph) + 1, np.int64)
@@ -56,5 +55,5 @@ def held(graph: Graph, order: npt.ArrayLike) -> I64:
 
 
 def peak(graph: Graph, order: npt.ArrayLike) -> int:
-    """The most bytes held at any place; of a graph without operators, its base."""
+    """The most bytes held at any place of the order; `base_bytes` for a graph without operators."""
     return int(held(graph, order).max(initial=graph.base_bytes))

@@ -1,9 +1,9 @@
-"""The exact order of a small graph, by CP-SAT.
+"""The optimal order of a small graph, by CP-SAT.
 
-Each operator has a place of its own within its window (what must run before it and after it), each
-value an interval from its maker to its last user, and the bytes of the intervals that meet at a
-place are at most the peak, which is minimised: all-different places and a cumulative constraint.
-"""
+The model minimises the peak. Each operator has a place of its own (all-different), within the
+window that its ancestors and descendants leave. Each value has an interval from its maker to its
+last user. At each place the bytes of all intervals sum up to at most the peak (cumulative
+constraint)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplan.types.trace import I64
 
 
 class Exact(NamedTuple):
-    """An order of a leaf, and the work that it took."""
+    """An order, and the work that it took in CP-SAT's deterministic time."""
 
     order: I64
     work: float
@@ -109,7 +109,7 @@ class _Leaf:
 
 
 def _windows(graph: Graph) -> tuple[I64, I64]:
-    """Of each operator, the first and the last place that it can have in an order."""
+    """The first and the last place that each operator can have in an order."""
     count = len(graph)
     ancestors, descendants = [0] * count, [0] * count
     for op in range(count):
@@ -124,11 +124,11 @@ def _windows(graph: Graph) -> tuple[I64, I64]:
 
 
 def exact_order(graph: Graph, hint: I64, *, seed: int, work: float, deadline: Deadline) -> Exact:
-    """The order of the least peak, or the best found within so much work; `hint`, an order, where
-    that has no higher peak.
+    """The order with the lowest peak, or the best one found within an amount of `work`; `hint`, an
+    order, where none has a lower peak.
 
-    Work is CP-SAT's deterministic time, about a second of a usual CPU each: the answer does not
-    depend on the machine's speed, unless the deadline comes first.
+    Work is CP-SAT's deterministic time; one unit is about a second of a usual CPU. So the answer
+    does not depend on the machine's speed, unless the deadline comes first.
     """
     if deadline.passed or work <= 0:
         return Exact(hint, 0.0)

@@ -1,10 +1,10 @@
-"""An order improved in turns: the search over all of it, and exact leaves around its peak.
+"""Improves an order in turns, by a search over all of it and by optimal orders around its peak.
 
-ROAM (Shu et al. 2023) pairs segments of forward with those of backward outward from the loss and
-merges them up to a node limit: activations live from one side to the other, so that what shares
-them is solved together. Here the pairs follow the best order known, outward from its peak: level 0
-is what runs around the peak, and level k what runs just before and just after level k − 1, which
-stands between the two sides as one operator.
+Activations live from a part of forward to the matching part of backward. So ROAM (Shu et al. 2023)
+pairs segments of forward and backward, from the loss outward, and solves each pair together; pairs
+are merged up to a limit of operators. Here the pairs follow the best order known, from its peak
+outward: level 0 has the operators around the peak. Level k has those just before and just after
+level k - 1, which stands between them as one operator. A level is called a leaf.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
 NODES = 60
-"""Operators of a leaf at most, the inner levels counted as one. CP-SAT proves the optimum of such
-in seconds."""
+"""The most operators of a leaf, with the inner levels counted as one. CP-SAT proves an optimum of
+that size in seconds."""
 ROUNDS = 4
 THREADS = 2
 MOST_LEAVES = 8
-"""Solved in one round."""
+"""The most leaves that are solved in one round."""
 LEAF_WORK = 4.0
-"""For one leaf at most, as `exact_order` counts it."""
+"""The most work for one leaf, in the units of `exact_order`."""
 ALL_WORK = 24.0
-"""For all leaves of all rounds: by two threads in about 13 seconds."""
+"""The most work for all leaves of all rounds: about 13 seconds with two threads."""
 NEARLY = 1.001
-"""Times what is proved: the seconds that leaves take gain less."""
+"""No leaves are solved for a peak of at most this factor times the lower bound: they would gain
+less than their time is worth."""
 
 
 def refine(graph: Graph, order: I64, floor: int, deadline: Deadline, seed: int) -> Improved:
-    """An order whose peak is no higher. `floor` as in `improve`."""
+    """An order whose peak is not higher than that of `order`. `floor`: see `improve`."""
     found = improve(graph, order, floor, deadline)
     work = ALL_WORK
     for turn in range(ROUNDS):
@@ -58,7 +59,7 @@ def refine(graph: Graph, order: I64, floor: int, deadline: Deadline, seed: int) 
 def _with_leaves(
     graph: Graph, found: Improved, work: float, deadline: Deadline, seed: int
 ) -> Exact:
-    """The order with the leaves solved that hold more somewhere than is proved."""
+    """The order after solving those leaves that hold more than the lower bound somewhere."""
     bytes_held = held(graph, found.order)
     levels = leaves(len(graph), int(bytes_held.argmax()))
     above = [leaf for leaf in levels if bytes_held[leaf.places()].max() > found.bound_bytes]
@@ -73,8 +74,8 @@ def _with_leaves(
 def _solve_all(
     graph: Graph, order: I64, chosen: Sequence[Leaf], work: float, deadline: Deadline, seed: int
 ) -> dict[Leaf, Exact]:
-    """Of each leaf, the best order of its pieces. Each may take an equal share of the work: one
-    that took what others leave would depend on which of them end first."""
+    """The best order of each leaf's pieces. Each leaf gets an equal share of the work: if one could
+    use what others leave, the result would depend on which of them ends first."""
     share = min(LEAF_WORK, work / max(1, len(chosen)))
 
     def solve(leaf: Leaf) -> Exact:
@@ -86,7 +87,7 @@ def _solve_all(
 
 
 def _composed(order: I64, levels: Sequence[Leaf], solved: dict[Leaf, I64]) -> I64:
-    """From the innermost level outward, each around the one before."""
+    """Put the orders of leaves into the whole order, from the innermost level outward."""
     result = order
     inner: list[int] = []
     for leaf in levels:
@@ -101,7 +102,8 @@ def _composed(order: I64, levels: Sequence[Leaf], solved: dict[Leaf, I64]) -> I6
 
 @dataclass(frozen=True)
 class Leaf:
-    """Places `[start, stop)` of an order; `[inner_start, inner_stop)` of them is one operator."""
+    """Places `[start, stop)` of an order, of which `[inner_start, inner_stop)` are the inner levels
+    and count as one operator."""
 
     start: int
     inner_start: int
@@ -109,20 +111,20 @@ class Leaf:
     stop: int
 
     def pieces(self, order: I64) -> list[Piece]:
-        """The operators, one a piece but for the inner levels."""
+        """A piece for each operator, and one for the inner levels."""
         left = [[op] for op in order[self.start : self.inner_start].tolist()]
         inner = order[self.inner_start : self.inner_stop].tolist()
         right = [[op] for op in order[self.inner_stop : self.stop].tolist()]
         return [*left, *([inner] if inner else []), *right]
 
     def places(self) -> list[int]:
-        """Without those of the inner levels."""
+        """The places without those of the inner levels."""
         return [*range(self.start, self.inner_start), *range(self.inner_stop, self.stop)]
 
 
 def leaves(count: int, peak_place: int, nodes: int = NODES) -> list[Leaf]:
-    """The levels of an order of `count` operators, the innermost first. They cover it, each with at
-    most `nodes` operators (at least 4), the inner levels counted as one."""
+    """The levels of an order of `count` operators, the innermost first. Together they cover the
+    order. Each has at most `nodes` operators (4 or more), with the inner levels counted as one."""
     side = max(1, (nodes - 1) // 2)
     start = stop = peak_place
     found = []
@@ -136,25 +138,26 @@ def leaves(count: int, peak_place: int, nodes: int = NODES) -> list[Leaf]:
     return found
 
 
-_NODES = 500  # sets of operators looked at before one that holds more is taken
+_NODES = 500
+"""Sets of operators that the native search tries before it accepts one that holds more."""
 
 
 @dataclass(frozen=True)
 class Improved:
-    """What the search makes of an order."""
+    """The result of the search."""
 
     order: I64
     peak_bytes: int
     bound_bytes: int
-    """No order has a lower peak, as far as the search saw."""
+    """A lower bound on the peak of every order, as far as the search proved it."""
 
 
 def improve(graph: Graph, order: npt.ArrayLike, floor: int, deadline: Deadline) -> Improved:
-    """An order whose peak is no higher, and lower where the native search finds the way
-    (`native/order/search.hpp`; docs/order.md, "The search").
+    """An order whose peak is not higher than that of `order`, and lower where the native search
+    finds one (`native/order/search.hpp`; docs/order.md, "The search").
 
-    `floor`: bytes below which no peak is known to be possible. The same input gives the same
-    answer unless time runs out. Raises ValueError for what is no order of the graph.
+    `floor`: a known lower bound on the peak, in bytes. The same input gives the same answer unless
+    the deadline comes. Raises ValueError if `order` is no order of the graph.
     """
     rows = np.array(order, np.int64)
     answer = deadline.result_of(

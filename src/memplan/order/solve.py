@@ -1,4 +1,4 @@
-"""The order of the least peak: docs/order.md, "The solver"."""
+"""Finds the order with the lowest peak: docs/order.md, "The solver"."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from memplan.types.solution import Solved, TimedOut
 from memplan.types.trace import I64
 
 _BOUND_SECONDS = 1.0
-"""For the bound where the search took all the time."""
+"""Time for the lower bound where the search used up the deadline."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of a graph's operators, and what proves how good it is."""
+    """An order of a graph's operators, with a certificate of the lower bound."""
 
     order: I64
     """Rows of operators."""
     peak_bytes: int
     certificate: Certificate
-    """Of the bound that comes with the solution: `check_bound` reads it."""
+    """Proves the solution's bound; `check_bound` checks it."""
 
 
 def solve(
@@ -37,12 +37,12 @@ def solve(
     seed: int = 0,
     baselines: Callable[[], list[Candidate]] | None = None,
 ) -> Solved[Order] | TimedOut[Order]:
-    """An order that keeps to the dependencies, and never has a higher peak than program order or
-    the orders of PyTorch's Inductor that were there in time.
+    """An order that keeps all dependencies. Its peak is never above that of program order, nor
+    above those of Inductor's orders that are found before the deadline.
 
-    Cost and bound are bytes at the peak. TimedOut, with the best order and bound so far: the
-    deadline came. The same graph and seed give the same order unless it does. `baselines` gives
-    the graph's `baseline_orders` to who needs them, too; it is not asked where they cannot be
+    Cost and bound are bytes at the peak. The result is TimedOut, with the best order and bound so
+    far, if the deadline comes; otherwise the same graph and seed give the same order. `baselines`
+    replaces `baseline_orders`, for callers that need them, too; it is only called where they may be
     better. Raises ValueError for a graph that contradicts itself.
     """
     graph.check()

@@ -1,13 +1,14 @@
-"""Weight updates placed by their effect on the peak: an order to start from, without a search.
+"""Places weight updates where they do not raise the peak: an order to start from, without a search.
 
-A weight update hangs off the step like a branch: it can run anywhere after its gradient, frees the
-gradient, and takes temporaries of the gradient's size. Early frees soonest, but the temporaries
-come on top of the activations while these are many. So (ROAM, Shu et al. 2023) an update runs as
-soon as its gradient is there, unless what it takes would go beyond the running peak; then it waits
-until there is room. One that leaves more bytes than it frees waits for the end: the counter of a
-batch norm, which is a new tensor, would be on top of every later operator.
+A weight update is a branch of the step: it can run anywhere after its gradient, frees the gradient,
+and needs temporaries of the gradient's size. If it runs early, the gradient is freed early, but the
+temporaries add to the activations, which are many at that time. So (ROAM, Shu et al. 2023) an
+update runs as soon as its gradient is computed, unless its temporaries would exceed the peak so
+far; then it waits until they no longer do. A branch that allocates more than it frees goes to the
+end of the step: the counter of a batch norm is a new tensor, and would be held during every later
+operator.
 
-Branches are found by their form: operators that few others come after, connected with each other.
+Branches are found by their form: connected operators that few others depend on.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from memplan.types.graph import Graph
 from memplan.types.trace import I64
 
 MOST_AFTER = 32
-"""Operators that may come after one of a branch."""
+"""The most operators that may depend on an operator of a branch."""
 
 
 def early_updates(graph: Graph, order: I64) -> I64:
-    """`order` with its branches moved to where the running peak has room for them, and those for
-    which it never has to the end."""
+    """`order`, with each branch moved to the first place where it does not exceed the peak so far;
+    to the end if there is none."""
     branch_of = _branches(graph)
     members: dict[int, list[int]] = {}
     for op in order[branch_of[order] >= 0].tolist():
@@ -60,7 +61,7 @@ def early_updates(graph: Graph, order: I64) -> I64:
 
 
 def _branches(graph: Graph) -> I64:
-    """Of each operator the number of its branch, -1 where many come after it."""
+    """The number of each operator's branch; -1 for an operator that many others depend on."""
     count = len(graph)
     after: list[set[int] | None] = [set() for _ in range(count)]
     for op in reversed(range(count)):
@@ -89,7 +90,8 @@ def _branches(graph: Graph) -> I64:
 def _needs(
     graph: Graph, branch_of: I64, members: dict[int, list[int]]
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """Of each branch, how many operators of the trunk it waits for; of those, the branches."""
+    """For each branch, the number of operators outside of branches that it depends on; and for each
+    such operator, the branches that depend on it."""
     waits: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}
     for branch, ops in members.items():
@@ -101,7 +103,7 @@ def _needs(
 
 
 class _Step:
-    """The step as far as it has run, and the bytes alive."""
+    """The step as far as it has run, with the bytes alive."""
 
     def __init__(self, graph: Graph) -> None:
         self._uses: list[list[int]] = [[] for _ in range(len(graph))]
@@ -127,7 +129,8 @@ class _Step:
             self.order.append(op)
 
     def takes(self, ops: list[int]) -> tuple[int, int]:
-        """Bytes that running `ops` would need at most beyond those alive now, and leave."""
+        """The most bytes that `ops` would need beyond those alive now, and the bytes by which they
+        would change these."""
         before, most = self.now, self.now
         for op in ops:
             most = max(most, self._begin(op))
@@ -139,7 +142,7 @@ class _Step:
         return most - before, leaves
 
     def _begin(self, op: int) -> int:
-        """Makes what the operator makes; the bytes held while it runs."""
+        """Allocate the operator's results. Returns the bytes held while it runs."""
         self.now += sum(self._bytes[value] for value in self._makes[op])
         return int(self.now + self._scratch[op])
 

@@ -1,6 +1,6 @@
-"""Whether an order is one and its peak true, by playing it operator by operator.
+"""Checks an order and its peak by running it operator by operator.
 
-Shares no code with the solvers, nor with `evaluate`.
+It shares no code with the solvers or with `evaluate`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from memplan.types.graph import Graph
 
 
 def order_fault(graph: Graph, order: Sequence[int], peak_bytes: int | None = None) -> str:
-    """Empty when every operator runs once, after those that must have run before it, and the most
-    bytes held are `peak_bytes` (None: not looked at); else the first reason why not."""
+    """Empty if every operator runs once, after those that it depends on, and the peak is
+    `peak_bytes` (not checked for None); otherwise the first fault found."""
     ran: set[int] = set()
     for op in order:
         if not 0 <= op < len(graph):
@@ -34,7 +34,7 @@ def order_fault(graph: Graph, order: Sequence[int], peak_bytes: int | None = Non
 
 
 def slow_peak(graph: Graph, order: Sequence[int]) -> int:
-    """The peak of a permutation of the operators, over a bag of live values."""
+    """The peak of a permutation of the operators, from the set of values alive at each."""
     waiting: dict[int, set[int]] = {}
     uses: list[list[int]] = [[] for _ in range(len(graph))]
     makes: list[list[int]] = [[] for _ in range(len(graph))]

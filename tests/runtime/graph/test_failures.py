@@ -503,7 +503,9 @@ def test_an_error_in_a_plain_call_begins_anew() -> None:
 def test_releases_whose_guards_are_not_enough_run_plainly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("memplan.runtime.graph.step.missing_guards", lambda: "guards leave out much")
+    monkeypatch.setattr(
+        "memplan.runtime.graph.step.missing_guards", lambda: "guards leave out much"
+    )
     step, _ = assert_as_plain(classifier)
     assert step.report().fallback == "guards leave out much"
     assert not step.report().programs
