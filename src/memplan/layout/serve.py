@@ -100,7 +100,8 @@ def timeline_under(trace: Trace, part: AllocationPart, requests: Requests) -> Ti
     The whole arena counts as reserved from the start; what the plan does not serve is replayed with
     expandable segments beside it. In truth a plan needs no more: it maps the arena's pages when
     they are needed, and serves other requests from what is free there. Raises FormatError for a
-    plan that is not valid."""
+    plan that is not valid.
+    """
     served, events = serve(trace, part, requests), trace.events
     left = ~((events.storage >= 0) & (served.offset[events.storage] >= 0))
     columns = {field.name: getattr(events, field.name)[left] for field in fields(events)}

@@ -21,7 +21,8 @@ def allocated_peak(
 
     `peak` gives the same in requested bytes. See `steady_peak` for the replay. `held`: the blocks,
     in bytes, that sum up to the graph's `base_bytes`. Raises ValueError if `order` is no
-    permutation."""
+    permutation.
+    """
     builder = TraceBuilder()
 
     def alloc(nbytes: int) -> int:

@@ -184,7 +184,8 @@ class Flow:
     step, and ends at the operators that must run later. Each value passes its bytes on to its
     users, because it is held until all of them have run, and to the end of the step if it lasts.
     Each operator passes what reaches it on to the values that it makes, or back to operators that
-    must run before it."""
+    must run before it.
+    """
 
     op: int
     """-1: the start of the step; the number of operators: its end."""

@@ -2,7 +2,8 @@
 
 The part is a range of consecutive operators of an order, divided into pieces. Each piece becomes
 one operator of the new graph, with the dependencies of all its operators: the other pieces can move
-past it, but the order inside it stays."""
+past it, but the order inside it stays.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The model minimises the peak. Each operator has a place of its own (all-different), within the
 window that its ancestors and descendants leave. Each value has an interval from its maker to its
 last user. At each place the bytes of all intervals sum up to at most the peak (cumulative
-constraint)."""
+constraint).
+"""
 
 from __future__ import annotations
 

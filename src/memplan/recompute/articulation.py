@@ -1,4 +1,7 @@
-"""The values of a forward pass that everything must go through, in time linear in its edges."""
+"""Finds the values of a forward pass through which all data must go (articulation points).
+
+The time is linear in the edges of the graph.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from memplan.types.trace import I64
 
 @dataclass(frozen=True)
 class Articulation:
-    """`value` alone carries what the forward rows before `row` computed to those from `row` on."""
+    """The forward rows from `row` on use nothing of the rows before but `value`."""
 
     value: int
     row: int
@@ -20,7 +23,7 @@ class Articulation:
 
 @dataclass(frozen=True)
 class ForwardUses:
-    """By value; rows of the forward that backward depends on, -1 where there is none."""
+    """How forward uses each value: rows of forward that backward depends on, -1 for none."""
 
     first: I64
     """First write."""
@@ -29,21 +32,22 @@ class ForwardUses:
     last: I64
     """Last use, writes included."""
     on_path: Bools
-    """Made by a parameter and others in this forward, and backward depends on it."""
+    """Whether forward computes it from a parameter, and backward depends on it."""
 
 
 def articulations(graph: StepGraph, uses: ForwardUses, longest: int) -> list[Articulation]:
     """The articulation points of the forward's graph of values, in program order.
 
-    A value is one if each path that leads from the ops before some row to those from it on leads
-    through it; the first such row is given. Values are storages, so views and in-place writes are
-    steps of one value, which must be final by then. Not on any path: what is there before the pass
-    (parameters, inputs), values that no parameter has a part in (inputs copied to the device,
-    masks, positions), whatever backward does not depend on (metrics), and values *set aside*, which
-    are in use over more than `longest` rows (what an encoder gives to each layer of a decoder).
+    A value is an articulation point if all paths from the ops before some row to those from that
+    row on lead through it; the first such row is returned. Values are storages, so views and
+    in-place writes belong to one value, which must have its final content by then. Some values do
+    not count as paths: values that exist before the pass (parameters, inputs), values that are
+    computed without parameters (inputs copied to the device, masks, positions), values that
+    backward does not depend on (metrics), and values *set aside* because they are in use over more
+    than `longest` rows (an encoder's output, which each layer of a decoder reads).
 
-    Program order is a topological order, so a path crosses a row on a value that is made before
-    the row and used from it on: where that is one value only, it is an articulation point.
+    Program order is a topological order. So a path crosses a row on a value that is made before the
+    row and used at it or later; where there is only one such value, it is an articulation point.
     """
     counted = np.flatnonzero(uses.on_path & (uses.last - uses.first <= longest))
     rows = graph.forward_ops
@@ -63,7 +67,7 @@ def articulations(graph: StepGraph, uses: ForwardUses, longest: int) -> list[Art
 
 
 def forward_uses(graph: StepGraph) -> ForwardUses:
-    """Linear in the graph's edges."""
+    """How forward uses each value, in time linear in the graph's edges."""
     count = len(graph.values)
     first, written, last = (np.full(count, -1, np.int64) for _ in range(3))
     wanted = np.zeros(count, np.bool_)
@@ -90,7 +94,8 @@ def forward_uses(graph: StepGraph) -> ForwardUses:
 
 
 def _carries_parameters(graph: StepGraph) -> Bools:
-    """By value: whether a parameter or buffer has a part in it. All, where nothing is named."""
+    """Whether each value is computed from a parameter or buffer; true for all if the graph names
+    none."""
     carries = np.array([bool(name) for name in graph.values.name], dtype=np.bool_)
     if not carries.any():
         return ~carries

@@ -1,8 +1,8 @@
-"""The simple ways, which `solve` must never be worse than: they are among its candidates.
+"""Simple selections. They are among the candidates of `solve`, so that it is never worse.
 
-Full checkpointing of every block, segments of equal numbers of blocks (Chen et al., 2016: the
-square root of all; PyTorch's `checkpoint_sequential`: any number), and dropping by bytes per
-second.
+They are: a checkpoint around every block, segments of equal numbers of blocks (Chen et al., 2016,
+with the square root of all; PyTorch's `checkpoint_sequential`, with any number), and dropping
+values in the order of bytes per second.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from memplan.recompute.selection import Selection
 
 
 def equal_segments(chain: Chain, segments: int) -> Selection:
-    """Segments of (nearly) equal numbers of blocks; what is made and used up within one is dropped
-    and replayed together."""
+    """Segments of (nearly) equal numbers of blocks. Values that are made and last used within one
+    segment are dropped and replayed together."""
     blocks, values = chain.blocks, chain.graph.values
     bounds = np.linspace(0, len(blocks), max(1, min(segments, len(blocks))) + 1).round().astype(int)
     groups = []
@@ -41,8 +41,8 @@ def _crosses(chain: Chain, value: int, block: int) -> bool:
 
 
 class BytesPerSecond:
-    """Values in the order of bytes per second of the op that makes them, the first so many of them
-    dropped, each block's in one group."""
+    """Drops the first values in the order of bytes per second of the op that makes them. The values
+    of a block are one group."""
 
     def __init__(self, chain: Chain) -> None:
         graph = chain.graph

@@ -1,9 +1,9 @@
-"""A `StepGraph` cut into a chain of blocks where little crosses, each a small graph of its own.
+"""Cuts a `StepGraph` into a chain of blocks, each a small graph, at rows that few bytes cross.
 
-A block owns the values that its forward rows make. What crosses its end is kept by every option of
-the block, so that blocks can be judged one by one: beside a block's own values stands a background
-of what no option of any block changes, and what earlier blocks keep is added by whoever combines
-them.
+A block owns the values that its forward rows make. Every option of a block keeps the values that
+cross its end, so that blocks can be judged one by one. Beside its own values, a block's graph has a
+background: the bytes that no option of any block changes. What earlier blocks keep is added when
+options are combined.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from memplan.types.trace import I64
 
 MOST_BLOCKS = 96
 TAIL_VALUES = 5
-"""So many large values at least are made in the last block, whose logits and losses weigh most."""
+"""The last block makes at least so many large values, because logits and losses are the largest."""
 GLOBAL_SHARE = 0.4
-"""A value that lives across more of forward than this does not hinder a cut: a mask, angles."""
+"""A value that lives across more than this share of forward may cross a cut: a mask, rotary
+angles."""
 SMALL_SHARE = 0.05
-"""Nor does one smaller than this share of the value in which half of the droppable bytes is
-reached, from the smallest up."""
+"""A small value may cross a cut, too: one below this share of the median. Half of the droppable
+bytes are in values up to the median."""
 
 
 @dataclass(frozen=True)
@@ -35,48 +36,49 @@ class Block:
     start: int
     stop: int
     window: tuple[int, int]
-    """Backward rows, half-open."""
+    """Backward rows `[first, last)` that touch its values."""
     drops: tuple[int, ...]
-    """Values that an option may drop, in order of making."""
+    """Values that an option may drop, in the order in which they are made."""
     outputs: tuple[int, ...]
     """Values made here and read after `stop`."""
     graph: StepGraph
-    """Local rows: forward, the row between, the row of what comes in, the window."""
+    """The block's graph. Its rows: forward, one row for all between forward and backward, one row
+    for the gradients that come in, and the window."""
     background: I64
     local: dict[int, int]
-    """Value number in the step's graph → in the block's."""
+    """From value numbers of the step's graph to those of the block's."""
     signature: bytes
-    """Equal for blocks whose graphs are equal."""
+    """The same for blocks with equal graphs."""
 
     @property
     def between(self) -> int:
-        """The local row that stands for all rows between the block's forward and backward."""
+        """The block's row for all rows of the step between its forward and its backward."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class _Facts:
     last_forward: I64
-    """Last forward row that touches a value; -1: none."""
+    """Last forward row that touches each value; -1 for none."""
     crossing: Bools
-    """Values that hinder a cut they cross."""
+    """Values that no cut should cross."""
     small: float
-    """Bytes up to which a value does not count."""
+    """Values of up to so many bytes do not count."""
     plain: I64
-    """Bytes alive at each row in the plain run, droppable values apart."""
+    """Bytes alive at each row without recomputation, droppable values left out."""
 
 
 def blocks_of(graph: StepGraph, least_values: int) -> list[Block]:
-    """The blocks in forward order; they partition the forward rows. In each at least `least_values`
-    large values are made to be saved: fewer blocks see more of what values have to do with each
-    other, more blocks leave the chain more to choose from."""
+    """The blocks in forward order; together they have all forward rows. Each makes at least
+    `least_values` large values that are saved. With fewer blocks, dependencies between values are
+    seen inside of blocks; with more blocks, the chain has more choices."""
     facts = _facts(graph)
     cuts = _cut_rows(graph, facts, least_values)
     return [_block(graph, facts, a, b) for a, b in pairwise(cuts)]
 
 
 def alive_bytes(graph: StepGraph, which: Bools) -> I64:
-    """Bytes of some values alive at each row of the plain run."""
+    """Bytes of the values `which` that are alive at each row without recomputation."""
     values = graph.values
     return alive_rows(len(graph), values.alloc[which], values.free[which], values.bytes[which])
 
@@ -93,7 +95,7 @@ def _facts(graph: StepGraph) -> _Facts:
 
 
 def _cut_rows(graph: StepGraph, facts: _Facts, least_values: int) -> list[int]:
-    """0, the rows before which to cut, and the number of forward rows."""
+    """The rows before which to cut, with 0 first and the number of forward rows last."""
     forward = graph.forward_ops
     change = np.zeros((2, forward + 2), dtype=np.int64)
     for value in np.flatnonzero(facts.crossing & (facts.last_forward > graph.values.alloc)):
@@ -112,8 +114,8 @@ def _cut_rows(graph: StepGraph, facts: _Facts, least_values: int) -> list[int]:
 
 
 def _with_work_between(rows: list[int], made: I64, least: int) -> list[int]:
-    """0 and rows such that at least `least` large values are made from each to the next to be
-    saved, and from the last to the end of forward TAIL_VALUES."""
+    """Rows, from 0 on, such that at least `least` large saved values are made from each to the
+    next, and at least TAIL_VALUES after the last."""
     result = [0]
     before = 0
     for row in rows:
@@ -124,14 +126,14 @@ def _with_work_between(rows: list[int], made: I64, least: int) -> list[int]:
 
 
 def _spread(cuts: list[int]) -> list[int]:
-    """At most MOST_BLOCKS blocks: neighbours are joined in equal numbers, so that what repeats
-    still repeats."""
+    """Join neighbours to at most MOST_BLOCKS blocks, in equal numbers, so that equal blocks stay
+    equal."""
     every = -(-(len(cuts) - 1) // MOST_BLOCKS)
     return [*cuts[:-1:every], cuts[-1]]
 
 
 def _halve_long(cuts: list[int], size: I64, longest: int) -> list[int]:
-    """Where there is no narrow place, cut at the row that the fewest bytes cross."""
+    """Cut a long block without a good row at the row that the fewest bytes cross."""
     result = [cuts[0]]
     for end in cuts[1:]:
         pending = [(result[-1], end)]
@@ -188,7 +190,7 @@ def _window(graph: StepGraph, drops: I64) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Makes a block's graph out of the step's."""
+    """Makes the graph of a block from that of the step."""
 
     whole: StepGraph
     start: int
@@ -199,7 +201,8 @@ class _Cut:
     drops: set[int]
 
     def _row(self, row: int, end: bool) -> int:
-        """Local row of a row of the step; outside the block's rows the nearest one inside."""
+        """The block's row for a row of the step; for one outside of the block, the nearest
+        inside."""
         between = self.stop - self.start
         if row < self.start:
             return 0 if end else -1

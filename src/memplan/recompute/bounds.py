@@ -1,4 +1,4 @@
-"""What no selection can beat: bytes and seconds, proved."""
+"""Proven lower bounds on the peak and on the added seconds of every selection."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from memplan.types.trace import I64
 
 @dataclass(frozen=True)
 class _Relief:
-    """Droppable values by the op that allocates them: an op pays for all of its values at once."""
+    """Droppable values with the ops that allocate them. One run of an op gives all of its
+    values."""
 
     values: I64
     item: I64
-    """Of each value: its op's place in `seconds`."""
+    """The index in `seconds` of each value's op."""
     seconds: F64
-    """Of an op that a drop runs again; 0 where backward reads none of its values."""
+    """Seconds of each op that runs again if a value is dropped; 0 where backward reads none of its
+    values."""
     after_forward: I64
-    """First row at which a dropped value is gone."""
+    """First row at which a dropped value is not in memory."""
     first_use: I64
     last_use: I64
-    """Backward rows that touch it first and last; rows between are no relief."""
+    """First and last backward row that touch it. Between them it is in memory even if dropped."""
 
 
 class Bounds:
-    """For one graph. A dropped value relieves the rows after forward's last touch and before
-    backward's first, or after its last; it costs at least one run of the op that made it."""
+    """Bounds for one graph.
+
+    A dropped value saves bytes at the rows between its last use in forward and its first in
+    backward, and at those after its last use. It costs at least one run of the op that made it.
+    """
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
@@ -57,11 +62,12 @@ class Bounds:
         return max(top, self.graph.rest_peak_bytes)
 
     def least_seconds(self, budget_bytes: int, bytes_per_second: float = 0.0) -> float:
-        """Added to a step by any selection within the budget; infinite where there is none.
+        """Seconds that every selection within the budget adds to a step; infinite if none exists.
 
-        For each row above the budget a fractional knapsack: the bytes to get rid of, from values
-        that dropping takes away there, cheapest first. With a link to the host of so many
-        `bytes_per_second`, what it can have moved by then is free, and waiting for it moves more.
+        For each row above the budget this is a fractional knapsack: the bytes above the budget are
+        taken from values that are not in memory there once they are dropped, the cheapest first.
+        With a link to the host of `bytes_per_second`, the bytes that it can have moved by then cost
+        nothing, and waiting for it moves more.
         """
         least = self.graph.rest_peak_bytes if bytes_per_second else self.least_peak
         if budget_bytes < least:
@@ -81,7 +87,7 @@ class Bounds:
         ) * (self.graph.passes)
 
     def _row_seconds(self, row: int, excess: float, rate: float) -> float:
-        """The least seconds in which `excess` bytes are dropped or moved."""
+        """The least seconds to drop or move `excess` bytes at a row."""
         relief, values = self.relief, self.graph.values
         there = (relief.after_forward <= row) & (row < values.free[relief.values])
         there &= (row < relief.first_use) | (row > relief.last_use)

@@ -1,6 +1,6 @@
-"""A step cut at its articulation points into a chain, and checkpoints of the chain as a selection.
+"""Cuts a step at its articulation points into a chain, and turns checkpoints into a selection.
 
-docs/recompute.md, "From a graph to a chain".
+See docs/recompute.md, "From a graph to a chain".
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from memplan.types.step_graph import Bools, StepGraph
 from memplan.types.trace import I64
 
 SHORTEST_REACH = 8
-"""Rows: values in use over fewer are never set aside."""
+"""Values in use over fewer rows are never set aside."""
 MOST_LAYERS = 20_000
-"""Of a cut whose checkpoints are looked for, which takes time quadratic in them."""
+"""The most layers for which checkpoints are searched for; the time is quadratic in them."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step as a chain of sub-models. Layer k = 1..n of `chain` runs the forward rows
-    `rows[k - 1]` (first, last); `members[k - 1]` is what it drops when it is dropped, its output
-    aside. `boundaries[k]` is the value y_k; -1 for the input (k = 0) and for what comes out of the
-    last layer (k = n). `aside` are the other values that pass from layer to layer; they are kept,
-    or held where backward reads them not. Bytes of the chain are beside the graph's
-    `base_bytes`."""
+    """A step as a chain of layers.
+
+    Layer k = 1..n of `chain` runs the forward rows `rows[k - 1]` (first, last). `members[k - 1]`
+    are the values that are dropped with it, except its output. `boundaries[k]` is the value y_k; -1
+    for the input (k = 0) and for the output of the last layer (k = n). `aside` are the other values
+    that pass from layer to layer: they are kept, or held if backward does not read them. The
+    chain's bytes do not include the graph's `base_bytes`.
+    """
 
     chain: Chain
     rows: list[tuple[int, int]]
@@ -48,11 +50,11 @@ class Cut:
 
 
 def chain_of(graph: StepGraph, longest: int | None = None) -> Cut:
-    """Cut a step at its articulation points, values in use over more than `longest` rows set aside
-    (None: none). Linear in the graph's edges.
+    """Cut a step at its articulation points, in time linear in the graph's edges. Values in use
+    over more than `longest` rows are set aside; none for None.
 
-    Values set aside that a plain run lets go of in forward are counted as held until the backward
-    of the layer that made them, whether or not a replay needs them.
+    A value set aside that is freed in forward without recomputation counts as held until the
+    backward of the layer that made it, whether or not a replay needs it.
     """
     longest = graph.forward_ops if longest is None else longest
     return _chain(graph, _cut(graph, forward_uses(graph), longest))
@@ -87,8 +89,8 @@ def _chain(graph: StepGraph, parts: _Parts) -> Cut:
 
 
 def selection_for(graph: StepGraph, cut: Cut, checkpoints: Iterable[int]) -> Selection:
-    """The selection that keeps the boundaries `checkpoints` (of 1..n-1) and drops everything
-    droppable between them but in the last segment: a group a segment."""
+    """The selection that keeps the boundaries `checkpoints` (of 1..n-1). Every droppable value
+    between them is dropped, except in the last segment; each segment is a group."""
     starts = [0, *sorted(set(checkpoints) - {0})]
     groups: list[frozenset[int]] = []
     held: set[int] = set()
@@ -107,11 +109,11 @@ def selection_for(graph: StepGraph, cut: Cut, checkpoints: Iterable[int]) -> Sel
 
 
 def least_peak_chain(graph: StepGraph) -> Selection:
-    """The selection of checkpoints at articulation points with the least peak; one without groups
-    where nothing is below the plain run.
+    """The checkpoints at articulation points with the lowest peak, as a selection. It has no groups
+    where no checkpoints lower the peak.
 
-    Tries what is set aside: nothing, then values in use over more than 1/2, 1/4, … of the forward,
-    and takes the lowest peak as evaluated, then the least added time.
+    Several cuts are tried: with no values set aside, then with those in use over more than 1/2,
+    1/4, … of forward. The one with the lowest evaluated peak is taken; of equals, the quickest.
     """
     evaluator = Evaluator(graph)
     best = Selection()
@@ -142,7 +144,8 @@ class _Parts:
     boundaries: list[int]
     members: list[frozenset[int]]
     aside: dict[int, int]
-    """Values used beyond the layer that makes them, boundaries aside, and that layer."""
+    """Values that are used beyond the layer that makes them, without boundaries; by value, that
+    layer."""
 
     @property
     def count(self) -> int:
@@ -169,14 +172,16 @@ def _cut(graph: StepGraph, uses: ForwardUses, longest: int) -> _Parts:
 
 
 def _used_beyond(uses: ForwardUses, layer: I64, begins: I64, inner: Bools) -> list[int]:
-    """Values that a layer after their own uses, but for the last one, which is never replayed."""
+    """Values that a later layer than their own uses. The last layer does not count, because it is
+    never replayed."""
     last = np.searchsorted(begins, uses.last, side="right") - 1
     found: list[int] = np.flatnonzero(inner & (uses.first >= 0) & (last > layer)).tolist()
     return found
 
 
 def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
-    """Whether a plan can name it, or need not: it is alive in backward anyway."""
+    """Whether a plan can keep an articulation point: it can name the value, or the value is alive
+    in backward anyway."""
     row = int(graph.values.alloc[point.value])
     return bool(
         graph.values.free[point.value] > graph.forward_ops
@@ -185,7 +190,7 @@ def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
 
 
 class _Sizes:
-    """What the layers of a cut hold, in bytes; columns as in `Chain`."""
+    """Bytes that the layers of a cut hold, in the columns of `Chain`."""
 
     def __init__(self, graph: StepGraph, cut: _Parts, triggers: list[int]) -> None:
         self.graph = graph
@@ -212,11 +217,11 @@ class _Sizes:
         self.there[[*inner, *cut.aside]] = True
 
     def before(self, k: int) -> int:
-        """What a plain forward holds of the layers before k, in the chain's terms."""
+        """What forward holds of the layers before k without recomputation."""
         return int(self.kept[k - 1]) + (0 if self.output_saved[k - 1] else int(self.output[k - 1]))
 
     def free_when_dropped(self, cut: _Parts) -> I64:
-        """By value: the first row without it in forward when everything droppable is dropped."""
+        """The first forward row at which each value is freed if everything droppable is dropped."""
         free = self.free.copy()
         dropped = [*frozenset().union(*cut.members), *(v for v in cut.boundaries if v >= 0)]
         dropped = [value for value in dropped if self.graph.values.droppable[value]]
@@ -224,7 +229,7 @@ class _Sizes:
         return free
 
     def beside_input(self, k: int, alive: I64, cut: _Parts) -> npt.NDArray[np.int64]:
-        """`alive` during the rows of layer k, without y_{k-1} while it is alive."""
+        """`alive` during the rows of layer k, less the bytes of y_{k-1} while that is alive."""
         first, last = cut.rows[k - 1]
         rows = np.arange(first, last + 1)
         value = cut.boundaries[k - 1]
@@ -236,8 +241,8 @@ class _Sizes:
 
 
 def _let_go_early(graph: StepGraph, cut: _Parts, triggers: list[int]) -> I64:
-    """By row: bytes of members that a plain run still holds after their last use, while their own
-    layer's backward runs; a replay's copy is gone by then."""
+    """For each row, bytes of members that are still held after their last use, while their layer's
+    backward runs, if nothing is recomputed. A replay's copy is freed by then."""
     last = np.maximum(graph.touches.last_forward, graph.touches.last_backward)
     change = np.zeros(len(graph) + 1, np.int64)
     for k, members in enumerate(cut.members, 1):
@@ -251,8 +256,8 @@ def _let_go_early(graph: StepGraph, cut: _Parts, triggers: list[int]) -> I64:
 
 
 def _triggers(graph: StepGraph, cut: _Parts) -> list[int]:
-    """By k = 0..n: the first backward row that uses anything that the layers up to k drop, y_k
-    aside. Their backward begins there; that of the last layer where backward does."""
+    """For k = 0..n, the first backward row that uses a value which the layers up to k drop, other
+    than y_k: there their backward begins. That of the last layer begins with backward."""
     start, edges = graph.ops.reads_start, graph.ops.reads
     first_use = np.full(len(graph.values), len(graph), np.int64)
     rows = np.repeat(np.arange(len(graph)), np.diff(start))
@@ -272,12 +277,11 @@ def _triggers(graph: StepGraph, cut: _Parts) -> list[int]:
 def _replay_memory(
     graph: StepGraph, rows: tuple[int, int], members: frozenset[int], output: int, there: Bools
 ) -> tuple[int, int]:
-    """Bytes of replaying the forward rows `rows` (first, last): up to the members and `output`, and
-    for the members alone, `output` (-1 for none) being there.
+    """The peak bytes of replaying the forward rows `rows` (first, last): for the members and
+    `output`, and for the members only, with `output` (-1 for none) in memory.
 
-    As in `evaluate`: ops that nothing asks for do not run, an op makes all its outputs, members
-    stay, the rest goes after its last use. `there`, by value: what the replay finds and need not
-    make.
+    As in `evaluate`, only needed ops run, an op makes all of its outputs, members stay, and other
+    values are freed after their last use. `there`: whether each value is in memory already.
     """
     wanted = members | {output} if output >= 0 else members
     known = there.copy()
@@ -320,7 +324,7 @@ def _replay_peak(
 def _needed(
     graph: StepGraph, rows: tuple[int, int], targets: frozenset[int], there: Bools
 ) -> list[int]:
-    """The rows that make the targets out of what is there, in program order."""
+    """The rows that compute the targets from values that are in memory, in program order."""
     wanted = set(targets)
     found: list[int] = []
     for row in range(rows[1], rows[0] - 1, -1):

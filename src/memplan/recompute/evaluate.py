@@ -1,7 +1,8 @@
-"""What a selection does to a step: its peak and the seconds it adds (docs/recompute.md, "Budgets").
+"""Evaluates a selection: the step's peak and the seconds that it adds (docs/recompute.md,
+"Budgets").
 
-The native model does the work, in time about linear in ops and replayed ops; `tests/oracles`
-says the same the slow way.
+The native model needs time about linear in ops and replayed ops. `tests/oracles` has a slow version
+to compare with.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from memplan.types.trace import I32, I64, U8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Bytes as requested; seconds of a whole step, which makes `StepGraph.passes` passes."""
+    """The result of an evaluation. Bytes are requested ones; seconds are those of a whole step of
+    `StepGraph.passes` passes."""
 
     peak_bytes: int
     peak_row: int
-    """First op row whose memory, its replays included, is the pass's highest; -1 without ops."""
+    """The first row with the highest memory of the pass, replays included; -1 without ops."""
     added_seconds: float
     replayed_ops: int
-    """In one pass."""
+    """Number of ops that run again in one pass."""
     plain_seconds: float
-    """All ops of the step's passes, nothing replayed."""
+    """Seconds of all ops of the step's passes without replays."""
 
     @property
     def added_fraction(self) -> float:
@@ -38,17 +40,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Profile:
-    """One evaluation in detail, of one pass."""
+    """The details of an evaluation, for one pass."""
 
     peak_bytes: int
-    """Of the whole step."""
+    """The peak of the whole step."""
     peak_row: int
     seconds: float
     replayed_ops: int
     row_bytes: I64
-    """The most alive at each op row and in the replays before it, `base_bytes` included."""
+    """The most bytes alive at each row and in the replays right before it, with `base_bytes`."""
     group_seconds: F64
-    """Of each group's replay, by group number."""
+    """Seconds of each group's replay, by group number."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +58,25 @@ class SearchSettings:
     """How `Evaluator.search` searches."""
 
     budget_bytes: int
-    """Of the pass's peak; `base_bytes` or less searches for the least peak."""
+    """Limit for the pass's peak; `base_bytes` or less asks for the lowest peak."""
     drops: Sequence[int]
-    """Values that may be dropped, and kept again."""
+    """Values that the search may drop or keep."""
     holds: Sequence[int]
     byte_price: float
     """Seconds that a byte above the budget costs while annealing."""
     start_temperature: float
-    """Seconds."""
+    """In seconds of added time."""
     end_temperature: float
     iterations: int
     deadline_seconds: float
-    """Processor seconds of this process, from the call on."""
+    """Processor seconds of this process from the beginning of the call."""
     seed: int = 0
 
 
 class Evaluator:
-    """Judges many selections of one graph. Calls from several threads take turns.
+    """Evaluates many selections of one graph. Calls from several threads run one after the other.
 
-    `background`: bytes at each op row beside the graph's own, in this pass.
+    `background`: further bytes at each row of this pass, beside the graph's own.
     """
 
     def __init__(self, graph: StepGraph, background: I64 | None = None) -> None:
@@ -99,8 +101,9 @@ class Evaluator:
         self.plain_seconds = graph.plain_seconds
 
     def profile(self, group: npt.NDArray[np.int32], held: U8) -> Profile:
-        """`group[v]`: the number of the group that value v is dropped in, in [0, values), or -1;
-        `held[v]`: 1 for a held value. Raises ValueError for values that cannot be either."""
+        """Evaluate a selection given as arrays. `group[v]`: the number in [0, values) of the group
+        in which value v is dropped, or -1; `held[v]`: 1 for a held value. Raises ValueError for
+        values that cannot be dropped or held."""
         rows = np.empty(len(self.graph), dtype=np.int64)
         seconds = np.empty(len(self.graph.values), dtype=np.float64)
         peak, row, added, replayed = self._model.evaluate(group, held, rows, seconds)
@@ -109,9 +112,9 @@ class Evaluator:
         return Profile(whole, row, added, replayed, rows, seconds)
 
     def search(self, start: Selection, settings: SearchSettings) -> Selection:
-        """Simulated annealing from `start`, then single changes until none helps: the fewest bytes
-        above the budget, then the fewest seconds. Only what `drops` and `holds` name changes.
-        Raises ValueError for values that cannot be dropped or held."""
+        """Simulated annealing from `start`, then single changes until none is an improvement. The
+        objective is the bytes above the budget, then the seconds. Only the values in `drops` and
+        `holds` change. Raises ValueError for values that cannot be dropped or held."""
         group, held = to_arrays(self.graph, start)
         self._model.search(
             np.asarray(sorted(settings.drops), dtype=np.int32),
@@ -129,7 +132,7 @@ class Evaluator:
         return from_arrays(group, held)
 
     def evaluate(self, selection: Selection) -> Evaluation:
-        """Raises ValueError for a selection that says what cannot be."""
+        """Evaluate a selection. Raises ValueError for one that is not valid."""
         check_selection(self.graph, selection)
         profile = self.profile(*to_arrays(self.graph, selection))
         return Evaluation(
@@ -142,12 +145,12 @@ class Evaluator:
 
 
 def evaluate(graph: StepGraph, selection: Selection) -> Evaluation:
-    """One selection; an `Evaluator` is quicker for many."""
+    """Evaluate one selection; an `Evaluator` is quicker for many."""
     return Evaluator(graph).evaluate(selection)
 
 
 def to_arrays(graph: StepGraph, selection: Selection) -> tuple[I32, U8]:
-    """What `Evaluator.profile` takes."""
+    """A selection as the arrays that `Evaluator.profile` takes."""
     group = np.full(len(graph.values), -1, dtype=np.int32)
     for number, members in enumerate(filter(None, selection.groups)):
         group[list(members)] = number
@@ -157,7 +160,7 @@ def to_arrays(graph: StepGraph, selection: Selection) -> tuple[I32, U8]:
 
 
 def from_arrays(group: I32, held: U8) -> Selection:
-    """The inverse of `to_arrays`; groups in order of their numbers."""
+    """The inverse of `to_arrays`, with groups in the order of their numbers."""
     members: dict[int, list[int]] = {}
     for value in np.flatnonzero(group >= 0).tolist():
         members.setdefault(int(group[value]), []).append(value)

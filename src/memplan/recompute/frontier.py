@@ -1,4 +1,4 @@
-"""Time against memory: the best selections for a row of budgets, as a monotone envelope."""
+"""The frontier of time against memory: the best selections for a list of budgets."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from memplan.types.step_graph import StepGraph
 
 POINTS = 11
 EFFORT = 4
-"""Annealing steps a droppable value and start."""
+"""Annealing steps for each droppable value and start."""
 SMALL_EFFORT = 1500
 POINT_SECONDS = 1.2
-"""Of search for one budget at most: the chain's plans are good, and there are many budgets."""
+"""The longest search for one budget: there are many, and the chain's plans are good already."""
 CHOICE_BUDGETS = 16
-"""That `choices` searches for."""
+"""Number of budgets for which `choices` searches."""
 CHOICE_STEPS = 2000
-"""Annealing steps a start, at least."""
+"""The fewest annealing steps from one start."""
 CHOICE_KEEP_SET_EFFORT = 0.05
-"""CP-SAT's deterministic time for one question."""
+"""CP-SAT's deterministic time for one call."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Point:
     budget_bytes: int
     peak_bytes: int
     added_seconds: float
-    """In a step."""
+    """Seconds added to a step."""
     added_fraction: float
-    """Of the plain step's time in forward and backward."""
+    """Added time as a fraction of the plain step's forward and backward."""
     selection: Selection
 
 
@@ -46,11 +46,11 @@ def frontier(
     *,
     deadline_seconds: float,
 ) -> list[Point]:
-    """A point for each budget that something was found for, in rising order of budgets.
+    """A point for each budget that some selection keeps, in the order of rising budgets.
 
-    By default the budgets are spread evenly from the least peak found to the plain one. A larger
-    budget never has more added time, a smaller one never a higher peak. Raises ValueError for a
-    graph that contradicts itself.
+    By default the budgets are spread evenly from the lowest peak found to that of the plain step. A
+    larger budget never has more added time, a smaller one never a higher peak. Raises ValueError
+    for a graph that contradicts itself.
     """
     deadline = Deadline(deadline_seconds, cpu_time=True)
     planner = Planner(graph, deadline)
@@ -66,8 +66,8 @@ def frontier(
 
 
 def _envelope(planner: Planner, budgets: Sequence[int]) -> list[Point]:
-    """Of all candidates the quickest within each budget. They are the same candidates for every
-    budget and the quickest of them only changes to a quicker and larger one."""
+    """The quickest of all candidates within each budget. All budgets choose among the same
+    candidates, so a larger budget changes only to a quicker one."""
     points = []
     for budget in budgets:
         best = planner.best(budget)
@@ -86,22 +86,22 @@ def _envelope(planner: Planner, budgets: Sequence[int]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A selection that no other one found is better than in all of these."""
+    """A selection that no other one found beats in peak, FLOPs and cost at once."""
 
     selection: Selection
     flops: int
-    """That it adds."""
+    """FLOPs that it adds."""
     cost: float
-    """What it adds in the graph's seconds, whatever they are."""
+    """What it adds in the unit of the graph's `seconds`."""
     peak_bytes: int
 
 
 def choices(graph: StepGraph) -> list[Choice]:
-    """Selections of rising FLOPs, of equals of rising cost, and of falling peaks. The first drops
-    nothing; the last has the least peak that was found.
+    """Selections with rising FLOPs (rising cost where FLOPs are equal) and falling peaks. The first
+    drops nothing, the last has the lowest peak that was found.
 
-    The same graph gives the same ones on every machine: the search ends after its steps, however
-    long they take. Raises ValueError for a graph that contradicts itself.
+    The same graph gives the same selections on every machine, because the search ends after a
+    number of steps, not of seconds. Raises ValueError for a graph that contradicts itself.
     """
     planner = Planner(graph, Deadline(cpu_time=True), CHOICE_KEEP_SET_EFFORT)
     if graph.ops.flops.any():
@@ -134,7 +134,7 @@ def _improve(planner: Planner) -> None:
 
 
 def _without_flops(graph: StepGraph) -> StepGraph:
-    """The same, but that nothing runs again which has FLOPs."""
+    """The same graph, in which no op with FLOPs may run again."""
     replayable = graph.ops.replayable & (graph.ops.flops == 0)
     kept = {v for row in np.flatnonzero(~replayable).tolist() for v in graph.ops.writes_of(row)}
     droppable = graph.values.droppable.copy()

@@ -1,13 +1,16 @@
-"""What to keep between forward and backward, by CP-SAT on a relaxation of the budget problem.
+"""Chooses what to keep between forward and backward, by CP-SAT on a relaxation of the problem.
 
-A value that backward reads is kept, or every op that makes it runs again; an op that runs again
-finds each of its inputs kept, or that input's makers run again too. At the rows asked about, the
-same is said of what is still to be run again, from what is alive there, and the bytes of that stay
-within the budget. The memory of the replays themselves is left out, and an op that runs again runs
-once: so no selection within the budget adds less time than the optimum, and the optimum is only a
-proposal, which `evaluate` judges.
+The constraints: a value that backward reads is kept, or every op that makes it runs again. For an
+op that runs again, each input is kept, or the makers of that input run again, too. At some chosen
+rows, the ops that have yet to run again must find their inputs among the values alive there, and
+these values must fit the budget.
 
-Keep sets as variables: Checkmate (Jain et al., 2020), which also schedules; here rows stand in.
+It is a relaxation because the memory of the replays themselves is left out and an op that runs
+again runs only once. So no selection within the budget adds less time than the optimum, and the
+optimum is only a proposal, which `evaluate` judges.
+
+Variables for the set of kept values are from Checkmate (Jain et al., 2020), which also schedules
+the ops; here constraints at rows take the place of a schedule.
 """
 
 from __future__ import annotations
@@ -22,34 +25,35 @@ from memplan.recompute.selection import Selection, replayable_ops
 from memplan.types.step_graph import StepGraph
 
 COST_STEPS = 10**7
-"""Seconds are rounded down to this fraction of all forward ops' time."""
+"""The objective counts time in units of the forward ops' total time divided by this, rounded
+down."""
 TIE = 1 << 12
-"""So many values held or recomputed early weigh as much as one such fraction: of equals the plain
-one."""
+"""The objective breaks ties: so many values held or recomputed early weigh as much as one unit."""
 
 
 @dataclass(frozen=True)
 class KeepSet:
-    """One answer."""
+    """The result of one call of CP-SAT."""
 
     proposals: tuple[Selection, ...]
-    """The same values dropped, grouped in several ways. Empty where none was found in time."""
+    """Selections that drop the same values in different groups. Empty if none was found in time."""
     bound: float
-    """Seconds that any selection within the budget adds to a pass."""
+    """Every selection within the budget adds at least so many seconds to a pass."""
 
 
 @dataclass
 class KeepSetProblem:
-    """The relaxation of one graph, for every budget. Values and rows are numbers of the graph."""
+    """The relaxation for one graph and any budget. Values and rows are numbers of the graph."""
 
     graph: StepGraph
     makers: list[list[int]] = field(init=False)
-    """Of each value: forward rows that write it."""
+    """The forward rows that write each value."""
     again: list[bool] = field(init=False)
-    """Of each value: whether replays can make it."""
+    """Whether replays can make each value."""
     last_forward: list[int] = field(init=False)
     first_use: list[int] = field(init=False)
-    """Backward row that reads or writes a value first; the number of rows where none does."""
+    """The first backward row that reads or writes each value; the number of rows where none
+    does."""
     last_use: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,10 +86,10 @@ class KeepSetProblem:
         deadline_seconds: float,
         hint: Selection,
     ) -> KeepSet:
-        """The quickest keep set whose bytes stay within the budget at `rows`.
+        """The quickest set of kept values whose bytes are within the budget at `rows`.
 
-        `effort` is CP-SAT's deterministic time (about seconds), so that the same call gives the
-        same answer unless the deadline comes first. `hint`: where to begin.
+        `effort` is CP-SAT's deterministic time (about seconds): the same call gives the same answer
+        unless the deadline comes first. `hint`: a selection to start from.
         """
         program = _Program(self)
         for row in rows:
@@ -131,20 +135,20 @@ class _Program:
         self.cost = sum(int(seconds[row] / self.unit) * run for row, run in self.run.items())
 
     def _inputs(self, row: int) -> Iterator[tuple[int, list[int]]]:
-        """What an op that runs again has to find, with the makers before it; values that are there
-        in any case are left out."""
+        """The inputs of an op that runs again, each with the earlier rows that make it. Inputs that
+        are in memory in any case are left out."""
         problem = self.problem
         for value in sorted(problem.touched(row)):
             if value in self.keep and problem.graph.values.alloc[value] != row:
                 yield value, [maker for maker in problem.makers[value] if maker < row]
 
     def limit(self, row: int, budget_bytes: int) -> None:
-        """What is alive at a row, the replays before it apart, within the budget."""
+        """Constrain the values alive at a row, without the replays before it, to the budget."""
         problem, values, model = self.problem, self.problem.graph.values, self.model
         plain = ((values.alloc <= row) & (row < values.free)).tolist()
         fixed, terms = self.problem.graph.base_bytes, []
         alive: dict[int, cp_model.IntVar] = {}
-        """Values that are alive here or not, as the keep set has it."""
+        """Values whose presence at this row depends on the solution."""
         for value, size in enumerate(values.bytes.tolist()):
             used = problem.first_use[value] <= row <= problem.last_use[value]
             if value not in self.keep or row <= problem.last_forward[value] or used:
@@ -168,7 +172,7 @@ class _Program:
         model.add(sum(terms) <= budget_bytes - fixed)
 
     def _later(self, row: int, alive: dict[int, cp_model.IntVar]) -> None:
-        """What is run again after a row begins with what is alive there."""
+        """Constrain ops that run again after a row to start from the values alive at it."""
         problem, model = self.problem, self.model
         runs = {op: model.new_bool_var("") for op in self.run}
         for op, run in runs.items():
@@ -185,12 +189,12 @@ class _Program:
                     model.add_bool_or(alive.get(value, keep), runs[maker])
 
     def whole(self) -> cp_model.CpModel:
-        """With the objective; after all limits."""
+        """The model with its objective. To be called after all `limit` calls."""
         self.model.minimize(TIE * self.cost + sum(self.unwanted))
         return self.model
 
     def seconds(self, objective: float) -> float:
-        """What a bound of the objective proves."""
+        """The seconds that a lower bound of the objective proves."""
         return max(0.0, (objective - len(self.unwanted)) / TIE) * self.unit
 
     def hint(self, selection: Selection) -> None:
@@ -201,8 +205,8 @@ class _Program:
             self.model.add_hint(keep, kept)
 
     def proposals(self, solver: cp_model.CpSolver) -> tuple[Selection, ...]:
-        """Every value recomputed by itself; and together what the replays have to pass through
-        together."""
+        """Two selections: every dropped value is a group; or values whose replays share ops are one
+        group."""
         kept = {value for value, keep in self.keep.items() if solver.boolean_value(keep)}
         drops = [v for v in self.keep if self.problem.droppable[v] and v not in kept]
         held = frozenset(v for v in kept if not self.problem.droppable[v])
@@ -212,8 +216,8 @@ class _Program:
         return tuple(dict.fromkeys((Selection(joined, held), Selection(single, held))))
 
     def _joined(self, drops: list[int], rows: list[int], kept: set[int]) -> list[frozenset[int]]:
-        """Dropped values by connected component of the ops that run again and the values that
-        these hand to one another."""
+        """Dropped values, grouped by connected components of the ops that run again and the values
+        that pass between these."""
         above: dict[int, int] = {}
 
         def root(value: int) -> int:

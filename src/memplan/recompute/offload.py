@@ -1,9 +1,9 @@
 """The least added time within a budget when values may be kept, recomputed or sent to the host.
 
-The recompute solver gives selections for the budget and for looser ones. Each is filled up with
-offloaded values, of those that it keeps, until the peak is within the budget. On what the best of
-these offload, the recompute solver is asked again. Small graphs are annealed over all three
-choices. `transfers` judges every plan; recomputing alone is among the candidates.
+The recompute solver gives selections for the budget and for larger ones. For each of them, kept
+values are offloaded until the peak is within the budget. Then the recompute solver is called again
+with what the best of these plans offload. Small graphs are annealed over all three choices.
+`transfers` judges every plan; plans that only recompute are among the candidates.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
 
 SMALL = 24
-"""Values that can be offloaded, up to which all three choices are annealed."""
+"""All three choices are annealed for at most so many values that can be offloaded."""
 LEVELS = (0.0, 0.6, 0.9, 0.3, 0.45, 1.2, 2.0)
-"""By how much looser the budgets are whose selections are filled up, in bytes that the link moves
-during forward."""
+"""By how much larger budgets are for which the recompute solver is called, as multiples of the
+bytes that the link moves during forward."""
 EFFORT, SMALL_EFFORT = 4, 400
-"""Annealing steps a droppable value, of the recompute solver."""
+"""Annealing steps of the recompute solver for each droppable value."""
 WINDOWS = ((0, 1), (1, 2), (2, 2), (2, 8), (4, 4), (8, 8))
-"""Windows out and ahead that are tried, in values of the median size."""
+"""Windows (out, ahead) that are tried, in multiples of the median size of a value."""
 SHARES = (0.0, 0.3, 0.6, 0.8, 0.9)
-"""Parts of the bytes that are cheapest to recompute, which are kept on the card."""
+"""Shares of the bytes that stay on the card in plans without recomputation: those that are cheapest
+to recompute."""
 SEEDS = 2
-"""Sets of offloaded values for which the recompute solver is asked first."""
+"""Number of such plans for which the recompute solver is called first."""
 HALVINGS = 6
 LEAST_BYTES = 1 << 16
-"""Of large graphs' values: smaller ones are not worth a copy."""
+"""In large graphs, smaller values are not offloaded."""
 MOVES = 2500
 """Annealing steps from one start, and starts, on small graphs."""
 STARTS = 4
@@ -53,12 +54,12 @@ STARTS = 4
 
 @dataclass(frozen=True)
 class Link:
-    """Between the card and the host's page-locked memory."""
+    """The link between the card and page-locked host memory."""
 
     bytes_per_second: float
-    """Each direction."""
+    """In each direction."""
     host_bytes: int | None = None
-    """That may be used at most; None: no bound."""
+    """The most host memory that may be used; None for no limit."""
 
 
 def solve(
@@ -66,8 +67,8 @@ def solve(
 ) -> Solution[OffloadPlan]:
     """A plan that keeps the step's peak within the budget and adds little time.
 
-    Cost and bound are seconds that it adds to a step. TimedOut where none was found. Raises
-    ValueError for a graph that contradicts itself.
+    Cost and bound are seconds that it adds to a step. The result is TimedOut if no plan was found.
+    Raises ValueError for a graph that contradicts itself.
     """
     search = OffloadSearch(graph, link, Deadline(deadline_seconds, cpu_time=True))
     best = search.within(budget_bytes)
@@ -78,7 +79,7 @@ def solve(
 
 
 class OffloadSearch:
-    """Looks for plans of one graph. What it has seen serves every later budget."""
+    """Searches for plans of one graph. Plans found for one budget are candidates for later ones."""
 
     def __init__(self, graph: StepGraph, link: Link, deadline: Deadline) -> None:
         self.graph, self.link, self.deadline = graph, link, deadline
@@ -97,7 +98,7 @@ class OffloadSearch:
         self.schedule(Selection())
 
     def within(self, budget_bytes: int) -> Judged | None:
-        """The plan that adds the least time within a budget; None where none was found."""
+        """The plan within a budget that adds the least time; None if none was found."""
         self.bound = self.planner.bounds.least_seconds(budget_bytes, self.link.bytes_per_second)
         for schedule in self._levels(budget_bytes):
             self._improve(schedule, budget_bytes)
@@ -118,11 +119,11 @@ class OffloadSearch:
         return min(within, key=_cost, default=None)
 
     def lowest(self) -> Judged:
-        """The plan with the least peak so far; of such, the quickest."""
+        """The plan with the lowest peak so far; of equals, the quickest."""
         return min(self.found, key=lambda one: (one.peak_bytes, *_cost(one)))
 
     def schedule(self, selection: Selection) -> Schedule:
-        """With the selection by itself among the candidates."""
+        """The schedule of a selection. The selection without offloading becomes a candidate."""
         if selection not in self._schedules:
             made = self._schedules[selection] = Schedule(self.saves, selection)
             self.try_(made, frozenset(), 0, 0)
@@ -136,8 +137,7 @@ class OffloadSearch:
         return replace(judged, peak_bytes=1 << 62)
 
     def _levels(self, budget_bytes: int) -> Iterator[Schedule]:
-        """Selections for the budget itself, for looser ones by what the link can move while forward
-        runs, and the plain one."""
+        """Selections for the budget, for larger ones (`LEVELS`), and the one that drops nothing."""
         forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum())
         free = min(forward * self.link.bytes_per_second, self.most)
         plain = self.planner.plain.peak
@@ -153,8 +153,8 @@ class OffloadSearch:
                 yield self.schedule(found.selection)
 
     def _without_waiting(self, budget_bytes: int) -> list[Judged]:
-        """Plans that only offload, and keep the link busy with what is dearest to recompute; those
-        first that spare most of that."""
+        """Plans that only offload, values that are costliest to recompute first. Those come first
+        that save the most recomputation."""
         plain = self.schedule(Selection())
         kept = self._helpful(plain, budget_bytes)
         found: dict[frozenset[int], Judged] = {}
@@ -172,7 +172,7 @@ class OffloadSearch:
         return sorted(found.values(), key=spared, reverse=True)[:SEEDS]
 
     def _fill(self, schedule: Schedule, budget_bytes: int) -> None:
-        """Offload what the selection keeps until the peak is within the budget."""
+        """Offload values that the selection keeps, until the peak is within the budget."""
         kept = self._helpful(schedule, budget_bytes)
         tops = self._tops(kept)
         every = self._spread(schedule, kept, math.inf, self._largest_share(kept))
@@ -192,7 +192,8 @@ class OffloadSearch:
         return [(out * self.unit, ahead * self.unit) for out, ahead in WINDOWS]
 
     def _helpful(self, schedule: Schedule, budget_bytes: int) -> list[int]:
-        """What the selection keeps and could be away at a row above the budget."""
+        """Values that the selection keeps and that could be on the host at some row above the
+        budget."""
         above = np.append(0, np.cumsum(schedule.row_bytes > budget_bytes))
         saves = self.saves
         return [
@@ -202,8 +203,8 @@ class OffloadSearch:
         ]
 
     def _tops(self, kept: list[int]) -> list[list[int]]:
-        """Of the values, in order of saving, those that are dear to recompute: several such sets,
-        the largest first."""
+        """Sets of values without those that are cheapest to recompute (`SHARES`), each in the order
+        in which autograd saves them; the largest set first."""
         order = sorted(kept, key=lambda value: self.prices[value])
         sums = np.cumsum([self.saves.bytes[value] for value in order])
         tops = []
@@ -221,8 +222,8 @@ class OffloadSearch:
         windows: tuple[int, int],
         budget: int,
     ) -> None:
-        """Of the values as few, spread evenly, as keep the peak within the budget; none that would
-        wait for others' copies longer than `slack` seconds."""
+        """Offload as few of the values as possible, spread evenly, so that the peak is within the
+        budget. Values whose copies would be late by more than `slack` seconds are left out."""
         low, high = 0.0, self._largest_share(values)
         for number in range(HALVINGS + 1):
             share = high if number == 0 else (low + high) / 2
@@ -238,14 +239,14 @@ class OffloadSearch:
                     return
 
     def _largest_share(self, values: list[int]) -> float:
-        """That the host has room for."""
+        """The largest share of the values' bytes that the host has room for."""
         return min(1.0, self.most / max(1, sum(self.saves.bytes[value] for value in values)))
 
     def _spread(
         self, schedule: Schedule, values: list[int], slack: float, share: float
     ) -> frozenset[int]:
-        """So large a share of every stretch of the values, but for those whose copies would be late
-        by more than `slack` seconds, out or back."""
+        """A share of the values, spread evenly over their order, without those whose copies to the
+        host or back would be late by more than `slack` seconds."""
         saves, link, before, chosen = self.saves, 0.0, 0, 0
         result = []
         for value in values:
@@ -266,8 +267,8 @@ class OffloadSearch:
         return frozenset(in_time)
 
     def _trim(self, schedule: Schedule, best: Judged, budget_bytes: int) -> None:
-        """Leave out values without which the peak stays within the budget, and narrow or widen the
-        windows, as long as that saves time or host memory."""
+        """Remove offloaded values while the peak stays within the budget, and change the windows,
+        as long as that saves time or host memory."""
         for value in sorted(best.plan.offloaded, key=lambda v: -self.saves.bytes[v]):
             if self.deadline.passed:
                 return
@@ -281,7 +282,7 @@ class OffloadSearch:
                     self.try_(schedule, best.plan.offloaded, out * self.unit, ahead * self.unit)
 
     def _again(self, best: Judged, budget_bytes: int) -> None:
-        """Ask the recompute solver, given what is offloaded, and fill up what it says."""
+        """Call the recompute solver with the offloaded values given, and offload more if needed."""
         graph = without_offloaded(self.graph, best)
         share = self.deadline.part(2)
         planner = Planner(graph, share)
@@ -295,13 +296,14 @@ class OffloadSearch:
         self._improve(schedule, budget_bytes)
 
     def _improve(self, schedule: Schedule, budget_bytes: int) -> None:
-        """Fill it up, unless what it recomputes takes longer than the best plan."""
+        """Offload until the budget is kept, unless the recomputation alone takes longer than the
+        best plan."""
         best = self.best(budget_bytes)
         if best is None or schedule.replay_seconds * self.graph.passes < best.added_seconds:
             self._fill(schedule, budget_bytes)
 
     def _anneal(self, budget_bytes: int) -> None:
-        """Of small graphs: single changes from the best, worse ones at first, too."""
+        """Simulated annealing over all three choices, for small graphs."""
         forward = float(self.graph.ops.seconds[: self.graph.forward_ops].sum()) or 1e-9
         size = sum(self.saves.bytes[value] for value in self.values) or 1
         for seed in range(STARTS):
@@ -350,7 +352,7 @@ class OffloadSearch:
 
 
 def to_offload_part(graph: StepGraph, judged: Judged, link: Link) -> OffloadPart:
-    """What is offloaded, in a plan's terms. Raises ValueError for values without a name."""
+    """The offloaded values as part of a plan. Raises ValueError for values that it cannot name."""
     saves = Saves(graph, link.bytes_per_second)
     order = Schedule(saves, judged.plan.selection).order(judged.plan.offloaded)
     return OffloadPart(
@@ -364,8 +366,8 @@ def to_offload_part(graph: StepGraph, judged: Judged, link: Link) -> OffloadPart
 
 
 def in_order(graph: StepGraph, budget_bytes: int, link: Link) -> Judged | None:
-    """The simple way: the first values that autograd saves, as few as it takes, with the window of
-    those in `WINDOWS` that adds the least time. None where all of them are not enough."""
+    """The baseline: offload the first values that autograd saves, as few as the budget needs, with
+    the window of `WINDOWS` that adds the least time. None if all values are not enough."""
     saves = Saves(graph, link.bytes_per_second)
     schedule = Schedule(saves, Selection())
     unit = _median(graph.values.bytes[saves.values])
@@ -393,14 +395,14 @@ def _sorted(selection: Selection) -> Selection:
 
 
 def _median(size: I64) -> int:
-    """Half of the bytes are in values up to so large; 0 of none."""
+    """The size up to which values have half of the bytes; 0 without values."""
     size = np.sort(size)
     half = np.searchsorted(np.cumsum(size), size.sum() / 2)
     return int(size[half]) if len(size) else 0
 
 
 def _prices(graph: StepGraph) -> list[float]:
-    """By value: seconds of the op that makes it, by byte."""
+    """For each value, the seconds of the op that makes it divided by its bytes."""
     made = graph.values.alloc >= 0
     seconds = np.where(made, graph.ops.seconds[np.maximum(graph.values.alloc, 0)], 0.0)
     prices: list[float] = (seconds / np.maximum(graph.values.bytes, 1)).tolist()

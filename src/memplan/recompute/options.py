@@ -1,4 +1,4 @@
-"""What can be done within one block: options that trade bytes kept against seconds and peak."""
+"""Options of one block: what it recomputes, with the bytes it keeps, its peak and its seconds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from memplan.types.step_graph import F64
 from memplan.types.trace import I64
 
 KEEP_STEPS = 12
-"""Limits on the bytes kept between forward and backward for which options are searched."""
+"""Number of limits on the bytes kept between forward and backward for which options are
+searched."""
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Rows are options: the first drops nothing, the second everything in one group."""
+    """A row for each option. The first drops nothing, the second everything in one group."""
 
     selections: tuple[Selection, ...]
-    """In values of the block's graph."""
+    """In value numbers of the block's graph."""
     between: I64
-    """Bytes kept while neither forward nor backward is in the block."""
+    """Bytes kept between the block's forward and its backward."""
     window: I64
-    """Most bytes while backward is in it, what earlier blocks keep apart."""
+    """The most bytes during the block's backward, without those that earlier blocks keep."""
     forward: I64
-    """The same of forward."""
+    """The most bytes during its forward, without those that earlier blocks keep."""
     seconds: F64
 
     def __len__(self) -> int:
@@ -35,9 +36,11 @@ class BlockOptions:
 
 
 def options_of(block: Block, deadline_seconds: float) -> tuple[Selection, ...]:
-    """Options for all blocks with this block's signature, found by annealing within a grid of
-    limits on what is kept and on the peak of the window. Takes at most about `deadline_seconds`,
-    half of it for the first and last."""
+    """Options for all blocks with this block's signature.
+
+    They are found by annealing for a grid of limits on the bytes kept and on the peak of backward.
+    It takes about `deadline_seconds` at most, half of it for the first and last limit.
+    """
     drops = [block.local[value] for value in block.drops]
     nothing = Selection()
     if not drops:
@@ -65,7 +68,7 @@ def options_of(block: Block, deadline_seconds: float) -> tuple[Selection, ...]:
 
 
 def judge(block: Block, selections: tuple[Selection, ...]) -> BlockOptions:
-    """The figures of options in one block."""
+    """Evaluate options in one block."""
     evaluator = Evaluator(block.graph, block.background)
     rows = np.zeros((4, len(selections)), dtype=np.int64)
     seconds = np.zeros(len(selections), dtype=np.float64)
@@ -86,7 +89,7 @@ def judge(block: Block, selections: tuple[Selection, ...]) -> BlockOptions:
 
 
 def _worth_keeping(between: I64, window: I64, forward: I64, seconds: F64) -> list[int]:
-    """The first two, and of the others those that no other is as good as in everything."""
+    """The first two options, and all others that no option dominates."""
     table = np.stack([between, window, forward, seconds])
     other, place = table[:, :, None], table[:, None, :]
     order = np.arange(table.shape[1])
@@ -98,8 +101,8 @@ def _worth_keeping(between: I64, window: I64, forward: I64, seconds: F64) -> lis
 def _search(
     block: Block, drops: list[int], top: int, keep: int, start: Selection, deadline_seconds: float
 ) -> Selection:
-    """The fewest seconds such that the block's rows stay within `top` and what is kept within
-    `keep`; with 0, the lowest rows."""
+    """The quickest option found with at most `top` bytes at each row and `keep` bytes kept; with
+    `top` 0 the one with the lowest peak."""
     background = block.background.copy()
     background[block.between] = top - keep
     forward = max(float(block.graph.ops.seconds[: block.between].sum()), 1e-12)

@@ -1,8 +1,8 @@
 """The candidates for every budget of one graph, and their improvement.
 
-Every candidate is judged by `evaluate`. First come the baselines and the plans of the chain of
-blocks at every memory level, which serve all budgets; then, for one budget, annealing over single
-values from the best of them and, on graphs that are not too large, from what CP-SAT would keep.
+`evaluate` judges every candidate. The baselines and the plans of the chain of blocks, for every
+memory level, serve all budgets. For one budget, the best of them is improved by annealing over
+single values; on graphs that are not too large, CP-SAT's choice is another start.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from memplan.types.deadline import Deadline
 from memplan.types.step_graph import StepGraph
 
 SMALL = 128
-"""Droppable values up to which a graph is annealed thoroughly, from several starts."""
+"""Graphs with at most so many droppable values are annealed from several starts."""
 LONGER = 4
-"""Annealing steps of a round for each of the round before, on large graphs."""
+"""On large graphs, each round has so many times the annealing steps of the round before."""
 WORTH = 1e-3
-"""Fraction that a round must save to be worth it."""
+"""A round is worth its time if it saves at least this fraction."""
 STALE, SMALL_STALE = 1, 2
-"""Rounds in a row that were not worth it before the search ends."""
+"""The search ends after so many rounds in a row that were not worth their time."""
 BLOCK_VALUES = (1, 6)
-"""Large values that a block makes at least: a chain of many blocks and one of fewer."""
+"""The fewest large values of a block, for a chain of many blocks and for one of fewer."""
 FIRST_STEPS = 100
-"""Of every ladder, judged before any budget is known."""
+"""Number of steps of each ladder that are evaluated before any budget is known."""
 LOOK_AROUND = 6
 PRICE = 64.0
-"""What all droppable bytes above the budget cost while annealing, in forwards."""
+"""While annealing, all droppable bytes above the budget cost so many times the time of forward."""
 LEAST_PRICE = 1000.0
-"""How many times as much when the least peak is searched for."""
+"""The factor by which they cost more when the lowest peak is searched for."""
 HEAT, SMALL_HEAT = 0.3, (0.1, 0.5, 2.0)
-"""Temperature at the start in forwards: per droppable value, and of small graphs by restart."""
+"""Start temperature in units of forward's time: to be divided by the number of droppable values;
+for small graphs by restart."""
 KEEP_SET_MOST = 1000
-"""Droppable values up to which CP-SAT is asked what to keep."""
+"""CP-SAT is only used for graphs with at most so many droppable values."""
 KEEP_SET_EFFORT, SMALL_KEEP_SET_EFFORT = 1.0, 3.0
 KEEP_SET_ROWS = 4
-"""CP-SAT's deterministic time for one question, and questions about one budget."""
+"""CP-SAT's deterministic time for one call, and the number of calls for one budget."""
 PROVED = 1e-4
-"""Fraction above the bound that is as good as the optimum."""
+"""A candidate within this fraction of the bound counts as optimal."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class Candidate:
 
 
 class Planner:
-    """Finds selections of one graph. What it has seen serves every later budget."""
+    """Finds selections of one graph. Candidates for one budget also serve later ones."""
 
     def __init__(
         self, graph: StepGraph, deadline: Deadline, keep_set_effort: float | None = None
     ) -> None:
-        """`keep_set_effort`: CP-SAT's deterministic time for one question."""
+        """`keep_set_effort`: CP-SAT's deterministic time for one call."""
         self.evaluator = Evaluator(graph)
         self.graph = graph
         self.bounds = Bounds(graph)
@@ -87,7 +88,7 @@ class Planner:
         asked = len(self.drops) <= KEEP_SET_MOST and not graph.others
         self.keep_sets = KeepSetProblem(graph) if asked else None
         self.proved: list[tuple[int, float]] = []
-        """Budgets, and seconds that every selection within each adds to a step."""
+        """Budgets, each with a lower bound for the seconds that a selection adds to a step."""
         [self.plain] = self.add([Selection()])
         if self.drops and not deadline.passed:
             self._prepare(deadline)
@@ -115,7 +116,7 @@ class Planner:
         self.ladders.append(_Ladder(self, steps, make, deadline))
 
     def _holdable(self, boundary: list[int]) -> list[int]:
-        """Values worth holding: all of a small graph, else those between blocks."""
+        """Values that the search may hold: all in a small graph, else those between blocks."""
         values, forward = self.graph.values, self.graph.forward_ops
         made = (values.alloc >= 0) & (values.alloc < forward) & (values.bytes > 0)
         unread = self.graph.touches.last_backward < 0
@@ -123,7 +124,7 @@ class Planner:
         return every if len(every) <= 2 * SMALL else boundary
 
     def add(self, selections: Iterable[Selection]) -> list[Candidate]:
-        """Judge selections."""
+        """Evaluate selections and add them to the candidates."""
         added = [Candidate(s, self.evaluator.evaluate(s)) for s in selections]
         self.candidates += added
         return added
@@ -137,17 +138,17 @@ class Planner:
         return min(self.candidates, key=lambda c: (c.peak, c.seconds))
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """Proved: what any selection within a budget adds to a step."""
+        """A proven lower bound for the seconds that a selection within a budget adds to a step."""
         known = [seconds for budget, seconds in self.proved if budget >= budget_bytes]
         return max([self.bounds.least_seconds(budget_bytes), *known])
 
     def improve(
         self, budget_bytes: int, deadline: Deadline, effort: int, restarts: int = 1, rounds: int = 1
     ) -> None:
-        """Search for a better selection within a budget until nothing gets better for a while, or
-        the clock runs out; `effort`: annealing steps a droppable value and start in the first
-        round. Small graphs have four starts in a round and as many again as `restarts`. Adds what
-        it finds to the candidates."""
+        """Search for better selections within a budget, until rounds bring no improvement or the
+        deadline comes, and add them to the candidates. `effort`: annealing steps in the first
+        round, for each droppable value and start. Small graphs have four starts in a round, plus
+        `restarts`."""
         least = self.bounds.least_peak
         if not self.drops or self.plain.peak <= budget_bytes:
             return
@@ -174,8 +175,8 @@ class Planner:
                 return
 
     def _propose(self, budget_bytes: int, deadline: Deadline) -> None:
-        """Add what CP-SAT would keep, and its bound. Rows of the peak are asked about one by one,
-        until the proposal keeps within the budget or only its replays do not."""
+        """Add CP-SAT's proposals and its bound. Each call constrains one more row, the one with the
+        proposal's peak, until the proposal is within the budget or only its replays exceed it."""
         if self.keep_sets is None or budget_bytes < self.bounds.least_peak:
             return
         rows = [int(self.bounds.plain.argmax())]
@@ -249,7 +250,7 @@ def _plan(table: SegmentTable, levels: list[int], step: int) -> Selection:
 
 
 class _Ladder:
-    """Selections by steps of rising peak and falling time, but for exceptions; judged on demand."""
+    """Selections in the order of mostly rising peak and falling time, evaluated when needed."""
 
     def __init__(
         self, planner: Planner, steps: int, make: Callable[[int], Selection], deadline: Deadline
@@ -268,7 +269,7 @@ class _Ladder:
         return self.judged[step]
 
     def look(self, budget_bytes: int, deadline: Deadline) -> None:
-        """Bisect for the highest step within a budget, then look at those above it."""
+        """Find the highest step within a budget by bisection, then evaluate those above it."""
         low = max((s for s, c in self.judged.items() if c.peak <= budget_bytes), default=-1)
         high = min((s for s in self.judged if s > low), default=self.steps)
         while high - low > 1 and not deadline.passed:
@@ -281,7 +282,7 @@ class _Ladder:
 
 
 def _options(blocks: list[Block], deadline: Deadline) -> list[BlockOptions]:
-    """Equal blocks are searched once, with at most a quarter of the time for all."""
+    """Options of all blocks, in at most a quarter of the time. Equal blocks share one search."""
     distinct = {block.signature: block for block in blocks}
     each = deadline.part(5 * len(distinct), 2.0).left()
     found = {name: options_of(block, each) for name, block in distinct.items()}

@@ -1,4 +1,4 @@
-"""What a selection runs again, and when: the replays that `evaluate` counts, op by op."""
+"""The replays of a selection, op by op: what runs again, and when."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from memplan.types.step_graph import StepGraph
 
 @dataclass(frozen=True)
 class Replay:
-    """One group's. Rows and values are numbers of the graph."""
+    """The replay of one group. Rows and values are numbers of the graph."""
 
     before: int
     """The backward row right before which it runs."""
     rows: tuple[int, ...]
     """Forward rows, in their order."""
     makes: frozenset[int]
-    """Values that are not there when it begins. What else its rows make is a second copy."""
+    """Values made that are not in memory before. Other results of its rows are second copies."""
     gives: frozenset[int]
-    """Of these, what backward reads, and later replays may."""
+    """Those of `makes` that backward, and perhaps later replays, read."""
 
 
 def replays(graph: StepGraph, selection: Selection) -> list[Replay]:
-    """In the order they run. The graph's replayable ops write nothing but what they make.
+    """The replays of a selection, in the order in which they run, as `evaluate` counts them. For
+    graphs whose replayable ops write only values that they make.
 
-    Raises ValueError for a selection that says what cannot be.
+    Raises ValueError for a selection that is not valid.
     """
     check_selection(graph, selection)
     first = graph.touches.first_backward.tolist()
@@ -70,7 +71,7 @@ def _touched(graph: StepGraph, row: int) -> list[int]:
 
 
 def _rows(graph: StepGraph, targets: frozenset[int], there: set[int]) -> tuple[int, ...]:
-    """Forward rows that make the targets out of what is there."""
+    """The forward rows that compute the targets from values that are in memory."""
     rows: set[int] = set()
     waiting = list(targets)
     while waiting:

@@ -1,11 +1,11 @@
-"""The chain of blocks: which option each block takes, and which segments are replayed as a whole.
+"""Chooses an option for each block of a chain, and segments of blocks that are replayed as a whole.
 
-The dynamic programme of rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal
-checkpointing for heterogeneous chains, 2019), on blocks with several options each. `cost[s, t][m]`
-is the least added time for blocks [s, t) with m memory levels beside what lives at the start of s,
-given that forward is about to run them anyhow. Either forward stores block s by one of its options,
-or it stores nothing of [s, u) but what crosses u, and replays [s, u) when backward arrives there;
-within a replay the same choice recurs.
+This is the dynamic programme of rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal
+checkpointing for heterogeneous chains, 2019), for blocks with several options each. `cost[s, t][m]`
+is the least added time for the blocks [s, t), with m memory levels beside the values alive at the
+start of s, when forward is about to run them. There are two choices. Forward keeps block s by one
+of its options. Or it keeps nothing of [s, u) but the values that cross u, and [s, u) is replayed
+when backward arrives there; the replay has the same two choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memplan.types.step_graph import StepGraph
 from memplan.types.trace import I64
 
 WORK = 8_000_000
-"""Table entries, levels x pairs of blocks, at most about."""
+"""About the most entries of the table: levels times pairs of blocks."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Chain:
 
 
 class SegmentTable:
-    """The table for one chain; plans for every memory level come out of it.
+    """The table for one chain, with a plan for every memory level.
 
-    Bytes are rounded to the nearest of the levels: errors of blocks that repeat add up, so a
-    plan's own level says little and `evaluate` says what it takes.
+    Bytes are rounded to the nearest level, and the errors of equal blocks add up. So the level of a
+    plan is only a rough figure; `evaluate` gives its peak.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -67,8 +67,8 @@ class SegmentTable:
         return np.rint(np.maximum(size, 0) / self.unit).astype(np.int64)
 
     def _crossing_bytes(self) -> I64:
-        """[s, u]: what skipping [s, u) keeps until its replay: droppable values made in it that
-        forward reads at u or later, and what crosses s unsaved and is held."""
+        """At [s, u]: the bytes kept until the replay of [s, u). They are the droppable values made
+        in it that forward reads at u or later, and the unsaved values that cross s and are held."""
         blocks, values = self.chain.blocks, self.chain.graph.values
         count = len(blocks)
         ends = np.array([block.stop for block in blocks])
@@ -84,18 +84,18 @@ class SegmentTable:
         return result
 
     def best(self, start: int, stop: int, level: int) -> tuple[float, int, int]:
-        """Added seconds, and the option of the first block, or -1 and where the segment that
-        forward skips ends."""
+        """The least added seconds, with the option of the first block, or with -1 and the end of
+        the segment that is replayed as a whole."""
         return self._table.best(start, stop, level)
 
     def steps(self) -> list[int]:
-        """The levels at which the cost falls, from the least memory up."""
+        """The levels at which the cost falls, in rising order."""
         costs = [self.best(0, len(self.chain.blocks), m)[0] for m in range(self.levels + 1)]
         before = [np.inf, *costs]
         return [m for m, cost in enumerate(costs) if cost < before[m]]
 
     def plan(self, level: int) -> Selection:
-        """The plan for a level of finite cost."""
+        """The plan for a level whose cost is finite."""
         writer = _PlanWriter(self)
         writer.write(0, len(self.chain.blocks), level, None)
         return writer.selection()
@@ -107,13 +107,13 @@ class _PlanWriter:
         self.chain = table.chain
         self.last = _last_reads(self.chain.graph)
         self.group: dict[int, int | None] = {}
-        """Value → number of the group it is dropped in; None: kept."""
+        """By value: the number of the group in which it is dropped; None if it is kept."""
         self.groups = 0
         self.held: set[int] = set()
 
     def write(self, start: int, stop: int, level: int, into: int | None) -> None:
-        """Decide [start, stop) in a run through forward whose stored values go into a group; None:
-        the step's own forward, which keeps them."""
+        """Decide for the blocks [start, stop). `into`: the group of the replay that runs them, or
+        None for the step's own forward, which keeps values."""
         table = self.table
         while start < stop:
             _, option, middle = table.best(start, stop, level)
@@ -157,9 +157,9 @@ class _PlanWriter:
 
 
 def unsaved_inputs(chain: Chain) -> list[tuple[int, ...]]:
-    """Of each block: what is made before it, read by forward in it or later, and not saved by
-    autograd. A replay that begins at the block needs them held. Values that cross much of forward
-    count for the first block they enter only."""
+    """For each block, the values made before it that forward reads in it or later and that autograd
+    does not save: a replay from this block on needs them held. A value that crosses much of forward
+    counts only for the first block that it enters."""
     graph = chain.graph
     last, used = _last_reads(graph), graph.touches.last_backward >= 0
     far = last - graph.values.alloc > GLOBAL_SHARE * graph.forward_ops
@@ -173,7 +173,7 @@ def unsaved_inputs(chain: Chain) -> list[tuple[int, ...]]:
 
 
 def every_unsaved_input(chain: Chain) -> frozenset[int]:
-    """Those of all blocks."""
+    """The `unsaved_inputs` of all blocks together."""
     return frozenset(value for inputs in unsaved_inputs(chain) for value in inputs)
 
 

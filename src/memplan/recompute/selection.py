@@ -14,9 +14,9 @@ from memplan.types.step_graph import Bools, StepGraph
 
 @dataclass(frozen=True)
 class Selection:
-    """Value numbers of a `StepGraph`. A group is recomputed as a whole, at the first backward op
-    that reads one of its values; `held` values die in forward in the plain run and are kept, each
-    until the last group whose recomputation needs it."""
+    """Value numbers of a `StepGraph`. A group is recomputed as a whole, right before the first
+    backward op that reads one of its values. `held` values would be freed in forward; each is kept
+    until the last group that needs it has been recomputed."""
 
     groups: tuple[frozenset[int], ...] = ()
     held: frozenset[int] = frozenset()
@@ -27,7 +27,7 @@ class Selection:
 
 
 def check_selection(graph: StepGraph, selection: Selection) -> None:
-    """Raise ValueError for a selection that says what cannot be."""
+    """Raise ValueError for a selection that is not valid."""
     count, droppable, alloc = len(graph.values), graph.values.droppable, graph.values.alloc
     seen: set[int] = set()
     for group in selection.groups:
@@ -44,7 +44,8 @@ def check_selection(graph: StepGraph, selection: Selection) -> None:
 
 
 def replayable_ops(graph: StepGraph) -> Bools:
-    """Which ops a replay may run: those that give their result again, inside a recorded call."""
+    """Which ops a replay may run: those inside a recorded call whose result is the same each
+    time."""
     return np.asarray(graph.ops.replayable & (graph.ops.call >= 0), dtype=np.bool_)
 
 
@@ -56,14 +57,14 @@ def to_part(
     peak_bytes: int,
     added_seconds: float,
 ) -> RecomputePart:
-    """The selection in a plan's terms, in which it outlives the graph. `peak_bytes` and
-    `added_seconds` are what is promised (`Evaluation`). Raises ValueError for values that no op
+    """The selection as part of a plan, which does not refer to the graph. `peak_bytes` and
+    `added_seconds` are its promise, from an `Evaluation`. Raises ValueError for values that no op
     inside a call makes."""
     check_selection(graph, selection)
     groups = [sorted(group) for group in selection.groups if group]
 
     def inside(value: int) -> bool:
-        """No recomputation needs a value from outside the calls: its way there is not recorded."""
+        """Whether an op inside a call made the value. How others are made is not recorded."""
         return bool(graph.ops.call[graph.values.alloc[value]] >= 0)
 
     names = _unique([_common_module(graph, group) for group in groups])
@@ -89,8 +90,8 @@ def to_part(
 
 
 def op_output(graph: StepGraph, value: int, before: int = 0) -> OpOutput:
-    """How a plan names a value, after so many calls `before` its pass. Raises ValueError for one
-    that no op inside a call allocates."""
+    """The name of a value in a plan. `before`: number of calls before its pass. Raises ValueError
+    for a value that no op inside a call allocates."""
     row = int(graph.values.alloc[value])
     if row < 0 or graph.ops.call[row] < 0 or value not in (made := _made_by(graph, row)):
         raise ValueError(f"value {value} is made by no op that a plan can name")
@@ -104,7 +105,7 @@ def _made_by(graph: StepGraph, row: int) -> list[int]:
 
 
 def _common_module(graph: StepGraph, group: list[int]) -> str:
-    """The longest module path that all of them were made under."""
+    """The longest common path of the modules that made the values of a group."""
     paths = [graph.ops.module[int(graph.values.alloc[value])].split(".") for value in group]
     common: list[str] = []
     for parts in zip(*paths, strict=False):
@@ -115,7 +116,7 @@ def _common_module(graph: StepGraph, group: list[int]) -> str:
 
 
 def _unique(names: Iterable[str]) -> list[str]:
-    """`name`, `name#1`, `name#2`, … where one occurs again; `recompute` for the nameless."""
+    """Names with `#1`, `#2`, … appended where one occurs again; `recompute` for an empty name."""
     seen: Counter[str] = Counter()
     result = []
     for name in names:

@@ -1,6 +1,6 @@
-"""The least added time within a budget of the whole step's peak, and the least peak.
+"""Finds selections with the least added time within a budget, or with the lowest peak.
 
-docs/recompute.md, "Budgets": what is proved and what is search.
+See docs/recompute.md, "Budgets", for what is proved and what is found by search.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from memplan.types.solution import Infeasible, Solution, Solved, TimedOut
 from memplan.types.step_graph import StepGraph
 
 EFFORT = 20
-"""Annealing steps a droppable value and start, in the first round."""
+"""Annealing steps in the first round for each droppable value and start."""
 SMALL_EFFORT, SMALL_STEPS = 2400, 48_000
-"""On small graphs: the most of them, and annealing steps a start at most."""
+"""The same for small graphs, and the most annealing steps from one start."""
 ROUNDS = 5
 RESTARTS = 12
-"""Of annealing in a round, on small graphs."""
+"""Restarts of annealing in a round, on small graphs."""
 _HALVINGS = 6
-"""Of the range of budgets in which `least_peak_within` looks for the least."""
+"""How often `least_peak_within` halves the range of budgets."""
 
 
 class Solver:
-    """`solve` and `least_peak` for one question after the other: what was found for one serves the
-    next one about the same graph."""
+    """`solve` and `least_peak` for several budgets. Candidates found for one budget also serve the
+    next one of the same graph."""
 
     def __init__(self) -> None:
         self._planner: Planner | None = None
@@ -55,10 +55,10 @@ def solve(
 ) -> Solution[Selection]:
     """A selection that keeps the step's peak within `budget_bytes` and adds little time.
 
-    Cost and bound are seconds that it adds to a step. Infeasible: proved by the bound on the peak;
-    its witness is the least peak found, in bytes. TimedOut: nothing found although the bound does
-    not forbid it; `best` is None then, and whoever wants the nearest selection asks `least_peak`.
-    Raises ValueError for a graph that contradicts itself.
+    Cost and bound are seconds that it adds to a step. The result is Infeasible if the bound on the
+    peak proves it; its witness is the lowest peak found, in bytes. It is TimedOut, with `best`
+    None, if nothing was found although the bound allows it; `least_peak` then gives the nearest
+    selection. Raises ValueError for a graph that contradicts itself.
     """
     return Solver().solve(graph, budget_bytes, deadline_seconds=deadline_seconds)
 
@@ -89,8 +89,8 @@ def least_peak(
     *,
     deadline_seconds: float,
 ) -> Solved[Selection]:
-    """The selection with the lowest peak of the step that was found; of such, the quickest. Cost
-    and bound are bytes. Always Solved: dropping nothing is a selection."""
+    """The selection with the lowest peak of the step that was found; of equals, the quickest. Cost
+    and bound are bytes. It is always Solved, because dropping nothing is a selection, too."""
     return Solver().least_peak(graph, deadline_seconds=deadline_seconds)
 
 
@@ -110,8 +110,9 @@ def least_peak_within(
     """The selection with the lowest peak found that adds at most `most_added_fraction` to the time
     of forward and backward. Cost and bound are bytes.
 
-    Bisects budgets: the least time within one rises as the budget falls. Always Solved, for
-    dropping nothing adds nothing. Raises ValueError for a graph that contradicts itself.
+    Budgets are bisected, because the least time rises as the budget falls. The result is always
+    Solved, because dropping nothing adds no time. Raises ValueError for a graph that contradicts
+    itself.
     """
     deadline = Deadline(deadline_seconds, cpu_time=True)
     planner = Planner(graph, deadline)

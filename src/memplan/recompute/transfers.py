@@ -1,8 +1,10 @@
-"""Values that go to the host after forward and come back for backward: the two clocks of a step.
+"""Evaluates plans that offload values to the host: when copies run and when the card waits for
+them.
 
-Ops run one after the other on the card, copies one at a time in each direction of its link, as
-`types.plan.OffloadPart` says: copies out begin when autograd saves a value, copies back when
-backward asks for one before it. Where the card has to wait for a copy, all ops after it are later.
+The card runs one op at a time, and the link one copy at a time in each direction, as
+`types.plan.OffloadPart` says. A copy to the host begins when autograd saves the value; a copy back
+begins when backward needs an earlier value. If the card has to wait for a copy, all later ops are
+delayed.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from memplan.types.trace import I64
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What is recomputed and what is sent to the host. Value numbers of a `StepGraph`; the windows
-    are those of `OffloadPart`."""
+    """What is recomputed and what is offloaded, by value numbers of a `StepGraph`. The windows are
+    those of `OffloadPart`."""
 
     selection: Selection
     offloaded: frozenset[int] = frozenset()
@@ -34,19 +36,19 @@ class OffloadPlan:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a plan does to a step."""
+    """The evaluation of a plan."""
 
     plan: OffloadPlan
     peak_bytes: int
-    """Requested bytes of the whole step."""
+    """Peak of the whole step, in requested bytes."""
     replay_seconds: float
-    """Of a step, as all seconds here."""
+    """Time of recomputation in a step."""
     stall_seconds: float
-    """In which the card waits for copies."""
+    """Time in a step in which the card waits for copies."""
     host_bytes: int
-    """Of the offloaded values, all in the host's memory when forward ends."""
+    """Bytes of the offloaded values, which are all in host memory when forward ends."""
     away: tuple[tuple[int, int, int], ...] = ()
-    """Value, first row without it, row at which it is fetched."""
+    """For each offloaded value: the value, the first row without it, the row that fetches it."""
 
     @property
     def added_seconds(self) -> float:
@@ -55,7 +57,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class _Ask:
-    """When backward, or a replay for it, first needs a value. Seconds as if nothing ever waits."""
+    """When backward or a replay first needs a value, in seconds without any waiting."""
 
     row: int
     order: int
@@ -63,10 +65,10 @@ class _Ask:
 
 
 class Saves:
-    """What of a graph's values can be offloaded, and when autograd saves each."""
+    """The values of a graph that can be offloaded, and when autograd saves each."""
 
     def __init__(self, graph: StepGraph, bytes_per_second: float) -> None:
-        """Raises ValueError for a link that moves nothing."""
+        """Raises ValueError for a bandwidth that is not positive."""
         if not bytes_per_second > 0:
             raise ValueError(f"a link of {bytes_per_second} bytes per second")
         self.graph = graph
@@ -83,7 +85,7 @@ class Saves:
         self.place = {value: place for place, value in enumerate(self.values)}
 
     def check(self, plan: OffloadPlan) -> None:
-        """Raise ValueError for a plan that says what cannot be."""
+        """Raise ValueError for a plan that is not valid."""
         for value in plan.offloaded:
             if value not in self.place:
                 raise ValueError(f"value {value} cannot be offloaded")
@@ -94,10 +96,10 @@ class Saves:
 
 
 class Schedule:
-    """A step under one selection: what any set of offloaded values does to it."""
+    """Evaluates sets of offloaded values for a step with one selection."""
 
     def __init__(self, saves: Saves, selection: Selection) -> None:
-        """Raises ValueError for a selection that says what cannot be."""
+        """Raises ValueError for a selection that is not valid."""
         self.saves = saves
         self.selection = selection
         graph = saves.graph
@@ -108,7 +110,7 @@ class Schedule:
 
     @cached_property
     def asks(self) -> dict[int, _Ask]:
-        """Of the values that are kept."""
+        """When each kept value is first needed."""
         graph, ends = self.saves.graph, self.saves.ends
         seconds = graph.ops.seconds
         found: dict[int, _Ask] = {}
@@ -140,11 +142,12 @@ class Schedule:
         return {value: (ask.row, ask.order, value) for value, ask in self.asks.items()}
 
     def order(self, offloaded: Iterable[int]) -> list[int]:
-        """In the order in which backward asks for them."""
+        """Offloaded values in the order in which backward needs them."""
         return sorted(offloaded, key=self._order.__getitem__)
 
     def judge(self, offloaded: frozenset[int], out_bytes: int, ahead_bytes: int) -> Judged:
-        """Raises KeyError for values that cannot be offloaded, or are dropped."""
+        """Evaluate a set of offloaded values. Raises KeyError for values that cannot be offloaded
+        or are dropped."""
         saves, graph = self.saves, self.saves.graph
         out = _Out(self, offloaded, out_bytes)
         fetched, delay = _fetch(self, self.order(offloaded), out, ahead_bytes)
@@ -169,17 +172,17 @@ class Schedule:
 
 
 class _Out:
-    """Forward: the copies out, and what is let go of when."""
+    """Copies to the host during forward, and when their values are freed."""
 
     def __init__(self, schedule: Schedule, offloaded: Iterable[int], window: int) -> None:
         saves = schedule.saves
         size, row, ends, copy = saves.bytes, saves.row, saves.ends, saves.copy_seconds
         self.delay = 0.0
-        """By which forward ends later."""
+        """Seconds by which forward ends later."""
         self.done: dict[int, float] = {}
-        """When each copy ends."""
+        """When the copy of each value ends, in seconds."""
         self.gone: dict[int, int] = {}
-        """Row at whose end the block is released, of those for which it is."""
+        """The row at whose end each value's block is freed, if it is."""
         link, held = 0.0, 0
         waiting: deque[int] = deque()
         for value in sorted(offloaded, key=saves.place.__getitem__):
@@ -200,7 +203,8 @@ class _Out:
 def _fetch(
     schedule: Schedule, order: list[int], out: _Out, window: int
 ) -> tuple[dict[int, int], float]:
-    """Backward: the row at which each copy back is begun, and by how much the step ends later."""
+    """Copies back during backward: the row at which each begins, and the seconds by which the step
+    ends later."""
     saves, asks = schedule.saves, schedule.asks
     size, copy = saves.bytes, saves.copy_seconds
     row: dict[int, int] = {}
@@ -231,7 +235,8 @@ def _fetch(
 
 
 def evaluate_offload(graph: StepGraph, plan: OffloadPlan, bytes_per_second: float) -> Judged:
-    """One plan; a `Schedule` is quicker for many. Raises ValueError for what cannot be."""
+    """Evaluate one plan; a `Schedule` is quicker for many. Raises ValueError for a plan that is not
+    valid."""
     saves = Saves(graph, bytes_per_second)
     saves.check(plan)
     schedule = Schedule(saves, plan.selection)
@@ -239,12 +244,13 @@ def evaluate_offload(graph: StepGraph, plan: OffloadPlan, bytes_per_second: floa
 
 
 def without_offloaded(graph: StepGraph, judged: Judged) -> StepGraph:
-    """The graph in which what the plan offloads is missing while it is away, for `recompute.solve`.
+    """The graph without the bytes of offloaded values while they are on the host, for
+    `recompute.solve`.
 
-    An offloaded value keeps its readers, is kept, and takes no bytes. Two new values, after the
-    graph's own, take them in its place, until it is let go of and from its fetch on. A replay that
-    reads it before backward does is not charged for fetching it earlier: that only judging the
-    whole plan shows.
+    An offloaded value stays in the graph, but is not droppable and has no bytes. Two new values
+    behind the graph's own have its bytes: one until it is freed, one from its fetch on. If a replay
+    reads the value before backward does, it has to be fetched earlier; this graph does not show
+    that, only an evaluation of the whole plan.
     """
     values = graph.values
     gone = np.array([value for value, _, _ in judged.away], np.int64)
@@ -269,9 +275,9 @@ def without_offloaded(graph: StepGraph, judged: Judged) -> StepGraph:
 
 
 def _save_rows(graph: StepGraph, values: list[int]) -> dict[int, int]:
-    """When autograd saves them: at the first reader that takes time (views do not) behind the last
-    writer. The trace does not say which op saves; one that saves its own output does so a little
-    earlier."""
+    """The row at which autograd saves each value: its first reader after the last writer that takes
+    time, which views do not. A trace does not tell which op saves a value; one that saves its own
+    output does so a little earlier."""
     wanted = set(values)
     row_of = {value: int(graph.values.alloc[value]) for value in values}
     found: dict[int, int] = {}

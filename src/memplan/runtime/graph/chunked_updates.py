@@ -2,7 +2,8 @@
 
 Most updates are pointwise: the new value of an element depends on no other element. In chunks,
 Adam's denominator, for example, never exists as a whole, and a temporary is still in the
-processor's cache when the next operator reads it."""
+processor's cache when the next operator reads it.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def fused_region(
     PyTorch's partitioner chooses what forward saves for backward. Where that exceeds the budget,
     the partitioner is told what to recompute. The peak that is compared with the budget is that of
     the generated code. Raises InfeasibleError where the budget cannot be met, and UsageError for a
-    budget of a graph with unknown sizes or operators."""
+    budget of a graph with unknown sizes or operators.
+    """
     parts = FusedParts(budget, deadline_seconds)
     with uncached(), config.patch(custom_partitioner_fn=parts):
         run: Any = compile_fx(module, inputs, inner_compile=parts.compile)

@@ -3,7 +3,8 @@
 For each gradient, backward's code calls memplan's operator `memplan::take_gradients`, which runs
 the optimizer's own code for that parameter; small parameters share a call. The operator is declared
 to write the parameter. So Inductor runs it after all kernels that read the parameter, and frees the
-gradient after it."""
+gradient after it.
+"""
 
 from __future__ import annotations
 

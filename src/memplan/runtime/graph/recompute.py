@@ -66,7 +66,8 @@ class Search(Generic[T]):
     never invert: the searches for two budgets are the same up to a choice that the larger budget
     accepts and the smaller one rejects. Then the larger budget's search only accepts that choice
     and ones with less work, and the smaller budget's search only ones with more work. That choice's
-    peak is above the smaller budget, so the larger budget's answer has the higher peak."""
+    peak is above the smaller budget, so the larger budget's answer has the higher peak.
+    """
 
     def __init__(
         self, plain: Callable[[], RecomputeProblem], attempt: Callable[[tuple[Replay, ...]], T]

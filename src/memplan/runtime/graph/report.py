@@ -17,7 +17,8 @@ class ProgramReport:
 
     On CUDA they are PyTorch's allocated bytes, as `torch.cuda.max_memory_allocated` counts them:
     whole blocks (`steady_peak`), with memory that kernels take while they run and workspaces that
-    cuBLAS keeps, by the rules of docs/kernels.md. On the CPU what kernels take is not counted."""
+    cuBLAS keeps, by the rules of docs/kernels.md. On the CPU what kernels take is not counted.
+    """
 
     operators: int
     plain_peak_bytes: int

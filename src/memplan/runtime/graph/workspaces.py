@@ -5,7 +5,8 @@ of oneDNN and cuDNN); the shape function says that it is empty. And where operan
 contiguous, a result may have other strides than the shape function says: a batch norm on the CPU
 returns a contiguous result, so that a later `reshape` is a view in place of a copy, or the other
 way round. On the CPU such an operator is run on zeros, once for each set of shapes. The size of
-cuDNN's workspace comes from a rule; its upper end is used."""
+cuDNN's workspace comes from a rule; its upper end is used.
+"""
 
 from __future__ import annotations
 
