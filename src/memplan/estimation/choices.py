@@ -18,11 +18,11 @@ import numpy.typing as npt
 from memplan.types.trace import EventKind, Phase, Role, Trace
 
 SHARES = (0.5, 1.5)
-"""Of an even share of rows."""
+"""The factors of an even share of rows that are tried."""
 _KEPT = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 _PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION)
 _HEARD = ("aten._local_scalar_dense", "aten._to_copy", "aten.copy_", "aten.item")
-"""Where the host reads a tensor: operators that then write none."""
+"""Operators by which the host reads a tensor; those of them count that write nothing."""
 _SHAPED = ("aten.nonzero", "aten.masked_select", "aten.bincount", "aten.repeat_interleave")
 
 
@@ -54,7 +54,7 @@ def note(trace: Trace) -> list[str]:
 
 
 def _rows(trace: Trace) -> npt.NDArray[np.bool_]:
-    """By event: whether it is a request within a mixture of experts."""
+    """Whether each event is a request within a mixture of experts."""
     modules = np.zeros(len(trace.strings), np.bool_)
     for block in _blocks(trace):
         inside = block + "."

@@ -43,12 +43,12 @@ _TO_ALL = frozenset({"all_to_all", "gather", "scatter"})
 _PAIR = frozenset({"send", "recv"})
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _NVLS_RANKS = 3
-"""From so many GPUs in the node on NVLink SHARP is expected; NCCL 2.29 uses it from two on."""
+"""NVLink SHARP is expected from so many GPUs in a node on; NCCL 2.29 uses it from two on."""
 _NVLS_CHUNK, _NVLS_LARGE_CHUNK = 128 << 10, 256 << 10
 _NVLS_STEPS = 8
 _NETWORK_POOL = 2 * 16 * (128 << 10)
-"""For each channel of sends and receives between nodes, one pool of each: `sharedNetBuffersInit` in
-`transport/net.cc`, 16 steps of `NCCL_P2P_NET_CHUNKSIZE`."""
+"""Bytes of the pools for sends and receives between nodes, of each channel: `sharedNetBuffersInit`
+in `transport/net.cc`, 16 steps of `NCCL_P2P_NET_CHUNKSIZE`."""
 _WIDE = 256 * _MIB
 
 
@@ -68,7 +68,7 @@ class Bounds(NamedTuple):
 
 NOTHING = Bounds(0, 0, 0)
 _ITSELF = Bounds(2 * _MIB, 8 * _MIB, 32 * _MIB)
-"""Its description on the device, its queues of work."""
+"""The communicator itself: its description on the device and its work queues."""
 
 
 def communication_bytes(
@@ -152,7 +152,7 @@ def _one(communicator: Communicator, capability: tuple[int, int]) -> Bounds:
 
 
 def _peers(communicator: Communicator) -> int:
-    """To which it sends and from which it receives directly."""
+    """The number of ranks to which it sends or from which it receives directly."""
     used = frozenset(communicator.collectives)
     if used & _TO_ALL:
         return communicator.local_ranks - 1 + (communicator.nodes > 1)
@@ -162,14 +162,15 @@ def _peers(communicator: Communicator) -> int:
 
 
 def _pair_channels(communicator: Communicator, capability: tuple[int, int]) -> Bounds:
-    """Of sends and receives. `NCCL_MAX_NCHANNELS` does not bound them (NCCL issue 1598)."""
+    """The number of channels for sends and receives. `NCCL_MAX_NCHANNELS` does not bound it (NCCL
+    issue 1598)."""
     most = 32 if capability >= _HOPPER else 16
     channels = Bounds(2, most, 32) if _linked(capability) else Bounds(1, 2, 8)
     return _limited(channels, communicator, "NCCL_MAX_P2P_NCHANNELS")
 
 
 def _usual_channels(communicator: Communicator, capability: tuple[int, int]) -> Bounds:
-    """Of what it does most."""
+    """The number of channels for the collective that it runs most."""
     if not frozenset(communicator.collectives) & _RING:
         return _pair_channels(communicator, capability)
     return _ring_channels(communicator, capability)
@@ -209,7 +210,7 @@ def _linked(capability: tuple[int, int]) -> bool:
 
 
 def _channels(capability: tuple[int, int]) -> Bounds:
-    """Of a ring: with NVLink as many as fill it, over PCI Express a few."""
+    """The number of channels of a ring: with NVLink as many as fill it, over PCI Express a few."""
     if not _linked(capability):
         return Bounds(1, 2, 8)
     if capability == (7, 0):

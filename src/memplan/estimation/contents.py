@@ -27,7 +27,7 @@ _NAMED = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.GATHERED_PAR
 
 
 def point_at(trace: Trace, event: int) -> PeakPoint:
-    """Where the job stands at an event; -1 for the state before the first."""
+    """The position in the job at an event; -1 is the state before the first one."""
     if event < 0:
         return PeakPoint(event=-1)
     row = trace.event(event)
@@ -92,12 +92,12 @@ class Contents:
         return Breakdown(**by_key, fragmentation=fragmentation, context=context)
 
     def gathered_bytes(self) -> int:
-        """Of the temporaries, whole parameters that FSDP has gathered."""
+        """Bytes of whole parameters that FSDP has gathered; they are part of the temporaries."""
         gathered = self._alive[self._roles[self._alive] == Role.GATHERED_PARAMETER]
         return int(self._bytes[gathered].sum())
 
     def point(self) -> PeakPoint:
-        """Where the job stands."""
+        """The position in the job."""
         return point_at(self._trace, self._event)
 
     def largest(self) -> list[TensorInfo]:

@@ -12,8 +12,8 @@ POINTS = 200
 
 
 def thin(trace: Trace, timeline: Timeline, points: int = POINTS) -> MemoryCurve:
-    """At most `points` buckets of equal width in events; each keeps its maximum, so that no peak
-    is lost."""
+    """The curve in at most `points` buckets of equal width in events. Each keeps its maximum, so
+    that no peak is lost."""
     count = min(points, len(trace))
     if count == 0:
         return MemoryCurve(events=[], steps=[], allocated_bytes=[], reserved_bytes=[])

@@ -17,8 +17,8 @@ from memplan.types.difference import Attributed, ChangedPart, ComparedPeak, Diff
 from memplan.types.estimate import Estimate, HeldPart
 
 ALIKE = 0.2
-"""Of the bytes that two jobs hold, those of modules or lines that both have, from which on they are
-taken to be jobs alike."""
+"""Two jobs count as related if modules or lines that both have hold at least this share of their
+bytes."""
 _DERIVED = ("", "unknown", "temporary", "activation")
 """Roles that are told by lifetimes alone, or not at all."""
 
@@ -155,8 +155,9 @@ def _common_end(one: str, other: str) -> list[str]:
 def _related(
     before: Estimate, after: Estimate, located: tuple[list[HeldPart], list[HeldPart]]
 ) -> bool | None:
-    """By modules, or by lines with their whole paths: two scripts that have a `train.py:10` each
-    are no jobs alike. Where there are no modules to tell them apart, such a line must do."""
+    """Whether two jobs are related, by their modules, or by lines with their whole paths:
+    `train.py:10` in two scripts is not the same line. Without modules, lines with short paths are
+    compared."""
     shares = [
         _common_share(before.held, after.held, lambda part: part.module),
         _common_share(before.held, after.held, lambda part: part.source),
@@ -170,8 +171,8 @@ def _related(
 def _common_share(
     before: list[HeldPart], after: list[HeldPart], place: Callable[[HeldPart], str]
 ) -> float | None:
-    """Of the bytes whose place is known, those of places that both have; None where one of the two
-    knows no place."""
+    """The share of bytes in places that both jobs have, of all bytes whose place is known. None
+    where one of the jobs knows no place."""
     old, new = ({place(part) for part in held} - {""} for held in (before, after))
     if not old or not new:
         return None

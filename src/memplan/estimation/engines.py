@@ -58,7 +58,7 @@ def stage_peaks(steady: Settled, interval: Interval, card: DeviceProfile) -> lis
 
 
 def _stages(steady: Settled) -> I64:
-    """By event its stage among `_SHOWN`; -1 for none."""
+    """The stage of each event, as an index in `_SHOWN`; -1 for none."""
     trace = steady.trace
     captured = np.arange(len(trace)) if steady.captured is None else steady.captured
     events = int(captured.max(initial=-1)) + 1
@@ -108,7 +108,7 @@ def engine_estimates(
 
 
 def engine_notes(trace: Trace, card: DeviceProfile | None) -> list[str]:
-    """Where the card is another than the one that an engine had its share of."""
+    """Notes for a card other than the one for which an engine's share was computed."""
     return [
         f"the share of {engine.name} is that of a card of {engine.card_bytes:,} bytes, for which "
         "the job was captured: capture it again for another (--gpu)"
@@ -120,8 +120,9 @@ def engine_notes(trace: Trace, card: DeviceProfile | None) -> list[str]:
 def _largest_share(
     steady: Settled, engine: Engine, interval: Interval, card: DeviceProfile, judge: Judge
 ) -> tuple[float | None, str]:
-    """In hundredths, rounded down; or None, and why none fits. What is asked of the card only grows
-    with the share, so the largest is found by halving."""
+    """The largest share that fits, in hundredths, rounded down; or None, with the reason why none
+    fits. The memory that the card needs only grows with the share, so the share is found by
+    bisection."""
     least = next(_shares_that_start(engine), None)
     if least is None:
         return None, "the card is too small for its weights and the KV cache of one sequence"

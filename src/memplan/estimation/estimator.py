@@ -108,7 +108,7 @@ def fits_card(trace: Trace, card: DeviceProfile) -> bool:
 
 
 def _left_for_tensors(card: DeviceProfile, communication: Bounds, trace: Trace) -> DeviceProfile:
-    """Of one process, beside NCCL and engines."""
+    """The card with the memory that is left for one process beside NCCL and engines."""
     whole = _with_engines(_with_communicators(card, communication), card, trace)
     return _part(whole, trace.meta.card_processes)
 

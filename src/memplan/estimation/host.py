@@ -49,7 +49,7 @@ class HostAnswer:
     high: int
     pinned: int
     breakdown: HostBreakdown
-    """At the peak; sums to it."""
+    """What the host memory consists of at the peak."""
 
 
 def host_memory(trace: Trace, settings: AllocatorSettings) -> HostAnswer | None:
@@ -107,7 +107,7 @@ class _Now:
     resident: int = 0
     workers: int = 0
     heap: int = 0
-    """Of the storages, those small enough to come from the C library's heap."""
+    """Bytes of storages that are small enough to come from the C library's heap."""
     by_role: dict[str, int] = field(
         default_factory=lambda: {**dict.fromkeys(_OF_ROLE.values(), 0), "tensors": 0}
     )

@@ -38,8 +38,9 @@ from memplan.types.trace import EventKind, Trace
 MARGIN_BYTES = 20 << 20
 MARGIN_FRACTION = 0.04
 FALLBACK_FRACTION = 0.20
-"""Where fake CUDA does not work and CPU kernels were traced in place of CUDA's: published errors
-of estimators that trace so have a median of 20 to 24 % (xMem's table, arXiv 2510.21048)."""
+"""The interval's half width where fake CUDA does not work and CPU kernels were traced instead:
+published errors of estimators that do so have a median of 20 to 24 % (xMem's table, arXiv
+2510.21048)."""
 _SHARES = (0.25, 0.5, 0.75)
 """Points between the low and the expected sizes that are replayed beside these two."""
 
@@ -56,7 +57,7 @@ class Replay:
 
     @property
     def reserved(self) -> int:
-        """With what others hold on the card."""
+        """Reserved bytes, with what others hold on the card."""
         return int(self.timeline.reserved_peak_bytes)
 
     @property
@@ -73,14 +74,14 @@ class Interval:
     """Peaks of one process, low <= expected <= high for each of the three totals."""
 
     expected: Replay
-    """At the expected sizes: what it holds is what is likely to be held. How much is likely to be
-    reserved is the middle of several replays (`held`)."""
+    """The replay at expected sizes, which gives the allocated bytes that are likely. The likely
+    reserved bytes are the middle of several replays (`held`)."""
     high: Replay
     held: tuple[int, int, int]
     """Low, expected, high bytes, the margin included: of PyTorch's allocator, and of others that
     the trace names, together."""
     reserved: tuple[int, int, int]
-    """Of PyTorch's allocator."""
+    """Low, likely and high reserved bytes of PyTorch's allocator."""
     allocated: tuple[int, int, int]
     peak: tuple[int, int, int]
     """Held plus the context."""

@@ -159,8 +159,8 @@ def _empty_cache(oom: OutOfMemory) -> Remedy:
 
 
 def _smaller_batch(oom: OutOfMemory, missing: int, moving: int) -> list[Remedy]:
-    """By how much a batch would have to shrink for `missing` bytes, were all of `moving`, and the
-    request itself, in proportion to it."""
+    """How much smaller a batch would have to be for `missing` bytes, if all `moving` bytes and the
+    request itself are proportional to it."""
     if oom.phase in _MOVING:
         moving += oom.asked_bytes
     fraction = missing / moving if moving else 1.0
@@ -231,8 +231,8 @@ def _without_initial_gaps(trace: Trace, device: int) -> Trace:
 def _outside(
     oom: OutOfMemory, profile: DeviceProfile | None, notes: list[str]
 ) -> tuple[int | None, int | None]:
-    """Of the card, what is neither free nor in this process's segments; and how much of that is
-    more than the process's context can be."""
+    """Bytes of the card that are neither free nor in this process's segments; and how much of them
+    exceeds the largest context of the process."""
     if profile is None or oom.room_bytes is None:
         return None, None
     outside = profile.total_memory_bytes - oom.room_bytes

@@ -143,7 +143,7 @@ def _surplus(real: Trace, theirs: list[int], foreseen: Trace, ours: list[int]) -
 
 
 def _places(trace: Trace, rows: list[int], nbytes: int) -> list[str]:
-    """Where a size is asked for, most often first."""
+    """The places that ask for a size, the most frequent first."""
     found: dict[str, int] = defaultdict(int)
     for row in rows:
         if trace.events.bytes[row] == nbytes:

@@ -10,7 +10,8 @@ from memplan.estimation.interval import Interval, margin_bytes
 from memplan.types.trace import EventKind, Provenance, Trace
 
 _WIDE = 0.10
-"""Of the expected reserved peak: what the replays must differ by, margins aside."""
+"""An interval is called wide if the replays, without margins, differ by more than this share of the
+expected reserved peak."""
 _GIB, _MIB = 1 << 30, 1 << 20
 _CAUSES = {
     "convolution": "cuDNN chooses its convolution workspaces when it runs",
@@ -18,7 +19,7 @@ _CAUSES = {
     "attention": "attention kernels take workspaces that depend on their version",
     "kv_cache": "an engine's KV cache is what its activations and CUDA graphs leave of its share",
 }
-"""By a part of the operator's name."""
+"""Causes of wide intervals, by a part of an operator's name."""
 _OTHER = "kernels take scratch memory whose size is not published"
 _ASSUMED = "sizes depend on values of data"
 _NOT_COMPILED = "a graph that could not be compiled here was captured as eager"

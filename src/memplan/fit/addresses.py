@@ -17,7 +17,7 @@ from memplan.worker.failure import CaptureFailedError
 from memplan.worker.planned_addresses import estimate_under
 
 _SECONDS = 10.0
-"""For the layout."""
+"""The longest search for a layout."""
 _POOLS = "No addresses are planned: the job has memory pools of its own."
 
 

@@ -45,7 +45,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True):
     added_seconds: float = 0.0
     """Per step."""
     added_fraction: float = 0.0
-    """Of the step's time without a plan."""
+    """Added time as a fraction of the step's time without a plan."""
     bound: Bound = "compute"
 
 
@@ -61,7 +61,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     added_seconds: float
     added_fraction: float
     bound: Bound
-    """Of the lever that adds most of the time."""
+    """What bounds the lever that adds most of the time."""
     levers: list[Lever]
     plan: str | None = None
     """Path of the plan, where it was written."""
@@ -76,7 +76,7 @@ class RankFit(msgspec.Struct, frozen=True, kw_only=True):
     """All that its plan is for."""
     fits: bool
     peak_bytes: int
-    """With the plan in effect; so are the bounds."""
+    """The peak with the plan in effect, as are its bounds."""
     low_bytes: int
     high_bytes: int
     added_seconds: float
@@ -89,7 +89,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     gpu: str
     per_hour: float
-    """Of one GPU."""
+    """The price of one GPU for an hour."""
     fits: bool
     plan: bool
     """Whether the plan is in effect; without it on the other cards."""
@@ -97,8 +97,9 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     step_cost: float | None
     """None where the job does not fit or the step's time is not known."""
     paid_after_steps: int | None = None
-    """Of other cards: steps after which the plan has saved what finding it cost, `seconds` at the
-    price of the card that was asked about; None where it saves nothing."""
+    """For other cards: the number of steps after which the plan has saved the cost of finding it,
+    which is `seconds` at the price of the card that was asked about. None where it saves
+    nothing."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,16 +166,17 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     gpu: GpuInfo
     fits: bool
-    """With the levers below, within `at_most`; without any levers when there are none."""
+    """Whether the job fits with the levers below, within `at_most`; with an empty list, without
+    any."""
     complete: bool = True
     """False where a signal ended the search: the best plan until then."""
     before: Estimate
     after: Estimate | None
-    """With the plan in effect, recomputation captured anew; when `fits` is false, the least peak
-    that was found. None where no plan was needed or none could be made."""
+    """The estimate with the plan in effect, from a new capture where it recomputes. If `fits` is
+    false, that of the plan with the lowest peak. None where no plan was needed or possible."""
     least_card_bytes: int | None
-    """Only where `fits` is false: the least card, like this one but for its size, that the job fits
-    with a plan within `at_most`, within 0.4 %; None where not known."""
+    """Only if `fits` is false: the smallest card, like this one except for its memory, on which the
+    job fits with a plan within `at_most`, to 0.4 %. None where not known."""
     step_seconds: float | None
     """Forward and backward of a step without a plan, by the card's data sheet; None where no plan
     was looked for."""
@@ -182,35 +184,36 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     added_fraction: float
     levers: list[Lever]
     host_bytes: int = 0
-    """Of the host's page-locked memory that the levers use, in each process."""
+    """Page-locked host memory that the levers use in each process."""
     at_most: float | None = None
     """The most that a plan may add, as a fraction, where that was asked for."""
     exact: Alternative | None = None
-    """Where the levers change numbers: the cheapest that does not, or, where none fits, the one
-    that needs least."""
+    """Where the levers change numbers: the cheapest plan that does not; if none fits, the one that
+    needs the least memory."""
     least: Alternative | None = None
-    """Of the plans that were captured, the one that needs the least memory."""
+    """The captured plan that needs the least memory."""
     frontier: list[Alternative] = []
-    """Where it was asked for: rising added time, falling peak."""
+    """Plans from the least to the most added time, with falling peaks, if they were asked for."""
     ranks: list[RankFit] = []
-    """Where plans for all ranks were asked for, those that need most first. The rest of the answer
-    is about the rank that does not fit, or else about the one whose plan adds most time."""
+    """Answers for all ranks, if they were asked for, those that need most memory first. The rest of
+    this answer is about the rank that does not fit, or else about the one whose plan adds the most
+    time."""
     priced: list[Priced] = []
-    """Where prices were given: this card with the plan first, then the others without."""
+    """Prices, if they were given: this card with the plan first, then other cards without one."""
     captures: int = 1
-    """Of the script, in all."""
+    """How often the script was captured."""
     levers_tried: list[str] = []
     """Kinds of levers that the least memory is the least of."""
     changes: list[Change]
-    """Only where `fits` is false: the nearest changes of the job that fit, nearest first."""
+    """Only if `fits` is false: the smallest changes of the job that fit, nearest first."""
     tried: list[str]
-    """Only where `fits` is false: sentences about what did not help."""
+    """Only if `fits` is false: sentences about what did not help."""
     attempts: list[Attempt]
     """Every plan that was captured, in order."""
     plan: str | None
     """Path of the plan, where one was asked for and written."""
     seconds: float
-    """That finding the answer took."""
+    """Time that finding the answer took."""
     notes: list[str]
 
     def _repr_html_(self) -> str:

@@ -15,7 +15,8 @@ _CAUTION_FIRST = 0.98
 _CAUTION = 0.995
 """Plans make for more gaps than the plain run has; two plans differ little."""
 _SPARE_USED = 0.9
-"""By a looser budget: part of what is needed is there whatever the plan."""
+"""If a larger budget would have been enough, this fraction of the difference is added: part of the
+bytes is needed whatever the plan."""
 _OVER = 1.003
 """A step whose peak is so much larger than its budget was planned on a wrong graph."""
 _MOST_TIGHTER = 4
@@ -79,7 +80,7 @@ def next_budget(outcomes: Sequence[Outcome], card: Card) -> int | None:
 
 
 def _looser(outcomes: Sequence[Outcome], fitting: list[Outcome], card: Card) -> int | None:
-    """Once only: after the first attempt that fits at most one more is made."""
+    """A larger budget to try, or None. It is tried only once, after the first attempt that fits."""
     best = fitting[0]
     if outcomes[-1] is not best or best.added_fraction < _WORTH_SECONDS:
         return None

@@ -19,7 +19,7 @@ class Limits:
     """What a plan may do, and what is asked for beside it."""
 
     allow: Numbers = "exact"
-    """To the job's numbers."""
+    """What levers may do to the job's numbers."""
     at_most: float | None = None
     """Added time, as a fraction of the step."""
     frontier: bool = False
@@ -88,7 +88,7 @@ def answer_of(
 
 
 def _cheapest(found: Sequence[Found]) -> Found:
-    """Of those that fit; where none does, the one that needs least."""
+    """The cheapest of those that fit; if none does, the one that needs the least memory."""
     fitting = [one for one in found if one.fits]
     if fitting:
         return min(fitting, key=lambda one: (one.added_seconds, one.retries))
@@ -96,7 +96,7 @@ def _cheapest(found: Sequence[Found]) -> Found:
 
 
 def _frontier(found: Sequence[Found]) -> list[Found]:
-    """Those than which no other is both cheaper and smaller, the cheapest first."""
+    """Those that no other one beats in both added time and peak, the cheapest first."""
     curve: list[Found] = []
     for one in sorted(found, key=lambda one: (one.added_seconds, one.needed)):
         if not curve or (_peak(one) < _peak(curve[-1]) and one.needed < curve[-1].needed):

@@ -38,7 +38,7 @@ from memplan.worker.captures import CaptureProgram
 from memplan.worker.failure import CaptureFailedError
 
 _USUAL_CAPTURES = 3
-"""Of a lever with recomputation on top."""
+"""The usual number of captures for a lever with recomputation on top."""
 _WORTH = 0.01
 """Time that a plan adds, as a fraction of the step, up to which no other way is looked for."""
 _ROW = 4
@@ -112,7 +112,7 @@ class _Route:
     """What one set of levers came to."""
 
     base: State
-    """Without recomputation of what autograd saves."""
+    """The state before autograd's saved values are recomputed."""
     end: State
     """The cheapest that fits; where none does, the one that fits the smallest card."""
     planner: Planner | None = None
@@ -183,7 +183,7 @@ class _Finder:
         self._search = first.job.search
         self._levers = [one for one in _LEVERS if limits.allows(one.numbers)]
         self.plain_seconds = _step_seconds(first)
-        """Of the plain step; None where it has no backward pass."""
+        """Seconds of the plain step; None where it has no backward pass."""
         self.notes: list[str] = []
         """About levers that the job cannot have."""
         self._routes: list[_Route] = []
@@ -263,8 +263,7 @@ class _Finder:
             self.notes.append(f"With {lever.words}, recomputation fails.")
 
     def _offload(self, route: _Route) -> None:
-        """Beside a route that recomputes: values may be offloaded instead, where that is
-        cheaper."""
+        """Try to offload values where that is cheaper than to recompute them as this route does."""
         planner = route.planner
         if planner is None or not planner.offloads or route.end.plan.offload is not None:
             return
@@ -282,7 +281,8 @@ class _Finder:
             self._routes.append(_Route(route.base, end, planner))
 
     def _placed(self, end: State) -> State:
-        """With addresses, where gaps are what does not fit: they add no time, other levers do."""
+        """Plan addresses where fragmentation is what does not fit: that adds no time, as other
+        levers do."""
         return end if end.fits else self._with(with_planned_addresses, end)
 
     def _with(self, lever: Callable[[State], State], base: State) -> State:

@@ -23,13 +23,14 @@ from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Phase, Ro
 SMALLEST = 1 << 20
 """Bytes of a weight that goes to the host (`runtime.frozen`)."""
 _CAUTION = 1.1
-"""More goes to the host than is missing: gaps between blocks do not go with it."""
+"""More bytes than are missing go to the host, by this factor: fragmentation stays."""
 _MOSTLY = 0.8
 """A share from which on all of it goes."""
 _WORTH = 0.01
-"""Of what the job needs: fewer bytes are left where they are."""
+"""Frozen weights with a smaller share of what the job needs are not moved."""
 _HIDDEN = 0.5
-"""Of the step's operators: what copies may take to be tried first."""
+"""This lever is tried early if copies take at most this share of the time of the step's
+operators."""
 
 
 def with_frozen_on_host(state: State) -> State:
@@ -105,8 +106,9 @@ def _tried(state: State, share: float, ahead: int) -> State:
 
 
 def frozen_bytes(trace: Trace) -> list[int]:
-    """Of each large parameter that gets no gradient, counted by shape: a trace does not say which
-    gradient is whose. Empty where there is no step."""
+    """Bytes of each large parameter that gets no gradient. Parameters and gradients are counted by
+    shape, because a trace does not say which gradient belongs to which. Empty where there is no
+    step."""
     step = step_range(trace)
     if step is None:
         return []

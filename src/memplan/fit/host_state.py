@@ -12,11 +12,11 @@ from memplan.types.plan import StatePart
 from memplan.types.trace import EventKind, Role, Trace
 
 _CAUTION = 1.1
-"""More state than is missing goes to the host: gaps between blocks do not go with it."""
+"""More bytes of state than are missing go to the host, by this factor: fragmentation stays."""
 _MOSTLY = 0.8
 """A share from which on all of it goes."""
 _QUICK = 0.02
-"""Of a step's time: what moving it may add to be tried first."""
+"""This lever is tried early if it adds at most this share of the step's time."""
 
 
 def with_state_on_host(state: State) -> State:
@@ -79,7 +79,7 @@ def _tried(state: State, total: int, share: float) -> State:
 
 
 def state_bytes(trace: Trace) -> int:
-    """Of optimizers' state on the card, all that is ever made."""
+    """Bytes of all optimizer state that is ever allocated on the card."""
     events = trace.events
     made = (events.kind == EventKind.ALLOC) & (events.storage >= 0)
     role = trace.storages.role[events.storage[made]]

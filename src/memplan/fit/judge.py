@@ -16,7 +16,7 @@ EXPANDABLE = "expandable_segments:True"
 _WORTH = 0.01
 """Part of the peak below which a lever is not worth a part of the plan."""
 _EXACT_TO = 0.004
-"""Of the card, in `least_card`."""
+"""The precision of `least_card`, as a fraction of the card's memory."""
 
 
 @dataclass(frozen=True)

@@ -51,14 +51,15 @@ class Knob:
 
     kind: Kind
     option: str
-    """As typed: `--batch-size`."""
+    """The option as it is typed: `--batch-size`."""
     value: int
 
 
 def find_knobs(program: ScriptTarget) -> list[Knob]:
-    """At most one of each kind, the batch size first: one given on the command line, by the last
-    part of a dotted name (`train.batch_size=8`) where only one of them has it, else the first that
-    the source declares with a whole number above 0 as its default."""
+    """The options that a search may change, at most one of each kind, the batch size first. An
+    option on the command line is taken first, by the last part of a dotted name
+    (`train.batch_size=8`) where only one has it. Otherwise the first one that the source declares
+    with a positive integer as its default."""
     declared = list(_declared(program))
     aliases = {option: kind for kind, one in declared for option in one.names}
     found: dict[Kind, Knob] = {}

@@ -56,10 +56,10 @@ def with_observed_lifetimes(
 
 
 def _freed_as_observed(graph: StepGraph, observed: StepGraph) -> dict[int, int]:
-    """By value of `graph`: its row at which the same value of `observed` was gone: backward's first
-    row for those that outlived the calls, the one after it for those that backward found alive.
-    Rows correspond in order, but for what the runtime makes; values of one row in order. Empty when
-    they do not."""
+    """For values of `graph`, the row at which the same value of `observed` was freed: backward's
+    first row for values that outlived the calls, the row after it for those that backward still
+    had. Rows, except those that the runtime adds, correspond in order, and so do the values of a
+    row. Empty where they do not."""
     ours, theirs = _own_rows(graph), _own_rows(observed)
     if [graph.ops.name[row] for row in ours] != [observed.ops.name[row] for row in theirs]:
         return {}

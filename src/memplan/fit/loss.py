@@ -10,9 +10,10 @@ from memplan.types.plan import LossHead, LossPart
 from memplan.types.trace import Role, Trace
 
 _CHUNK_BYTES = 256 << 20
-"""Of a chunk of logits in float32, at most."""
+"""The most bytes of a chunk of logits in float32."""
 _CHUNK_SHARE = 1 / 64
-"""Of the card: a few tensors as large as a chunk are there at once."""
+"""The most bytes of a chunk as a share of the card's memory: a few tensors of that size exist at
+once."""
 _LEAST_ROWS = 256
 """A product of fewer rows keeps a card from its rate."""
 

@@ -36,13 +36,13 @@ class Maximum(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     """Whether any value does."""
     option: str
-    """As the script takes it."""
+    """The option as the script takes it."""
     before: int
     """The value that the search began with."""
     value: int | None
     """The largest that was found to fit, by an estimate; None where none does."""
     multiple: int
-    """Only multiples of this were tried."""
+    """Only multiples of this number were tried."""
     limited_by: LimitedBy
     """`card`: the next larger value tried does not fit. `script`: the script fails with it.
     `no_growth`: it asks for no more memory. `captures`: the search was ended by their number."""
@@ -51,9 +51,9 @@ class Maximum(msgspec.Struct, frozen=True, kw_only=True):
     above: Tried | None
     """The smallest larger value that was tried."""
     tried: list[Tried]
-    """In the order of the captures."""
+    """All values tried, in the order of the captures."""
     estimate: Estimate
-    """With `value`; with the smallest value that could be captured where none fits."""
+    """The estimate with `value`; with the smallest value that could be captured if none fits."""
     command: list[str]
     """The script with that value."""
     seconds: float

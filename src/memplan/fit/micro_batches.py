@@ -15,7 +15,8 @@ from memplan.types.trace import EventKind, Role, Trace
 from memplan.worker.failure import CaptureFailedError
 
 _SAME_SAMPLES = 0.01
-"""By how much the bytes of an update's batches may differ: a loader's last batch may be short."""
+"""The bytes of an update's batches may differ by this fraction, because a loader's last batch may
+be smaller."""
 
 
 def with_micro_batches(state: State) -> State:
@@ -88,7 +89,8 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
 
 
 def _seconds(state: State) -> float:
-    """Of the whole step: a pipeline's schedule has no two passes alike to multiply."""
+    """Seconds of the whole step. A pipeline's schedule has different passes, so they cannot be
+    multiplied."""
     return state.captured.estimate.step_seconds or state.step_seconds()
 
 
@@ -107,7 +109,7 @@ def _normalises_over_batch(trace: Trace) -> bool:
 
 
 def input_bytes(trace: Trace) -> int:
-    """Of the batches of an update: of the steady step, else of the last one."""
+    """Bytes of the batches of an update, in the steady step or else in the last one."""
     found = step_range(trace)
     if found is None:
         return 0

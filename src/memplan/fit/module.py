@@ -36,7 +36,8 @@ _TIMING_SECONDS = 3.0
 _SEARCHES_DIFFER = 1.01
 """A search ends by the clock: another one may end a little above the least peak of the first."""
 _ATTEMPTS = 4
-"""At a budget: a selection's peak as captured again may be a little above the expected one."""
+"""The most attempts for one budget: the captured peak of a selection may be a little above the
+expected one."""
 _WORTH = 0.01
 """Fraction of the peak below which a selection is not worth its time, where none is asked for."""
 _AMONG_EQUAL_FLOPS = 1e-4
@@ -55,7 +56,7 @@ class AutoCheckpoint:
     """Promised: captured again with the selection in effect. Workspaces of cuDNN's convolutions
     are expected ones (docs/kernels.md): cuDNN chooses when it runs."""
     peak_high_bytes: int
-    """With the largest workspaces that cuDNN may choose."""
+    """The peak with the largest workspaces that cuDNN may choose."""
     added_fraction: float
     """Expected time added, as a fraction of forward and backward."""
     _applied: AppliedToModule | None
@@ -141,14 +142,14 @@ def _check_module(module: object) -> None:
 
 
 def _profile_of(module: torch.nn.Module) -> DeviceProfile:
-    """Of the card that the module is on."""
+    """The profile of the card that the module is on."""
     return profile_of(next((p.device for p in module.parameters() if p.is_cuda), None))
 
 
 @dataclass(frozen=True)
 class _Plan:
     part: RecomputePart
-    """With its peak as captured again."""
+    """The plan, with its peak as captured again."""
     high_bytes: int
     added: float
     """The fraction of time that it adds."""
@@ -193,7 +194,7 @@ class _Planner:
         self._seconds = search_seconds
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._fixed_seconds = 0.0
-        """That any plan adds, whatever it drops."""
+        """Seconds that any plan adds, whatever it drops."""
 
     def prepare(self, cost: Literal["device", "time", "flops"]) -> None:
         """Capture the step as it is. Its operators cost what they take on the module's own
@@ -256,9 +257,9 @@ class _Planner:
         )
 
     def _unexplained(self, selection: Selection, captured_peak: int) -> int:
-        """By how many bytes a captured peak is above what is expected now that it was learned from.
-        Where a value turned out not to be droppable, the rests of blocks alone: the next selection
-        leaves it alone."""
+        """Bytes by which a captured peak exceeds what is expected after it was learned from. Where
+        a value turned out not to be droppable, only the unused rest of blocks counts: the next
+        selection does not drop that value."""
         if not self._graph.values.droppable[list(selection.dropped)].all():
             return self._rests
         return max(0, captured_peak - evaluate(self._graph, selection).peak_bytes)

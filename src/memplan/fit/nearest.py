@@ -50,7 +50,7 @@ def nearest_changes(plain: State, base: State, lowest: State) -> tuple[list[Chan
 
 
 def _smaller_jobs(lowest: State) -> tuple[list[Change], list[str]]:
-    """By options such as a batch size."""
+    """Smaller jobs, by options such as the batch size."""
     job = lowest.job
     changes: list[Change] = []
     tried: list[str] = []
@@ -115,10 +115,10 @@ class _KnobSearch:
     """Captures the program with smaller values of one option."""
 
     state: State
-    """Its plan is in effect."""
+    """The state that has its plan in effect."""
     knob: Knob
     share: float
-    """Of the value, that is expected to fit."""
+    """The share of the option's value that is expected to fit."""
     seen: dict[int, Verdict] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
 

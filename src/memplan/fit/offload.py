@@ -24,7 +24,8 @@ from memplan.types.step_graph import StepGraph
 _MOST_ATTEMPTS = 5
 _SOLVE_SECONDS = 6.0
 _CHEAPER = 0.95
-"""Of the time that a plan adds which fits: what another may add at most, to be captured."""
+"""A plan with offloading is captured only if it adds at most this fraction of the time of the plan
+that fits."""
 
 
 class OffloadPlanner:

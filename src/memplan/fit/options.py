@@ -19,7 +19,7 @@ from memplan.capturing.options import ScriptTarget
 
 _MOST_BYTES = 4 << 20
 _HF_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-"""Of `transformers.TrainingArguments`."""
+"""Defaults of `transformers.TrainingArguments`."""
 _HF_PARSERS = frozenset({"HfArgumentParser", "TrlParser"})
 
 
@@ -42,7 +42,7 @@ class NumericOption:
     """An option and the value in force."""
 
     option: str
-    """As typed: `--batch-size`; `batch_size` where it is given as `batch_size=8`."""
+    """The option as it is typed: `--batch-size`, or `batch_size` for `batch_size=8`."""
     value: int
 
 
@@ -136,8 +136,8 @@ def _parsed(source: bytes) -> ast.Module:
 
 
 def _module_file(name: str) -> Path | None:
-    """Where `python -m name` finds its source. Only the top level is looked up: finding a submodule
-    would import its parents."""
+    """The source file that `python -m name` runs. Only the top level is looked up, because finding
+    a submodule would import its parents."""
     top, *rest = name.split(".")
     before = sys.path
     sys.path = ["", *before]
@@ -195,7 +195,7 @@ class Switch:
 
 
 def find_switches(program: ScriptTarget, names: frozenset[str]) -> Iterator[Switch]:
-    """Those that are off, of the names given, as `argparse` declares them: `store_true`,
+    """Switches among the given names that are off, as `argparse` declares them: `store_true`,
     `store_false`, `BooleanOptionalAction`."""
     for call in calls(program):
         flag = next((word for word in _texts(call) if word.startswith("--")), "")

@@ -27,12 +27,13 @@ from memplan.types.step_graph import StepGraph
 _MOST_ATTEMPTS = 6
 _FIRST_SECONDS = 3.0
 _SOLVE_SECONDS = 4.0
-"""For a plan; the first one, from which lifetimes are learnt, and the one of the least peak, from
-which all begin, need not be the best."""
+"""The longest search for a plan. Two plans need not be the best: the first one, from which
+lifetimes are learned, and the one with the lowest peak, from which searches begin."""
 _NEAR = 0.9
-"""Of the first budget: passes with a higher peak than that are planned, each kind for itself."""
+"""Kinds of pass whose peak is above this fraction of the first budget are planned, each for
+itself."""
 _LOWER = 0.99
-"""Of the lowest peak so far: what a new least peak has to be below."""
+"""A new lowest peak has to be below this fraction of the lowest peak so far."""
 
 
 Ahead = Callable[[float], Sequence[Callable[[State], State]]]
@@ -90,15 +91,15 @@ class Planner:
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._solver = solver
         self.graphs = [step_graph(base.captured.trace, profile)]
-        """Of each kind of pass that is planned, the dearest first, with the lifetimes that the
-        captures with a plan have shown."""
+        """The graph of each kind of pass that is planned, the costliest first, with the lifetimes
+        that captures with a plan have shown."""
         self._first_budget = first_budget(self._plain_peak(), base.needed, self._card)
         above = int(_NEAR * self._first_budget)
         self.graphs = step_graphs(base.captured.trace, profile, above)
         self.planned: list[Planned] = []
         """Every plan that was captured, in order."""
         self._least: list[Selection] | None = None
-        """Of the graph as it is now, and its peak."""
+        """The selection with the lowest peak of each current graph, and that peak."""
         self._least_peak = 0
 
     def search(self, ahead: Ahead = _nothing) -> Planned | None:
@@ -149,12 +150,12 @@ class Planner:
         return bool(plans)
 
     def best(self) -> Planned | None:
-        """Of the plans captured so far that fit, the one that adds the least time."""
+        """The captured plan that fits and adds the least time."""
         fitting = [p for p in self.planned if p.outcome.fits]
         return min(fitting, key=lambda p: p.evaluation.added_seconds, default=None)
 
     def lowest(self) -> Planned | None:
-        """Of the plans captured so far, the one that fits the smallest card."""
+        """The captured plan that fits the smallest card."""
         return min(self.planned, key=lambda p: p.outcome.needed, default=None)
 
     @property
@@ -191,7 +192,7 @@ class Planner:
         return selections
 
     def _evaluated(self, selections: list[Selection]) -> Evaluation:
-        """Of all passes of the step."""
+        """The evaluation of all passes of the step."""
         each = [Evaluator(g).evaluate(s) for g, s in zip(self.graphs, selections, strict=True)]
         return replace(
             max(each, key=lambda one: one.peak_bytes),

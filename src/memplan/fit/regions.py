@@ -19,7 +19,7 @@ _FIRST = ((1.0, 0), (1.0, _BLOCKS), (0.5, 0), (0.75, 0), (0.25, 0))
 """Shares, and graphs beside each: tried until one fits. The whole share is the solver's least peak,
 not always that of the code: what backward makes again early is held until its last use."""
 _CAUTION = 0.05
-"""Of the range between two captures, that a guess between them goes further than it has to."""
+"""A guess between two captures goes further than necessary by this fraction of their distance."""
 _WORTH_SECONDS = 0.02
 """Added time, as a fraction of the step, below which nothing is gained by less recomputation."""
 _WORTH_SHARE = 0.03

@@ -13,7 +13,7 @@ from memplan.types.plan import Plan
 
 Progress = Callable[[str], None]
 _SOLVER_SECONDS = 60.0
-"""By the clock, of all solvers together."""
+"""The most wall-clock time of all solvers together."""
 _LEAST_SECONDS = 0.2
 
 
@@ -22,7 +22,7 @@ class Found:
     """A plan that the script was captured with."""
 
     plan: Plan
-    """With its promises."""
+    """The plan, with its promises."""
     levers: tuple[Lever, ...]
     notes: tuple[str, ...]
     verdict: Verdict
@@ -82,7 +82,8 @@ class Search:
             self._show()
 
     def _show(self) -> None:
-        """With the time left, if what is tried now will do, by what captures took until now."""
+        """Show progress, with the time left if the current attempt succeeds, from the time of
+        captures so far."""
         left, self._shown = "", True
         if self.captures:
             seconds = self._expected * (time.monotonic() - self._began) / self.captures
@@ -90,7 +91,7 @@ class Search:
         self.progress(f"{self._text}{left}")
 
     def solving_seconds(self, most: float) -> float:
-        """For the next solver, which may take `PATIENCE` times as long by the clock."""
+        """Seconds for the next solver, which may take `PATIENCE` times as long by the clock."""
         return max(min(most, self._solver_seconds / PATIENCE), _LEAST_SECONDS)
 
     def solved(self, began: float) -> None:

@@ -109,7 +109,8 @@ def with_options(lowest: State) -> tuple[list[Change], list[str]]:
 
 
 def _sharding_more(lowest: State) -> Iterator[list[tuple[str, int, int, ScriptTarget]]]:
-    """For each option: its words, the value before and after, and the program with it."""
+    """For each option: its words, its value before and after, and the program with the new
+    value."""
     program = lowest.job.program
     for switch in find_switches(program, _SHARDING):
         yield [(switch.words(on=True), 0, 1, switch.on(program))]
@@ -128,7 +129,7 @@ def _sharding_more(lowest: State) -> Iterator[list[tuple[str, int, int, ScriptTa
 
 
 def _captured(lowest: State, words: str, program: ScriptTarget) -> Verdict | str:
-    """With other options, or why not."""
+    """The verdict of a capture with other options, or the reason why there is none."""
     lowest.job.search.say(f"trying {words}", 3)
     made_for = Fingerprint(command=program.command)
     changed = replace(lowest, job=replace(lowest.job, program=program))

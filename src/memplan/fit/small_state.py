@@ -20,9 +20,10 @@ from memplan.report.text import peak_text
 from memplan.types.trace import Role, Trace
 
 _8BIT = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
-"""Of `torch.optim`, those that bitsandbytes has with state of 8 bits."""
+"""Optimizers of `torch.optim` that bitsandbytes has with 8-bit state."""
 _SHARDED_8BIT = ("Adam", "AdamW")
-"""Those that torchao has; its state can be sharded by `fully_shard`, and a plan can have it."""
+"""Optimizers that torchao has with 8-bit state, which `fully_shard` can shard and a plan can
+use."""
 _SMALLEST = 4096
 """Elements of a parameter whose state becomes one of 8 bits; of both libraries."""
 _BLOCK = 256
@@ -30,7 +31,7 @@ _BLOCK = 256
 _PLAIN_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Arguments that these libraries' optimizers do not take."""
 _BATCH_SIZE = "--per_device_train_batch_size"
-"""Where an option is so called, there is `--optim` too: both are of `TrainingArguments`."""
+"""A script with this option also has `--optim`: both are `TrainingArguments`."""
 _WORDS_8BIT = "the optimizer's state in 8 bits, with a scale for each 256"
 _WORDS_BF16 = "weights, gradients and state in bf16, with stochastic rounding"
 
@@ -48,12 +49,11 @@ class _Way:
 
 
 def smaller_states(plain: State, lowest: State) -> tuple[list[Change], list[str]]:
-    """Those with which the job fits, without a plan where that is enough; and sentences about the
-    others. Nothing where the optimizer is not known, or keeps no state.
-
-    `lowest`: with the plan of the least peak. It does not count where the optimizer's state is on
-    the host or updates come in the backward pass: neither is done for these optimizers.
-    """
+    """Optimizers with smaller state with which the job fits, without a plan where that is enough;
+    and sentences about the others. Empty where the optimizer is not known or has no state.
+    `lowest`: the state with the plan of the lowest peak. It is not used where it keeps optimizer
+    state on the host or updates parameters in the backward pass, because neither works for these
+    optimizers."""
     changes, tried = [], []
     states = [plain]
     parts = (lowest.plan.state, lowest.plan.low_bit, lowest.plan.order)

@@ -47,7 +47,7 @@ class Job:
     ahead: CaptureProgram | None = None
     """The same without waiting. Raises NotYetError: the capture begins when there is room."""
     host_bytes: int | None = None
-    """Of the host's page-locked memory that levers may use; None: no bound."""
+    """Page-locked host memory that levers may use; None for no limit."""
     ranks: int = 1
     more_nodes: Callable[[int], MoreNodes | None] = lambda times: None
     """The same job on so many times its nodes."""
@@ -63,7 +63,7 @@ class State:
     captured: Captured
     verdict: Verdict
     levers: tuple[Lever, ...] = ()
-    """Of the plan, in the order in which they were found."""
+    """The plan's levers, in the order in which they were found."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -72,7 +72,7 @@ class State:
 
     @property
     def added_seconds(self) -> float:
-        """Of a step, by all levers."""
+        """Seconds that all levers add to a step."""
         return sum(lever.added_seconds for lever in self.levers)
 
     @property
@@ -187,8 +187,8 @@ class State:
         )
 
     def step_seconds(self) -> float:
-        """Of forward and backward, by the card's data sheet. Raises NoAnswerError for a trace
-        without a backward pass."""
+        """Seconds of forward and backward, by the card's data sheet. Raises NoAnswerError for a
+        trace without a backward pass."""
         graphs = step_graphs(self.captured.trace, self.job.profile, 0)
         return sum(graph.plain_seconds for graph in graphs)
 

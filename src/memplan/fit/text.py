@@ -30,7 +30,7 @@ _NAME = 36
 _NUMBERS = ("", "differ by rounding", "are those of another method")
 """What losses and gradients do, for each of `NUMBERS`."""
 _SAME = 0.005
-"""Of the peak: parts that differ by less are not listed by themselves."""
+"""Parts that differ by less than this fraction of the peak are not listed."""
 
 
 def fit_lines(answer: Fit, next_command: str = "") -> Iterator[Text]:
@@ -111,7 +111,7 @@ def _verdict(answer: Fit) -> str:
 
 
 def _waiting(answer: Fit) -> str:
-    """Of a step's time what the captured operators do not show."""
+    """The part of a step's time that the captured operators do not explain."""
     link = link_seconds(answer)
     if link < WORTH_TELLING * (answer.before.step_seconds or math.inf):
         return ""

@@ -18,7 +18,7 @@ from memplan.types.batches import Batches
 from memplan.types.trace import I64, EventKind, Phase, Storages, Trace
 
 _MOST_EVENTS = 2_000_000
-"""That are made up: a second or two for each replay."""
+"""The most events that are made up: a second or two for each replay."""
 _MOST_AHEAD = 2
 """Batches that a loop fetches before it needs them, at most."""
 _UNKNOWN_BYTES = 1 << 20
@@ -38,7 +38,7 @@ class MadeUp:
 
     trace: Trace
     captured: I64
-    """By event the captured one that it is or is made from."""
+    """For each event the captured event that it is or is made from."""
     steps: int = 0
     """Optimizer steps that were made up."""
     turns: int = 0
@@ -52,10 +52,10 @@ class _Sample:
     batch: int
     """Its number in the epoch."""
     size: int
-    """Of it, in bytes."""
+    """Its size in bytes."""
     begin: int
     end: int
-    """Its events."""
+    """The event at which it ends."""
     born: I64
     """Storages that begin in it, in order."""
     survivors: I64
@@ -63,10 +63,10 @@ class _Sample:
     kind: bytes
     """What is the same in steps that differ in sizes only."""
     storage: I64
-    """By event: the number in `born`; `_BEFORE` and the number among the survivors of the step
-    before; `_OLDER` and the storage; or -1."""
+    """What each event refers to: a number in `born`; `_BEFORE` plus a number among the survivors of
+    the step before; `_OLDER` plus a storage; or -1."""
     stays: np.ndarray
-    """By event, whether it recurs: the release of what is older comes once."""
+    """Whether each event recurs. The release of an older storage happens only once."""
 
 
 _BEFORE, _OLDER, _GONE = 1 << 24, 1 << 40, -2
@@ -155,7 +155,7 @@ def _around(edges: list[int], unit: int) -> tuple[int, int, int]:
 
 
 def _units(batches: Batches, late: int) -> range:
-    """Those on the batches that were shown, the last of several on each."""
+    """The steps with batches that were shown, the last one for each batch."""
     first = batches.first_unit + late + batches.units_each - 1
     return range(first, first + len(batches.others) * batches.units_each, batches.units_each)
 
@@ -329,8 +329,9 @@ class _Kinds:
 
 
 def _moved(at: I64, start: int, rest: I64, behind: int) -> I64:
-    """Where events `at` are in the longer trace: up to `start` where they were, those of steps that
-    are no more at `start`, and those that stay, `rest`, from `behind` on."""
+    """The positions of the events `at` in the longer trace. Those up to `start` stay. Those of
+    steps that are left out are at `start`; the remaining ones, from `rest` on, are at `behind` and
+    later."""
     later = behind + np.searchsorted(rest, at)
     first = int(rest[0]) if len(rest) else int(at.max(initial=0)) + 1
     return np.where(at < start, at, np.where(at < first, start, later))
@@ -342,19 +343,19 @@ class _Model:
 
     run: Batches
     sizes: Sizes
-    """Of requests: the columns of `_SIZES` of each event, in a row."""
+    """The sizes of requests: the columns of `_SIZES` of all events, in a row."""
     batch: I64
-    """By event, which batch of the step it belongs to."""
+    """For each event the batch of the step to which it belongs."""
 
     def step(self, numbers: list[int]) -> I64:
-        """As `_asked`, of a step on several batches, each event by its own."""
+        """As `_asked`, for a step with several batches, each event by its own batch."""
         found = self._asked(numbers[0])
         for place, number in enumerate(numbers[1:], 1):
             found = np.where(self.batch >= place, self._asked(number), found)
         return found
 
     def _asked(self, number: int) -> I64:
-        """By column of `_SIZES` and event, bytes."""
+        """Bytes by column of `_SIZES` and event."""
         found = self.sizes.of(self.run.bytes[number], _dims(self.run, [number])[0])
         (expected, *_), (_, low, _), (_, _, high) = found.reshape(3, len(_SIZES), -1)
         least, most = found.reshape(3, len(_SIZES), -1)[1:, 0]
@@ -364,14 +365,14 @@ class _Model:
 
 
 def _dims(run: Batches, numbers: list[int]) -> np.ndarray:
-    """By batch and dimension."""
+    """The dimensions of batches, one row for each batch."""
     columns = run.dims or [run.bytes]
     return np.array([[column[number] for column in columns] for number in numbers], float)
 
 
 def _models(trace: Trace, run: Batches, samples: list[_Sample]) -> dict[bytes, _Model]:
-    """By kind. Steps of another kind, with scratch memory that others do not ask for, tell of what
-    they have in common."""
+    """A model for each kind of step. Steps of different kinds, with different scratch memory, share
+    what they have in common."""
     places = {one.begin: _places(trace, one) for one in samples}
     models = {}
     for like in {one.kind: one for one in samples}.values():
@@ -391,9 +392,9 @@ def _by_size(samples: list[_Sample]) -> list[_Sample]:
 
 
 def _places(trace: Trace, sample: _Sample) -> np.ndarray:
-    """By event a row that names the same request in every step: module, phase and operator, what
-    the event is and how it is known, and the how-manieth such it is. Other sizes may run an
-    operator more in a module (one that pads), which leaves the names of the rest as they are."""
+    """For each event a row that names the same request in every step: module, phase, operator, kind
+    of event, and its number among equal ones. With another size, a module may run one more operator
+    (padding), which leaves the names of the others as they are."""
     events, rows = trace.events, slice(sample.begin, sample.end)
     op = np.append(trace.ops.name, -1)[events.op[rows]]
     what = (events.module[rows], events.phase[rows], op, events.kind[rows], events.provenance[rows])
@@ -407,7 +408,8 @@ def _places(trace: Trace, sample: _Sample) -> np.ndarray:
 
 
 def _asked_at(trace: Trace, sample: _Sample, places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """By column of `_SIZES` and place, what a step asked for there; NaN where there is no such."""
+    """Bytes that a step asked for, by column of `_SIZES` and place; NaN where there is no such
+    request."""
     both = np.unique(np.vstack((places, wanted)), axis=0, return_inverse=True)[1].ravel()
     where = np.full(len(both), -1, np.int64)
     where[both[: len(places)]] = np.arange(len(places))
@@ -419,7 +421,7 @@ def _asked_at(trace: Trace, sample: _Sample, places: np.ndarray, wanted: np.ndar
 
 
 def _batches_before(trace: Trace, sample: _Sample) -> I64:
-    """By event, how many backward passes of the step have ended."""
+    """For each event, how many backward passes of the step have ended."""
     backward = trace.events.phase[sample.begin : sample.end] == Phase.BACKWARD
     ended = np.append(False, backward[:-1] & ~backward[1:])
     number: I64 = np.cumsum(ended)[sample.stays]

@@ -24,7 +24,8 @@ class SegmentComparison:
     segments_logged: int
     segments_predicted: int
     segments_matched: int
-    """Of those logged, predicted for the same request, with the same size and stream."""
+    """Number of logged segments that are predicted for the same request, with the same size and
+    stream."""
     first_difference: int | None
     """Event of the first request for which the two differ."""
 

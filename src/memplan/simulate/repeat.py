@@ -34,7 +34,7 @@ class Round:
     ended: I64
     """Storages from before that are released in it."""
     successor: I64
-    """Of each of `ended`, the one of `born` that takes its place."""
+    """For each of `ended`, the element of `born` that takes its place."""
     unmatched_bytes: int
     """Released in the round by storages that have no successor."""
 
@@ -135,7 +135,7 @@ def repeated(trace: Trace, of: Round, times: int) -> tuple[Trace, I64]:
 
 
 def lifetimes(trace: Trace) -> tuple[I64, I64]:
-    """By storage the events of its allocation and of its first release; -1 for none."""
+    """The events of the allocation and of the first release of each storage; -1 for none."""
     events = trace.events
     begun = np.full(len(trace.storages), -1, np.int64)
     gone = np.full(len(trace.storages), -1, np.int64)
@@ -147,8 +147,9 @@ def lifetimes(trace: Trace) -> tuple[I64, I64]:
 
 
 def _successors(trace: Trace, begun: I64, ended: I64, survivors: I64) -> I64:
-    """For each of `ended` the one of `survivors` that is its like, in the order of allocation; -1
-    for none. Likes are of the same size, stream and device, and if possible of the same place."""
+    """For each of `ended`, the element of `survivors` that corresponds to it, in the order of
+    allocation; -1 for none. They have the same size, stream and device, and the same place if
+    possible."""
     events = trace.events
     found = np.full(len(ended), -1, np.int64)
     both = np.concatenate((ended, survivors))

@@ -21,12 +21,12 @@ from memplan.types.trace import I64, Trace
 
 _FIRST_TRIES, _MOST_ROUNDS = 8, 64
 _MOST_EVENTS = 1_000_000
-"""That repetitions may add: some tenths of a second."""
+"""The most events that repetitions may add: some tenths of a second."""
 _LEAST_ORDERS, _MOST_ORDERS = 4, 16
 _MOST_EVENTS_OF_ORDERS = 6_000_000
 """Together: a second or two."""
 _QUIET_ROUNDS = 4
-"""Without growth, after which none is expected."""
+"""After so many rounds without growth no more is expected."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Settled:
     """A job as it is replayed."""
 
     trace: Trace
-    """With the repetitions that raise the reserved peak; the captured one where none does."""
+    """The trace with the repetitions that raise the reserved peak; the captured one where none
+    does."""
     captured: I64 | None = None
-    """By event of `trace` the captured one that it repeats or is; None where they are the same."""
+    """For each event of `trace` the captured event that it is or repeats; None where `trace` is the
+    captured one."""
     rounds: int = 0
     """Repetitions in `trace`."""
     steps: int = 0
@@ -44,7 +46,7 @@ class Settled:
     of_batches: bool = False
     """Whether they are a run over batches of different sizes."""
     turns: int = 0
-    """Of loops that evaluate on such batches, made up."""
+    """Number of made-up turns of evaluation loops with such batches."""
     orders: int = 1
     """How many orders of the batches were tried, where each run draws its own: this is the one
     that reserves most."""

@@ -93,7 +93,7 @@ def _replay(
     reuse: str,
     device: int,
 ) -> tuple[dict[str, Any], _native.ReplaySummary]:
-    """By column, what holds after each event; and what the native replay sums up."""
+    """Columns with what holds after each event, and the totals of the native replay."""
     events = trace.events
     columns = {
         name: np.empty(len(trace), dtype=np.int64)

@@ -33,12 +33,12 @@ _Power = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Terms:
-    """Of a polynomial, each the product of its powers."""
+    """The terms of a polynomial, each a product of powers."""
 
     products: tuple[tuple[_Power, ...], ...]
 
     def __call__(self, dims: F64) -> F64:
-        """By batch and term; `dims`: by batch and dimension."""
+        """The terms' values, by batch and term; `dims` are by batch and dimension."""
         made = np.ones((len(dims), len(self.products)))
         for term, powers in enumerate(self.products):
             for of, multiple, power in powers:
@@ -75,8 +75,8 @@ def _terms(dimensions: int) -> Iterator[_Terms]:
 
 
 def _areas(dimensions: int) -> Iterator[_Terms]:
-    """Of pictures: a convolution of stride 2 makes of each side half of it, rounded up, and its
-    workspace may hold what it reads and what it makes."""
+    """Terms for image areas: a convolution of stride 2 halves each side, rounded up, and its
+    workspace may hold its input and its output."""
     every = range(dimensions)
     for multiple in (1, *_MULTIPLES[:4]):
         for sides in combinations_with_replacement(every, 2):
@@ -92,12 +92,12 @@ class Sizes:
     """Bytes of many requests by batch."""
 
     def __init__(self, at: I64, dims: F64, known: F64) -> None:
-        """Of some batches of rising and different bytes `at`: their dimensions, by batch and
-        dimension, and what was asked for, by batch and request; NaN where a batch has no such
-        request."""
+        """Fit models to batches of rising, different sizes `at` in bytes. `dims`: their dimensions,
+        by batch and dimension. `known`: requested bytes, by batch and request; NaN where a batch
+        has no such request."""
         alike, of = np.unique(known, axis=1, return_inverse=True)
         self._of = of.ravel()
-        """By request the column of `alike`: layers ask for the same."""
+        """For each request its column in `alike`, because layers have equal requests."""
         self._count = alike.shape[1]
         self._fitted: list[_Fitted] = []
         self._between: list[_Between] = []
@@ -111,7 +111,7 @@ class Sizes:
                 self._near(at[there], dims[there], alike[there], left)
 
     def _fit(self, dims: F64, known: F64, columns: I64) -> I64:
-        """Those of the columns for which nothing was found."""
+        """The columns for which no model was found."""
         for terms in _terms(dims.shape[1]):
             curve = _curve(terms, dims, known[:, columns], spare=1)
             if curve is None:
@@ -165,7 +165,8 @@ class Sizes:
                 self._fitted.append(_Fitted(terms, columns[of], factors[:, of], least[of]))
 
     def of(self, size: int, dims: F64) -> F64:
-        """Of a batch of `size` bytes and these dimensions: expected, low and high, by request."""
+        """Expected, low and high bytes of each request, for a batch of `size` bytes with these
+        dimensions."""
         found = np.zeros((3, self._count))
         for one in self._fitted:
             value = np.minimum(one.terms(dims[None])[0] @ one.factors, one.bound)
@@ -181,11 +182,11 @@ class _Fitted:
     terms: _Terms
     columns: I64
     factors: F64
-    """By term and column."""
+    """The factors, by term and column."""
     missed: F64 | float = 0.0
-    """By column, in bytes."""
+    """The error of each column, in bytes."""
     bound: F64 | float = np.inf
-    """By column, the most bytes."""
+    """The most bytes of each column."""
 
 
 def _curve(terms: _Terms, dims: F64, known: F64, *, spare: int) -> tuple[F64, F64] | None:

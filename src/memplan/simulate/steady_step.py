@@ -72,7 +72,7 @@ def _device_peak(trace: Trace, settings: AllocatorSettings, bounds: str, device:
 
 
 def _trained_on(trace: Trace) -> Trace:
-    """With its step repeated."""
+    """The trace with its step repeated."""
     events = trace.events
     begun, gone = lifetimes(trace)
     start = _start(trace)

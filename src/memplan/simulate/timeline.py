@@ -62,7 +62,7 @@ class Timeline:
     active: I64
     reserved: I64
     address: I64
-    """Of the block that an ALLOC row was given; -1 in other rows."""
+    """The address of the block that an ALLOC row was given; -1 in other rows."""
     start_requested_bytes: int
     start_allocated_bytes: int
     start_reserved_bytes: int
@@ -77,9 +77,10 @@ class Timeline:
     unknown_frees: int
     """Frees of storages that were not alive."""
     alloc_event: I64
-    """By storage: its ALLOC on this device; -1 when it was there before, -2 when it never was."""
+    """The ALLOC event of each storage on this device; -1 if it existed before, -2 if it never
+    did."""
     free_event: I64
-    """By storage: its FREE; -1 when it lived to the end."""
+    """The FREE event of each storage; -1 if it lives to the end."""
 
     @property
     def num_ooms(self) -> int:
@@ -115,7 +116,7 @@ class Timeline:
 
     @cached_property
     def outside(self) -> I64:
-        """Of `reserved`, what is not PyTorch's allocator's."""
+        """The part of `reserved` that does not belong to PyTorch's allocator."""
         log = self.segment_events
         theirs = log.stream >= OUTSIDE
         taken = np.where(log.kind[theirs] == EventKind.SEGMENT_ALLOC, 1, -1) * log.bytes[theirs]
@@ -125,7 +126,7 @@ class Timeline:
 
     @cached_property
     def own_reserved_peak_bytes(self) -> int:
-        """Of PyTorch's allocator alone."""
+        """The reserved peak of PyTorch's allocator alone."""
         return _peak(self.reserved - self.outside, self.start_reserved_bytes)
 
     @cached_property
@@ -135,12 +136,10 @@ class Timeline:
 
     @cached_property
     def fullest_event(self) -> int:
-        """Of the events at which the reserved peak stands, the first that asks the most of it; -1
-        for the state before the first event.
-
-        The allocator seldom gives segments back, so the peak stands long after it was reached. In
-        a log that begins in the middle of a job it may have been reached before.
-        """
+        """Among the events at the reserved peak, the first with the most allocated bytes; -1 is the
+        state before the first event. The allocator seldom returns segments, so the peak lasts long
+        after it was reached. In a log that begins in the middle of a job it may have been reached
+        before."""
         peak = self.reserved_peak_bytes
         asked = np.where(self.reserved == peak, self.requested, -1)
         most = self.start_requested_bytes if self.start_reserved_bytes == peak else -1

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 
 CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Of the environment; the first that is set wins, be it empty."""
+"""Environment variables with the allocator's settings; the first that is set wins, even if
+empty."""
 _COMMA = re.compile(r",(?![^\[]*\])")
 """Outside brackets."""
 

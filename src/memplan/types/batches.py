@@ -12,11 +12,11 @@ class Batches(msgspec.Struct, kw_only=True):
     """
 
     bytes: list[int] = []
-    """Those of each batch of an epoch, in order; empty where the loader was not read ahead or all
-    are alike."""
+    """Bytes of each batch of an epoch, in order; empty where the loader was not read ahead or all
+    batches are equal."""
     dims: list[list[int]] = []
-    """By dimension of its tensors that differs between batches, what it is in each; empty where
-    they have different tensors."""
+    """For each tensor dimension that differs between batches, its value in each batch; empty where
+    the batches have different tensors."""
     complete: bool = False
     """Whether that is the whole epoch."""
     drawn: bool = False

@@ -51,21 +51,22 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Short name, as typed after `--gpu`."""
     device_name: str
-    """As `torch.cuda.get_device_name()` returns it."""
+    """The name that `torch.cuda.get_device_name()` returns."""
     capability: tuple[int, int]
     """Compute capability, (major, minor)."""
     total_memory_bytes: int
-    """As `torch.cuda.get_device_properties().total_memory` reports it."""
+    """The memory that `torch.cuda.get_device_properties().total_memory` reports."""
     sm_count: int
     shared_memory_per_block_optin_bytes: int
     l2_bytes: int
     memory_bandwidth_bytes_per_second: int
     host_link_bytes_per_second: int
-    """From and to page-locked memory of the host, each direction."""
+    """Bandwidth from and to page-locked host memory, in each direction."""
     nvlink_bytes_per_second: int = 0
-    """To the other GPUs of the node, each direction; 0 where there is no NVLink."""
+    """Bandwidth to the other GPUs of the node, in each direction; 0 without NVLink."""
     network_bytes_per_second: int = 0
-    """Of the node's network for each of its GPUs, each direction, as in the maker's own servers."""
+    """Network bandwidth of the node for each of its GPUs, in each direction, as in the maker's own
+    servers."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by `fp32`, `tf32`, `bf16`, `fp16`; absent where the card has no such path."""
     context_bytes: int
@@ -76,10 +77,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     cublas_workspace_bytes: int
     """PyTorch's default cuBLAS workspace for this capability, one per handle and stream."""
     kernels: dict[str, tuple[float, float]] = {}
-    """By class of kernels, where they were timed on a card of the user's own: what they reach of
-    the peak rate, and of the bandwidth."""
+    """For classes of kernels that were timed on a user's card: the fractions of the peak rate and
+    of the bandwidth that they reach."""
     sources: dict[str, str]
-    """Where each group of figures comes from, in words."""
+    """The source of each group of figures, in words."""
 
     @property
     def capability_text(self) -> str:

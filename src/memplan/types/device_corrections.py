@@ -35,9 +35,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_mib: tuple[_Mebibytes, _Mebibytes, _Mebibytes] | None = None
     """Low, expected, high."""
     measured: str = ""
-    """Of the context."""
+    """When and how the context was measured."""
     kernels: dict[str, tuple[_Share, _Share]] = {}
-    """By class of kernels: what they reach of the card's peak rate, and of its bandwidth."""
+    """For classes of kernels: the fractions of the card's peak rate and of its bandwidth that they
+    reach."""
     kernels_measured: str = ""
 
 
@@ -51,8 +52,8 @@ def corrections_path() -> Path:
 
 
 def read_corrections(path: Path | None = None) -> dict[str, Correction]:
-    """By the name of the card; none without a file. `path`: another file than the user's. Raises
-    FormatError."""
+    """Corrections by the name of the card; none without a file. `path`: another file than the
+    user's. Raises FormatError."""
     path = path or corrections_path()
     try:
         with path.open("rb") as file:

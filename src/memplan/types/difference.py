@@ -28,16 +28,16 @@ class ChangedPart(msgspec.Struct, frozen=True, kw_only=True):
     """A category, module or source line, and what the two peaks hold for it."""
 
     name: str
-    """In parentheses where it is none: `(outside modules: inputs)`; empty for what nobody knows
-    the place of."""
+    """The name of the part; in parentheses if it is not a module (`(outside modules: inputs)`);
+    empty for bytes whose place is not known."""
     before_bytes: int
     after_bytes: int
     change_bytes: int
 
 
 class Attributed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the peak's change, the share that is not in the part without a name; 1.0 where the peaks
-    are equal and that part did not change either."""
+    """The share of the peak's change that has a place, by modules and by lines; 1.0 where the peaks
+    are equal and the part without a place did not change either."""
 
     categories: float
     modules: float
@@ -56,7 +56,7 @@ class Difference(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     """Whether the two are jobs alike, by their modules and source lines; None where one of them
     knows neither."""
     categories: list[ChangedPart]
-    """As in an estimate's `breakdown`."""
+    """Categories as in an estimate's `breakdown`."""
     modules: list[ChangedPart]
     sources: list[ChangedPart]
     """Each list: what changed most first, in either direction."""

@@ -40,14 +40,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """The package, `vllm`, and from a job's second engine on its number: `vllm-2`."""
     model: str
     share: float
-    """Of the card's memory: vLLM's `gpu_memory_utilization`."""
+    """The share of the card's memory: vLLM's `gpu_memory_utilization`."""
     share_decides: bool = True
     """Whether the KV cache follows from the share, and not from a size that the job names."""
     card_bytes: int
     """All of the card's memory."""
     weight_bytes: int
     activations: Sizes
-    """Of the profile run."""
+    """Activations of the profile run."""
     graphs: Sizes
     """CUDA graphs."""
     block_bytes: int
@@ -55,7 +55,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     """Each has its part of the KV cache in a tensor of its own."""
     least_blocks: int
-    """For one sequence of the greatest length."""
+    """The fewest blocks that hold one sequence of the greatest length."""
     sleeps: bool
     """Whether it has its memory in a pool that it can empty."""
     separate: bool
@@ -70,8 +70,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def activations_at_most(self) -> Sizes:
-        """As a request: nothing is missing where the card has less, for they are part of the
-        share."""
+        """The activations as a request. Nothing is missing if the card has less, because they are
+        part of the share."""
         return Sizes(0, self.activations.expected, self.activations.expected)
 
     def requested_bytes(self, share: float) -> int:

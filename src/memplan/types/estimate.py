@@ -45,7 +45,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
     """Device memory of the process outside PyTorch's allocator."""
     unknown: int = 0
-    """Only of recorded logs: held from before the recording to its end, by nobody that it names."""
+    """Only in recorded logs: bytes that were held before the recording began and until its end, so
+    that their place is not known."""
 
     def items(self) -> list[tuple[str, int]]:
         """(name, bytes) in declaration order."""
@@ -74,7 +75,7 @@ class HostBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeakPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job stands at its peak. Empty strings where unknown."""
+    """The position in the job at its peak. Strings are empty where unknown."""
 
     event: int
     """Index of the event in the trace; -1 for an empty trace."""
@@ -95,7 +96,7 @@ class PhasePeak(msgspec.Struct, frozen=True, kw_only=True):
     reserved_peak_bytes: int
     """The allocator seldom gives memory back, so what earlier phases reserved counts too."""
     step: int
-    """Where the most is allocated: optimizer steps completed before."""
+    """Completed optimizer steps where the most is allocated."""
 
 
 class StagePeak(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +105,13 @@ class StagePeak(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """`engine start`, `generation`, `weight sync` or `training`."""
     peak_bytes: int
-    """On the card, context and engines included."""
+    """The peak on the card, with the context and engines."""
     high_bytes: int
     in_use_bytes: int
     """The most that tensors and engines have, with the context: the rest of the peak is kept for
     reuse, by PyTorch's allocator, from this stage or an earlier one."""
     engine_bytes: int
-    """Of the peak, what engines hold."""
+    """The part of the peak that engines hold."""
     step: int
     """Optimizer steps completed before."""
 
@@ -122,7 +123,7 @@ class EngineEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """The package, `vllm`, and from a job's second engine on its number: `vllm-2`."""
     model: str
     share: float
-    """Of the card, as the job says: vLLM's `gpu_memory_utilization`."""
+    """The share of the card's memory that the job asks for: vLLM's `gpu_memory_utilization`."""
     weight_bytes: int
     kv_cache_bytes: int
     sleeps: bool
@@ -140,9 +141,10 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A storage alive at the peak, and who asked for it; or several that were asked for alike."""
 
     bytes: int
-    """Of one."""
+    """Bytes of one of them."""
     count: int = 1
-    """Where there are several, numbers of `name` and `module` in which they differ are `*`."""
+    """Number of tensors. Where there are several, numbers in `name` and `module` that differ are
+    `*`."""
     shape: str
     dtype: str
     role: str
@@ -226,14 +228,16 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     requested_peak_bytes: int
     breakdown: Breakdown
     gathered_parameter_bytes: int
-    """Of the breakdown's temporaries: whole parameters that FSDP has gathered from their shards."""
+    """The part of the breakdown's temporaries that are whole parameters, which FSDP has gathered
+    from their shards."""
     peak: PeakPoint
     allocated_peak: PeakPoint = PeakPoint(event=-1)
-    """Where the job stands when most is allocated: seldom where the reserved memory peaks."""
+    """The position in the job where the most is allocated. The reserved memory usually peaks
+    elsewhere."""
     phases: list[PhasePeak] = []
-    """Those that the capture saw, in the order of a step."""
+    """The phases that the capture saw, in the order of a step."""
     stages: list[StagePeak] = []
-    """Of a job that generates text, too; empty for one that only trains."""
+    """The stages of a job that also generates text; empty for one that only trains."""
     engines: list[EngineEstimate] = []
     """Inference engines that share the card."""
     largest: list[TensorInfo]
@@ -252,9 +256,9 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     alloc_conf: str
     """Allocator settings in force, in the syntax of `PYTORCH_ALLOC_CONF`."""
     num_alloc_retries: int
-    """Times the allocator had to give cached segments back to go on, on this card."""
+    """How often the allocator had to return cached segments to go on, on this card."""
     events: int
-    """Of the capture."""
+    """Number of events in the capture."""
     repeated_steps: int = 0
     """Steps that were simulated beyond those captured, like the steady ones of these; `peak` and
     `curve` count their events too."""
@@ -286,15 +290,16 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     step_high_seconds: float | None = None
     """80 % of measured steps lay between bounds as wide as these."""
     host_launch_seconds: float | None = None
-    """Of the host for launching the step: near the step's own, the host is what it waits for."""
+    """Time that the host needs to launch the step. If it is near the step's time, the step waits
+    for the host."""
     exposed_communication_seconds: float | None = None
-    """By how much the step would be shorter without its collectives; None where it has none."""
+    """By how much the step would be shorter without its collectives; None if it has none."""
     input_seconds: float | None = None
     """What the step's batches took one process of the data loader on the CPU of the capture; None
     where no loader was seen, or none could be measured."""
     exposed_input_seconds: float | None = None
-    """Of it, what the loader's workers cannot do while a step runs: all without workers. It comes
-    on top of `step_seconds`."""
+    """The part that the loader's workers cannot do while a step runs: all of it without workers. It
+    comes on top of `step_seconds`."""
     model_flops_utilisation: float | None = None
     """Operations of the model's products, those computed again not counted, over the peak rate of
     their dtype and the step's time."""

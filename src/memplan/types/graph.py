@@ -34,7 +34,7 @@ class Graph:
     itself."""
 
     name: list[str]
-    """Of each operator, for people: `aten.mm.default`."""
+    """The name of each operator, for messages: `aten.mm.default`."""
     scratch: I64
     """Bytes that an operator holds only while it runs, beyond values."""
     before_start: I64
@@ -43,7 +43,7 @@ class Graph:
     writes, writes in order), random numbers, collectives, barriers. Makers and earlier users that
     write are among them."""
     bytes: I64
-    """Of each value, as requested."""
+    """Requested bytes of each value."""
     maker: I64
     """Operator that allocates the value; -1 where it is there before the step."""
     lasts: Bools
@@ -54,7 +54,7 @@ class Graph:
     base_bytes: int = 0
     """Held from before the step to after it, in any order."""
     value_name: list[str] = field(default_factory=list)
-    """Of each value, for people; empty where there are none."""
+    """The name of each value, for messages; empty where there are no names."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -104,7 +104,8 @@ class Graph:
 
 
 def csr(rows: Iterable[Iterable[int]]) -> tuple[I64, I64]:
-    """Where each row starts, and all rows one after the other, each ascending."""
+    """Rows in compressed form: where each row starts, and all rows one after the other, each
+    ascending."""
     lists = [sorted(row) for row in rows]
     start = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return start, np.array([item for row in lists for item in row], np.int64)

@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 512 << 20
 MAX_OPERATORS = 1_000_000
 MAX_VALUES = 4_000_000
 MAX_TOTAL_BYTES = 1 << 60
-"""Of everything in the graph together."""
+"""The most bytes of everything in the graph together."""
 _LONGEST_NAME = 1000
 _SHOWN = 60
 _LONGEST_CYCLE = 8
@@ -79,7 +79,7 @@ def load_graph(path: Path | str) -> Graph:
 
 @dataclass(frozen=True)
 class _Made:
-    """Where a value comes from: its line, and the operator, or -1."""
+    """The origin of a value: its line, and the operator, or -1."""
 
     line: int
     maker: int
@@ -93,7 +93,7 @@ class _Reader:
     base_bytes: int = 0
     operators: list[_Operator] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    """Of each operator."""
+    """The line of each operator."""
     values: dict[str, _Made] = field(default_factory=dict)
     ids: dict[str, int] = field(default_factory=dict)
     total_bytes: int = 0
@@ -311,5 +311,5 @@ def _path(start: int, stop: int, needs: list[set[int]]) -> list[int]:
 
 
 def _shown(name: str) -> str:
-    """As the file has it, in quotes, and short."""
+    """A name as in the file, in quotes and shortened."""
     return json.dumps(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…", ensure_ascii=False)

@@ -32,9 +32,10 @@ UNINITIALISED = frozenset(
 """Operators whose result is memory as it was found."""
 
 FETCH = "memplan.fetch.default"
-"""In a trace: a weight is copied from the host to the device."""
+"""The name in a trace of a copy of a weight from the host to the device."""
 GRAPH_REPLAY = "cuda.graph_replay"
-"""In a trace: a CUDA graph runs again what was captured as operators `FIRST:STOP`, its operands."""
+"""The name in a trace of a replay of a CUDA graph: the operators `FIRST:STOP`, its operands, run
+again."""
 
 
 @cache

@@ -19,7 +19,7 @@ class HeldBlock:
     """A block in use when the request failed."""
 
     bytes: int
-    """Of the block; `requested` rounded up, and a tail too small to split off."""
+    """Bytes of the block: `requested`, rounded up, with a rest that is too small to split off."""
     requested: int
     source: str
     """`file:line` that asked for it; empty where unknown."""
@@ -37,7 +37,7 @@ class FreePiece:
     bytes: int
     stream: int
     small: bool
-    """In a segment for requests of up to 1 MiB."""
+    """Whether the segment is for requests of up to 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class OutOfMemory:
 
     device: int
     event: int
-    """Of the imported trace."""
+    """Index of the event in the imported trace."""
     asked_bytes: int
     """Rounded up to 512, as the allocator logs it."""
     device_free_bytes: int | None
@@ -122,7 +122,7 @@ class OomExplanation(msgspec.Struct, frozen=True, kw_only=True):
     stack: list[str]
     device_free_bytes: int | None
     room_bytes: int | None
-    """For segments: reserved plus free on the device."""
+    """Room for segments: reserved plus free bytes on the device."""
     reserved_bytes: int
     allocated_bytes: int
     requested_bytes: int
@@ -135,13 +135,14 @@ class OomExplanation(msgspec.Struct, frozen=True, kw_only=True):
     missing_bytes: int | None
     """What would be missing without any fragmentation; 0 where it would have fitted."""
     outside_bytes: int | None
-    """Of the card, neither free nor this process's segments; None without a card."""
+    """Bytes of the card that are neither free nor in this process's segments; None without a
+    card."""
     other_processes_bytes: int | None
-    """Of that, more than the context of this process can be; None without a card."""
+    """The part of them that exceeds the largest context of this process; None without a card."""
     by_phase: dict[str, int]
     """Block bytes by what the job did when they were asked for."""
     consumers: list[Consumer]
-    """By source line, largest first."""
+    """Consumers by source line, the largest first."""
     remedies: list[Remedy]
     reproduced: bool
     """Whether the replay of the history fails at the same request."""

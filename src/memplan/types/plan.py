@@ -46,7 +46,7 @@ class RecomputeGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on the way and dropped again."""
 
     name: str
-    """For people, errors and traces: `transformer.h.3`."""
+    """The name for messages and traces: `transformer.h.3`."""
     drop: list[OpOutput]
 
 
@@ -59,9 +59,9 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
     calls: Count = 0
-    """Of each pass, where others are in flight beside it, as on a pipeline stage: a call of the
-    n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
-    are counted from the first after a backward pass."""
+    """Number of calls in each pass, where several passes are in flight as on a pipeline stage. A
+    call of the n-th root module that a step called (from 0) is then call n modulo this number of
+    its pass. 0: calls are counted from the first one after a backward pass."""
     passes: list[Count] = []
     """How many calls each pass of a step makes, where passes differ and several are planned: calls
     are then numbered through the whole step, those of its second pass after those of its first."""
@@ -78,7 +78,7 @@ class CompiledRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph: str
     """Hex digest of the names and operators of the joint graph's nodes, shapes left out."""
     name: str
-    """For people: the line that its first operator is from."""
+    """The name for messages: the source line of its first operator."""
     recomputed: list[str]
     """Names of the nodes of forward that backward runs again."""
 
@@ -101,12 +101,12 @@ class OrderPart(Part, frozen=True, kw_only=True):
     the gradient is released. The run does it only where that changes no number."""
 
     parameters: Count
-    """Of a step, those with a gradient."""
+    """Number of parameters with a gradient in a step."""
     gradient_bytes: Count
-    """Of their gradients, which are no longer alive together."""
+    """Bytes of their gradients, which no longer exist all at once."""
     from_first: bool = False
-    """From the first step on, which is else watched with all gradients alive: a capture with the
-    plan has shown that nothing comes between."""
+    """Whether it applies from the first step on, because a capture with the plan has shown that
+    nothing prevents it. Otherwise the first step is watched, with all gradients alive."""
 
 
 class OffloadPart(Lever, frozen=True, kw_only=True):
@@ -121,9 +121,10 @@ class OffloadPart(Lever, frozen=True, kw_only=True):
     """
 
     values: list[OpOutput]
-    """In the order in which backward first needs them."""
+    """The values in the order in which backward first needs them."""
     out_bytes: Count
-    """On the card, copied or being copied to the host, at most, beside the oldest."""
+    """The most bytes, beside the oldest value, that are on the card while they are copied, or
+    already copied, to the host."""
     ahead_bytes: Count
     """Fetched before backward asks for them, at most, beside the one that it asks for."""
     host_bytes: Count = 0
@@ -134,7 +135,8 @@ class StatePart(Lever, frozen=True, kw_only=True):
     """Optimizers' state in the host's memory. The update's arithmetic stays on the card."""
 
     share: Share
-    """Of the elements of an optimizer's parameters, in the order of its groups, (0, 1]."""
+    """The share, in (0, 1], of the elements of an optimizer's parameters, in the order of its
+    groups."""
     host_bytes: Count = 0
     """Promised, of state on the host."""
 
@@ -152,7 +154,7 @@ class FrozenPart(Lever, frozen=True, kw_only=True):
     is copied ahead."""
 
     share: Share
-    """Of the bytes of frozen weights, spread evenly over the model, (0, 1]."""
+    """The share, in (0, 1], of the bytes of frozen weights, spread evenly over the model."""
     ahead_bytes: Count
     """Copied ahead of their use, at most, beside the one in use."""
     host_bytes: Count = 0
@@ -163,7 +165,7 @@ class Argument(msgspec.Struct, frozen=True, array_like=True):
     """An option of the script and the value that it gets."""
 
     option: str
-    """As typed: `--batch-size`; `batch_size` where it is given as `batch_size=8`."""
+    """The option as it is typed: `--batch-size`, or `batch_size` for `batch_size=8`."""
     value: int
 
 
@@ -188,7 +190,7 @@ class LossPart(Part, frozen=True, kw_only=True):
 
     heads: list[LossHead]
     rows: Count
-    """Of a chunk."""
+    """Number of rows in a chunk."""
 
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,7 +214,7 @@ class AllocationPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     requests: int
     """Rows of the columns."""
     setup: int = msgspec.field(name="prologue")
-    """Of them, those before the first round. Files of the first version name it `prologue`."""
+    """Number of requests before the first round. Files of the first version call it `prologue`."""
     start: int
     """Moments before the first round."""
     clock: int
@@ -262,10 +264,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loss: LossPart | None = None
     state: StatePart | None = None
     low_bit: LowBitPart | None = None
-    """Not with `state`."""
+    """Never together with `state`."""
     offload: OffloadPart | None = None
     frozen: FrozenPart | None = None
     arguments: ArgumentsPart | None = None
     allocation: AllocationPart | None = None
-    """Made from a capture with the rest of the plan in effect: recomputation and order change
-    requests."""
+    """Addresses, from a capture with the rest of the plan in effect, because recomputation and
+    order change the requests."""

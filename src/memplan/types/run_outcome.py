@@ -25,7 +25,8 @@ class DeviceOutcome(msgspec.Struct, frozen=True, kw_only=True):
     reserved_peak_bytes: int
     allocated_peak_bytes: int
     reserved_peak_without_bytes: int | None
-    """Of PyTorch's own allocator, simulated; None where no requests were recorded."""
+    """The reserved peak of PyTorch's own allocator, simulated; None where no requests were
+    recorded."""
     without_from_steps: int
     """The job's first steps, that this was simulated from."""
     counters: dict[str, int]
@@ -36,11 +37,11 @@ class PlanningOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What plans of this run cost and save."""
 
     seconds: float
-    """Of the card, in all."""
+    """Seconds of the card in all."""
     step_seconds_before: float
     step_seconds: float
     freed_share: float
-    """Of the card's memory."""
+    """The share of the card's memory that is freed."""
     saved_seconds_per_step: float
     paid_after_steps: int | None
     """None where nothing is saved."""
@@ -52,9 +53,9 @@ class EarlyUpdates(msgspec.Struct, kw_only=True):
     planned: int
     """Parameters that the plan updates in backward."""
     parameters: int = 0
-    """That were, in a step, at most."""
+    """The most parameters that were updated so in a step."""
     steps: int = 0
-    """With such updates."""
+    """Number of steps with such updates."""
     ended: str = ""
     """Why they are made by the optimizer's step instead, from the first step or from then on."""
 

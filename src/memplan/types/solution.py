@@ -14,7 +14,7 @@ class Solved(Generic[T]):
 
     solution: T
     cost: float
-    """Of the solution, in the solver's unit (bytes or seconds)."""
+    """Cost of the solution, in the solver's unit (bytes or seconds)."""
     bound: float
     """No solution costs less. Equal to `cost` when the solution is proved optimal."""
 

@@ -78,15 +78,15 @@ class GraphValues:
     """One row a value that is allocated or freed within the pass, or read by an op of it."""
 
     bytes: I64
-    """As requested. 0 for values that `base_bytes` already counts."""
+    """Requested bytes; 0 for values that `base_bytes` counts already."""
     alloc: I64
     """Row that allocates it; -1 when it is there before the pass."""
     free: I64
     """First row at whose start it is gone in the plain run; `len(ops)` where it outlives the
     pass."""
     droppable: Bools
-    """Made by replayable forward ops, alive into backward, and not held by anything but the saved
-    tensors of autograd as far as known. Backward has a reader of each."""
+    """Whether a value can be dropped: replayable forward ops make it, backward reads it, and only
+    autograd's saved tensors hold it, as far as known."""
     name: list[str]
     """Parameter or buffer name, where there is one."""
 
@@ -96,7 +96,7 @@ class GraphValues:
 
 @dataclass(frozen=True)
 class Touches:
-    """By value: rows that read or write it."""
+    """The rows that read or write each value."""
 
     last_forward: I64
     """-1 for none; so is `last_backward`."""
@@ -137,7 +137,7 @@ class StepGraph:
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step's passes without replays."""
+        """Seconds of a step's passes without replays."""
         return (float(self.ops.seconds.sum()) - self.replay_overhead_seconds) * self.passes
 
     def with_replay_overhead(self, seconds: float) -> StepGraph:

@@ -13,9 +13,9 @@ class InputTime(msgspec.Struct, frozen=True):
     """What a data loader took on the CPU of the machine that captured the job."""
 
     batch_seconds: _Amount
-    """Of one process, for one batch."""
+    """Seconds of one process for one batch."""
     batches: _Amount
-    """That a step takes from it."""
+    """Batches that a step takes from the loader."""
     workers: Annotated[int, msgspec.Meta(ge=0)]
     """Processes that prepare batches ahead; 0: the job's own does, between steps."""
 
@@ -31,19 +31,20 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """What the host takes to launch the step; as long as the step itself, or longer: the step is
     bound by the host."""
     exposed_communication_seconds: float | None
-    """By how much the step would be shorter without its collectives; None where it has none."""
+    """By how much the step would be shorter without its collectives; None if it has none."""
     input_seconds: float | None
     """What its batches took one process on the machine of the capture; None where no data loader
     was seen."""
     exposed_input_seconds: float | None
-    """Of it, what the loader's workers cannot do while a step runs; `seconds` does not have it."""
+    """The part that the loader's workers cannot do while a step runs; `seconds` does not include
+    it."""
     model_flops_utilisation: float | None
     """Operations of the model's products, those computed again not counted, by the peak rate of
     their dtype and the step's seconds; None where it has none."""
     peak_rate: str
     """The peak rate that is meant: `bf16`, `fp16`, `fp32`."""
     kernel_seconds: dict[str, float]
-    """By kind of kernel, the longest first. What overlaps counts in full."""
+    """Seconds by kind of kernel, the longest first. Kernels that overlap count in full."""
 
 
 class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,14 +53,15 @@ class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `broadcast`, `send` and so on."""
     ranks: int
-    """In the group."""
+    """Number of ranks in the group."""
     nodes: int
     count: float
     """A whole number, unless several steps that take turns are counted together."""
     bytes: int
-    """Of the data, as nccl-tests counts it: of all ranks where it is gathered or scattered, else of
+    """Bytes of the data, as nccl-tests counts it: of all ranks for gather and scatter, else of
     one."""
     seconds: float
     exposed_seconds: float
-    """By how much the step would be shorter without these alone. What hides behind each other's
-    waits makes the sum of several smaller or larger than what all of them expose together."""
+    """By how much the step would be shorter without these collectives alone. Because they may hide
+    behind each other's waits, the sum of several may differ from what all of them expose
+    together."""

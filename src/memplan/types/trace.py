@@ -102,7 +102,7 @@ class Provenance(IntEnum):
 
 
 PAGE_LOCKED = 2
-"""Of `HostEvents.pinned`."""
+"""A value of `HostEvents.pinned`."""
 
 
 class HostEventKind(IntEnum):
@@ -165,12 +165,13 @@ class Communicator(msgspec.Struct, frozen=True):
 
     ranks: int
     local_ranks: int
-    """Of them, those in the captured rank's node, itself included."""
+    """Number of its ranks in the captured rank's node, with that rank."""
     nodes: int
     name: str = ""
     """What the script or library calls the group."""
     eager: bool = False
-    """Made with its group, which was given its device, and not at the first collective."""
+    """Whether it was created with its group, which was given its device, and not at the first
+    collective."""
     collectives: list[str] = []
     """Kinds used, in the order of their first use: `all_gather`, `reduce_scatter`, `send`, …"""
     peers: int = 0
@@ -212,7 +213,7 @@ class HostCapture(msgspec.Struct, frozen=True):
 
 
 class TraceMeta(msgspec.Struct, kw_only=True):
-    """Where a trace comes from."""
+    """The origin of a trace."""
 
     schema_version: int = 6
     memplan_version: str = ""
@@ -232,9 +233,10 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """First and one past the last of the steps that the rest of the job is taken to repeat; empty
     where none are known, or the job ended by itself."""
     batches: list[Batches] = []
-    """Of each data loader that was read ahead and whose batches differ, in the order of the job."""
+    """A list for each data loader that was read ahead and whose batches differ, in the order of the
+    job."""
     inputs: list[InputTime] = []
-    """Of each data loader that fed the steady steps."""
+    """The time of each data loader that fed the steady steps."""
     capture_peak_bytes: int = 0
     """Resident memory of the capturing process and its children, not of the real job."""
     host: HostCapture | None = None
@@ -246,10 +248,10 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """Processes of the job that have their memory on the card numbered 0, this one included."""
     initial_segments: list[Segment] = []
     stages: list[Stage] = []
-    """In the order of their ends; of two that overlap the one that begins later counts."""
+    """Stages in the order of their ends. Where two overlap, the one that begins later counts."""
     engines: list[Engine] = []
     regions: list[CompiledRegion] = []
-    """Of compiled graphs: what the plan in effect recomputed in each."""
+    """What the plan in effect recomputed in each compiled graph."""
     notes: list[str] = []
 
 
@@ -305,7 +307,7 @@ class Ops:
     moved_bytes: I64
     """Bytes of the tensors read and written, as viewed; 0 for views, -1 when unknown."""
     operands: I32
-    """Its arguments as text, from which its kernel's time is worked out: see `describe` in
+    """The arguments as text, from which the time of the kernel is computed: see `describe` in
     `memplan.capturing.recording.work`. Empty for views and where they were not noted."""
     reads_start: I64
     reads: I64
@@ -364,7 +366,7 @@ _NUMPY_TYPES = {"U8": "<u1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 
 
 def columns_of(table: type[Any]) -> list[tuple[str, str]]:
-    """Of `Events` and the tables like it: the names of the columns with their NumPy types."""
+    """The names and NumPy types of the columns of `Events` and similar tables."""
     return [(field.name, _NUMPY_TYPES[str(field.type)]) for field in fields(table)]
 
 

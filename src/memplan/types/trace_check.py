@@ -13,7 +13,7 @@ MAX_BYTES = 1 << 48
 """Largest size that any request, block or segment may have."""
 MAX_FLOPS = 1 << 62
 MAX_MOVED_BYTES = 1 << 58
-"""Of one operator; far beyond what a device could do."""
+"""The most bytes that one operator may move, far beyond what a device can."""
 _MOST_STEPS = 1 << 24
 MAX_ADDRESS = (1 << 63) - 1
 

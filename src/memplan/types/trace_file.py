@@ -35,7 +35,7 @@ from memplan.types.trace_check import check_trace
 MAGIC = b"\x93memplan trace\n"
 VERSION = 6
 _ADDED = {2: {"call": -1, "flops": 0, "moved_bytes": -1}, 5: {"operands": 0}}
-"""By version: the columns of `Ops` that it added, and what stands for them in older files."""
+"""The columns of `Ops` that each version of the format added, with their values for older files."""
 MAX_DECOMPRESSED_BYTES = 4 << 30
 _MAX_HEADER_BYTES = 512 << 20
 _LEVEL = 1

@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where two sequences of requests part."""
+    """The place where two sequences of requests diverge."""
 
     index: int
     """Requests before it that are the same."""
@@ -43,7 +43,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     """None where the real run asks for nothing more."""
     foreseen: Request | None
     bytes: int
-    """Of the real request less the foreseen one."""
+    """Bytes of the real request minus those of the predicted one."""
 
 
 class Surplus(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Surplus(msgspec.Struct, frozen=True, kw_only=True):
 
     bytes: int
     times: int
-    """More often in the real run; negative: less often."""
+    """How much more often it occurs in the real run; negative if less often."""
     places: list[str]
 
 
@@ -61,7 +61,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     memplan_version: str
     torch_version: str
-    """Of the real run."""
+    """The version in the real run."""
     device_name: str
     gpu: GpuInfo | None
     holds: bool
@@ -70,9 +70,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     requests_real: int
     requests_foreseen: int
     first: Divergence | None
-    """In the whole run; None where every request is the same, as far as the shorter run goes."""
+    """The first divergence of the whole run; None where every request is the same, as far as the
+    shorter run goes."""
     steady: Divergence | None
-    """In a step that the next one repeats, on both sides; None where that is the same."""
+    """The first divergence in a step that the next one repeats, on both sides; None where that is
+    the same."""
     steady_compared: bool
     """Whether both sides have such a step."""
     surplus: list[Surplus]
