@@ -35,7 +35,7 @@ class Environment(msgspec.Struct, kw_only=True):
     gpu: str | None
     """Name of this machine's GPU."""
     gpu_bytes: int | None
-    """Its memory as nvidia-smi counts it."""
+    """Memory of the GPU as nvidia-smi counts it."""
     profiles: list[DeviceProfile]
 
 

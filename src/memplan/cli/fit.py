@@ -132,7 +132,7 @@ def _card(args: argparse.Namespace) -> DeviceProfile:
 
 
 def _frontier_folder(args: argparse.Namespace) -> Path | None:
-    """Where the plans of the frontier go."""
+    """The folder for the plans of the frontier; None if no plans are to be written."""
     if args.plans and not args.frontier:
         raise UsageError("--plans without --frontier", "--frontier --plans FOLDER")
     if not args.plans:
@@ -239,7 +239,7 @@ def _priced(
     workers: Workers,
     progress: Callable[[str], None],
 ) -> Fit:
-    """With what a step costs: here with the plan, on the other cards without."""
+    """The answer with what a step costs: on this card with the plan, on other cards without one."""
     from memplan.fit.worth import Other, priced
     from memplan.worker.captures import RankCapture
     from memplan.worker.failure import CaptureFailedError
@@ -278,7 +278,7 @@ def _with_frontier_saved(
 
 
 def _prices(texts: list[str], gpu: str, profile: DeviceProfile) -> dict[str, float]:
-    """By card as it is named, the one that is asked about first. Raises UsageError."""
+    """Prices by the name of the card, the card that is asked about first. Raises UsageError."""
     from memplan.sweep.cards import price_list
 
     found = price_list(texts)
@@ -300,7 +300,7 @@ def _fraction(text: str) -> float:
 
 
 def _host_bytes(text: str | None, job: Job) -> int | None:
-    """For one process: the ranks of a host share it."""
+    """Host memory for one process: the ranks on a host share it."""
     if text is None:
         return None
     return parse_size(text) // (job.world.local_size if job.world is not None else 1)

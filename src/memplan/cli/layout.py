@@ -46,7 +46,7 @@ class LayoutAnswer(msgspec.Struct, frozen=True, kw_only=True):
     best so far."""
     buffers: int
     height_bytes: int | None
-    """Of the layout found."""
+    """Height of the layout found."""
     lower_bound_bytes: int
     """No layout is lower."""
     max_load_bytes: int
@@ -54,11 +54,11 @@ class LayoutAnswer(msgspec.Struct, frozen=True, kw_only=True):
     optimal: bool
     """Whether the height meets the bound."""
     capacity_bytes: int | None
-    """As asked."""
+    """The capacity that was asked for."""
     cannot_fit: list[str]
     """Ids of buffers that cannot be placed together within the capacity."""
     seconds: float
-    """Of the search."""
+    """Time of the search."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ class Call(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     folder: Folder = "."
 
     def words(self) -> list[str]:
-        """Of memplan's command line. No argument may become another option of it."""
+        """The words of memplan's command line. No argument can become another option of it."""
         raise NotImplementedError
 
     def shortened(self, answer: Any) -> Any:

@@ -52,7 +52,7 @@ class OrderLayouts(msgspec.Struct, frozen=True, kw_only=True):
     program: LaidOut
     ordered: LaidOut
     order_and_layout_saved: float
-    """By which part of it `ordered` is below `program`."""
+    """The fraction by which `ordered` is below `program`."""
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class OrderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     operators: int
     program_peak_bytes: int
     baseline_peak_bytes: int
-    """Of the best of PyTorch's own orders."""
+    """The peak of the best of PyTorch's own orders."""
     baseline: str
     ordered_peak_bytes: int
     lower_bound_bytes: int

@@ -34,7 +34,7 @@ def _laid(graph: Graph, order: I64, deadline: Deadline) -> LaidOut:
 
 
 def _below(less: int, nbytes: int) -> float:
-    """By which part of it."""
+    """The fraction by which one peak is below another."""
     return round(1 - less / nbytes, 6) if nbytes else 0.0
 
 

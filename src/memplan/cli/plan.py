@@ -49,19 +49,19 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     """The file that was written."""
     device: int
-    """Its number; others are not planned."""
+    """Number of the device; other devices are not planned."""
     arena_bytes: int
     load_bytes: int
     """The most bytes alive at once: no arena is smaller."""
     optimal: bool
     steps: int
-    """Of a round."""
+    """Optimizer steps of a round."""
     requests: int
-    """Of setup and round."""
+    """Requests of setup and round."""
     planned: int
-    """Those with a place."""
+    """Requests with an address."""
     dynamic: int
-    """Those whose size depends on data."""
+    """Requests whose size depends on data."""
     spaces: int
     seconds: float
 

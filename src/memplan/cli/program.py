@@ -139,7 +139,8 @@ def _refuse_other_kinds(path: Path) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Only the top level is looked up: finding a submodule would import its parents."""
+    """Check that a module exists. Only the top level is looked up, because finding a submodule
+    would import its parents."""
     top = name.partition(".")[0]
     path = sys.path
     sys.path = ["", *path]

@@ -31,7 +31,7 @@ class Recomputed(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     peak_bytes: int
     added_seconds: float
-    """Of a step's forward and backward."""
+    """Seconds added to a step's forward and backward."""
     added_fraction: float
 
 
@@ -44,7 +44,7 @@ class RecomputeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str
     """The card that prices the operators."""
     plain_peak_bytes: int
-    """Of forward and backward, nothing dropped."""
+    """Peak of forward and backward if nothing is dropped."""
     least_peak_bytes: int | None
     """The least found, where there are no points."""
     points: list[Recomputed]

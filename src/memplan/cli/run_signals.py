@@ -12,7 +12,7 @@ from types import FrameType
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 _taken: list[signal.Signals] = []
-"""Those that are handled now."""
+"""Signals that are handled now."""
 
 
 @contextmanager

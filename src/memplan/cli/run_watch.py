@@ -32,7 +32,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the job's first device. Bytes; None where nobody knows."""
+    """Memory of the job's first device, in bytes; None where it is not known."""
 
     steps: int | None = None
     allocated: int | None = None
@@ -40,9 +40,9 @@ class Memory:
     reserved: int | None = None
     reserved_peak: int | None = None
     arena: int | None = None
-    """Of the plan in effect."""
+    """Bytes of the arena of the plan in effect."""
     card_used: int | None = None
-    """By all processes, as NVML counts."""
+    """Bytes that all processes use, as NVML counts them."""
     card_total: int | None = None
 
 

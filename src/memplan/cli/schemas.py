@@ -75,7 +75,7 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _classes(answer: msgspec.inspect.Type) -> set[type]:
-    """Those of the objects that an answer consists of."""
+    """The classes of the objects in an answer."""
     found: set[type] = set()
     todo: list[Any] = [answer]
     while todo:

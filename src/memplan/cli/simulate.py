@@ -27,7 +27,7 @@ class ReplayHeader(TypedDict):
     schema_version: int
     memplan_version: str
     torch_version: str
-    """Of the file."""
+    """The version of PyTorch that the file names."""
     gpu: str | None
 
 

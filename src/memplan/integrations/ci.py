@@ -33,7 +33,7 @@ class Estimated:
 
     exit_code: int
     answer: Path
-    """Its file; empty without an answer."""
+    """The file of the answer; empty without an answer."""
     error: str
 
 

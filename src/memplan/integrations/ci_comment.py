@@ -21,10 +21,10 @@ _SECONDS = 30
 
 @dataclass(frozen=True)
 class Thread:
-    """Where the comments of a request are, and how one of them is addressed and replaced."""
+    """The address of a request's comments, and how to find and replace one of them."""
 
     all: str
-    """Of the request's comments: the address to list them and to add one."""
+    """The address to list the request's comments and to add one."""
     one: str
     replaces: str
     headers: dict[str, str]

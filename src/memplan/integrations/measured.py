@@ -23,7 +23,7 @@ class Measured:
     reserved_peak: int
     reserved: int
     used: int
-    """By all processes, what this one keeps for reuse included."""
+    """Bytes that all processes use, with what this one keeps for reuse."""
     total: int
 
     @property

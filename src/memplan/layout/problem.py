@@ -48,7 +48,7 @@ class Problem:
     size: I64
     """Bytes."""
     alignment: I64
-    """Its offset is a multiple of this; 1 for any."""
+    """The offset is a multiple of this; 1 for any offset."""
     fixed: I64
     """The offset that it must have; -1 for any."""
     twin: I64

@@ -1,1 +1,1 @@
-"""In which order to run the operators of a training step so that its peak is least."""
+"""Finds an order of a training step's operators that needs the least memory."""

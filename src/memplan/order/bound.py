@@ -190,17 +190,17 @@ class Flow:
     op: int
     """-1: the start of the step; the number of operators: its end."""
     share: Amounts
-    """By row of `Graph.users`: bytes that a value passes on to that user."""
+    """Bytes that a value passes on to a user, by row of `Graph.users`."""
     rest: Amounts
-    """By value: bytes that it passes on to the end of the step."""
+    """Bytes that each value passes on to the end of the step."""
     back: Amounts
-    """By row of `Graph.before`: bytes that the later operator passes back to the earlier one."""
+    """Bytes that the later operator passes back to the earlier one, by row of `Graph.before`."""
 
 
 @dataclass(frozen=True)
 class Forced:
-    """In every order with a lower peak than the flow proves, `earlier` runs before `later`: the
-    flow is that of an operator if `later` ran first."""
+    """A pair of operators: `earlier` runs before `later` in every order with a lower peak than the
+    flow proves. The flow is that of an operator if `later` ran first."""
 
     earlier: int
     later: int

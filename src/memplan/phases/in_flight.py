@@ -23,12 +23,12 @@ class InFlight:
     """The pass of a step with the highest peak in backward, the first of several."""
 
     trace: Trace
-    """With its forward moved."""
+    """The trace with the forward moved."""
     order: I64
-    """Of its operators, as numbers of the given trace's."""
+    """The order of its operators, as numbers of the given trace."""
     chosen: Pass
     whole: Pass
-    """From the step's first forward to its last backward."""
+    """The pass from the step's first forward to its last backward."""
     passes: int
     others: int
     """Passes in flight beside the chosen one while its backward runs."""
@@ -60,9 +60,9 @@ def in_flight(trace: Trace, found: StepPasses) -> InFlight | None:
 
 
 def _forwards(trace: Trace, found: StepPasses) -> list[tuple[int, int]]:
-    """By pass, the rows of its forward: from the first call of a module that its backward reads
-    results of, up to the next such call or backward. Empty where a pass has none, or two passes
-    the same."""
+    """The rows of each pass's forward: from the first call of a module whose results its backward
+    reads, up to the next such call or to backward. Empty where a pass has no such call, or two
+    passes have the same."""
     ops, events = trace.ops, trace.events
     call, _ = call_numbers(ops.call)
     call[ops.phase == Phase.BACKWARD] = -1
@@ -90,8 +90,9 @@ def _names(trace: Trace, first: int, stop: int) -> bytes:
 
 
 def _moved(trace: Trace, first: int, stop: int, before: int, op_order: I64) -> Trace:
-    """With the operators `[first, stop)` and their events right before operator `before`. What
-    comes in between and is of their storages, such as a release, comes right behind them."""
+    """The trace with the operators `[first, stop)` and their events moved right before operator
+    `before`. Events in between that concern their storages, such as a release, follow right behind
+    them."""
     events, ops = trace.events, trace.ops
     begin, end, at = ops.event[[first, stop, before]].tolist()
     made = events.storage[begin:end][events.kind[begin:end] == EventKind.ALLOC]
@@ -118,7 +119,7 @@ def _moved(trace: Trace, first: int, stop: int, before: int, op_order: I64) -> T
 
 
 def _order(count: int, start: int, *pieces: I64) -> I64:
-    """Of `count` rows, those from `start` on in the order of the pieces."""
+    """Numbers of `count` rows, with those from `start` on in the order of the pieces."""
     moved = np.concatenate(pieces)
     return np.concatenate((np.arange(start), moved, np.arange(start + len(moved), count)))
 

@@ -1,4 +1,4 @@
-"""In which order the operators of a traced step must stay."""
+"""Finds which operators of a traced step must stay in order."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _RANDOM = frozenset(
 def dependencies(
     names: Sequence[str], reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]
 ) -> list[set[int]]:
-    """By operator, those that must run before it: the last writer of each storage it reads or
-    writes, and the readers since then of each that it writes; the one before it among those that
-    may draw random numbers; the one before it among collectives and operators of foreign libraries,
-    which may do more than they say; and the last one that Python read a value of.
-    """
+    """The operators that must run before each operator. They are the last writer of each storage
+    that it reads or writes; for storages that it writes, also the readers since then; the previous
+    operator that may draw random numbers, for one that may, too; the previous collective or
+    operator of another library, for such a one, because these may have effects that are not
+    recorded; and the last operator whose value Python read."""
     needs: list[set[int]] = [set() for _ in names]
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}

@@ -101,9 +101,9 @@ class _Table:
 
     rows: I64
     place: I64
-    """Of each row of the step, that of the last operator up to it."""
+    """For each row of the step, the place of the last operator up to it."""
     reads: list[list[int]]
-    """By place, values."""
+    """Values that the operator at each place reads."""
     writes: list[list[int]]
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class _Held:
     users: frozenset[int]
     lasts: bool
     until: int
-    """Where the program lets go of it: after this place."""
+    """The place after which the program releases it."""
 
     @property
     def last_use(self) -> int:
@@ -145,7 +145,8 @@ class _Held:
 def _held_values(
     trace: Trace, values: PassValues, table: _Table, drops_gradients: bool
 ) -> list[_Held]:
-    """Without what has no bytes, and what is there before and after: that is the base."""
+    """The values of the graph, without those that have no bytes and those that exist before and
+    after, which are its base."""
     users: list[set[int]] = [set() for _ in range(len(values))]
     for touched in (table.reads, table.writes):
         for place, row in enumerate(touched):
@@ -168,7 +169,7 @@ def _held_values(
 def _scratch(
     trace: Trace, whole: Pass, values: PassValues, table: _Table, held: list[_Held], alive: I64
 ) -> I64:
-    """By place. `alive`: before each event, without the base."""
+    """Scratch bytes by place. `alive`: bytes before each event, without the base."""
     change = np.zeros(len(table) + 1, np.int64)
     for one in held:
         size = int(values.bytes[one.value])

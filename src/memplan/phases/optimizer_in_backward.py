@@ -24,7 +24,7 @@ class UpdatesInBackward:
     reason: str
     """Why they would change a number; empty where nothing in the trace forbids them."""
     parameters: int = 0
-    """Of a step, those that get a gradient."""
+    """Number of parameters that get a gradient in a step."""
     gradient_bytes: int = 0
 
 
@@ -63,7 +63,7 @@ class _Step:
         working = backward | (self._phase == Phase.FORWARD) | (self._phase == Phase.OPTIMIZER)
         begins = np.diff(backward[working].astype(np.int8), prepend=np.int8(0)) == 1
         self._passes = np.zeros(len(self._phase), np.int64)
-        """Of each operator, the number of its backward pass; 0 of others."""
+        """The number of each operator's backward pass; 0 for operators outside of one."""
         self._passes[working] = np.cumsum(begins) * backward[working]
 
     def judged(self) -> UpdatesInBackward:
@@ -120,7 +120,7 @@ def with_updates_in_backward(trace: Trace) -> Trace:
     events = trace.events
     dropped = np.zeros(len(events), bool)
     at = np.full(len(trace.storages), len(events), np.int64)
-    """By storage, the event before which it is released at the latest."""
+    """For each storage, the event before which it is released at the latest."""
     starts = [*table.start.tolist(), *table.stop[-1:].tolist()]
     stops = [*table.stop.tolist(), len(events)]  # and what follows the last complete one
     numbers = np.maximum.accumulate(trace.ops.step)
@@ -190,8 +190,8 @@ def _released_at(trace: Trace, first: int, last: int, start: int, stop: int) -> 
 
 
 def _temporaries(trace: Trace, start: int, stop: int) -> Bools:
-    """Of events `[start, stop)`, the requests and releases of what an optimizer's step asked for
-    and gave back itself."""
+    """Which events in `[start, stop)` are requests or releases of temporaries of an optimizer's
+    step."""
     events = trace.events
     kind, storage = events.kind[start:stop], events.storage[start:stop]
     within = (events.phase[start:stop] == Phase.OPTIMIZER) & (storage >= 0)

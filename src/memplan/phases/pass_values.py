@@ -50,19 +50,20 @@ class PassValues:
         return len(self.bytes)
 
     def held_until_release(self, of: Bools) -> PassValues:
-        """With the last row before its release among the readers of each value `of` these."""
+        """The same values, where each value in `of` is also read by the last row before its
+        release."""
         held = np.flatnonzero(of)
         row = np.append(self.reads.row, self.free[held] - 1)
         return replace(self, reads=Edges.of(row, np.append(self.reads.value, held), len(self)))
 
     def there_before(self, forward: int) -> PassValues:
-        """With what rows from `forward` on make and leave behind, as gradients, there from the
-        beginning: later passes find it there."""
+        """The same values, where those that rows from `forward` on make and leave behind, such as
+        gradients, exist from the beginning, as in later passes."""
         left = self.outlives & (self.alloc >= forward)
         return replace(self, alloc=np.where(left, -1, self.alloc))
 
     def with_scratch(self, scratch_bytes: I64) -> PassValues:
-        """With one more value for each of `scratch_rows` that takes any bytes."""
+        """The same values and one more for each of `scratch_rows` that needs any bytes."""
         rows = self.scratch_rows[scratch_bytes > 0]
         added, count = len(rows), len(self)
         numbers = np.arange(count, count + added)
@@ -180,8 +181,8 @@ def _touched(starts: I64, storages: I64, chosen: Pass) -> tuple[I64, I64]:
 
 
 def _first_writes(empty: Bools, reads: Edges, writes: Edges) -> I64:
-    """By value, the row that makes it where it is one of the `empty` (no request is ever made for
-    those) and written before it is read; else -1."""
+    """For each value the row that makes it, if it is one of the `empty` (for which no request is
+    ever made) and is written before it is read; else -1."""
     none = np.iinfo(np.int64).max
     first_read, first_write = (np.full(len(empty), none) for _ in range(2))
     np.minimum.at(first_read, reads.value, reads.row)
@@ -190,7 +191,7 @@ def _first_writes(empty: Bools, reads: Edges, writes: Edges) -> I64:
 
 
 def _last_rows(reads: Edges, writes: Edges, values: int) -> I64:
-    """By value, the last row that touches it; -1 for none."""
+    """The last row that reads or writes each value; -1 for none."""
     last = np.full(values, -1, np.int64)
     np.maximum.at(last, reads.value, reads.row)
     np.maximum.at(last, writes.value, writes.row)

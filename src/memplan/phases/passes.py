@@ -16,8 +16,8 @@ AGAIN = -2
 
 
 def call_numbers(call: I32) -> tuple[I64, Bools]:
-    """Of `Ops.call`: the number of the call, or what is negative, and which operators are inside
-    the forward of an `autograd.Function`."""
+    """From `Ops.call`: the number of each operator's call, or a negative number; and which
+    operators are inside the forward of an `autograd.Function`."""
     in_function = call < AGAIN
     return np.where(in_function, AGAIN - 1 - call.astype(np.int64), call), in_function
 
@@ -150,8 +150,8 @@ def _of_kind(trace: Trace, kind: EventKind, start: int, stop: int) -> I64:
 
 
 def alive_after(trace: Trace) -> I64:
-    """By event: requested bytes alive after it; a leading 0 stands for the trace's beginning, so
-    that element i is what is alive before event i."""
+    """Requested bytes alive after each event, behind a 0 for the beginning of the trace: so element
+    i is the number of bytes alive before event i."""
     events = trace.events
     change = np.where(events.kind == EventKind.ALLOC, events.bytes, 0) - np.where(
         events.kind == EventKind.FREE, events.bytes, 0

@@ -58,7 +58,7 @@ def _micro_batches(step: I32, phase: U8) -> I32:
 
 
 def _step_of_events(count: int, starts: I64, stops: I64) -> I32:
-    """By event: the row of the step that holds it, or -1."""
+    """For each event the row of the step that it belongs to, or -1."""
     step = np.full(count, -1, np.int32)
     for row, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         step[start:stop] = row

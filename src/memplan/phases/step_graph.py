@@ -18,7 +18,8 @@ from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
 _MOST_KINDS = 4
-"""Of passes; where more differ, they mostly differ from step to step, too."""
+"""The most kinds of pass that are planned; where there are more, passes mostly differ from step to
+step, too."""
 
 
 def step_graph(
@@ -46,9 +47,10 @@ def step_graph(
 
 
 def step_graphs(trace: Trace, profile: DeviceProfile | None, above: int) -> list[StepGraph]:
-    """As `step_graph`, of each kind of pass that the step has, where several have a higher peak
-    than `above` (requested bytes): training both networks of a GAN, say. The dearest first; only
-    that one where passes are in flight beside each other, or more are unlike than are planned."""
+    """Graphs as by `step_graph`, one for each kind of pass whose peak is above `above` (requested
+    bytes), as where both networks of a GAN are trained. The costliest comes first. It is the only
+    one where several passes are in flight at once, or where there are more kinds than are
+    planned."""
     return _Step(trace, profile, None, None).graphs(above)
 
 
@@ -100,7 +102,7 @@ class _Step:
         ]
 
     def _first_pass(self, count: int) -> int:
-        """Of the `count` that a step has: the job's first step may begin later."""
+        """The number of the pass with which the job's first step begins; a later step has `count`."""
         try:
             first = self._count_calls(step_passes(self.trace, 0))
         except (NoAnswerError, UsageError):  # no optimizer ends a step, or nothing ran before
@@ -207,8 +209,8 @@ def _value_names(trace: Trace, values: PassValues) -> list[str]:
 
 
 def _scratch_bytes(trace: Trace, chosen: Pass, values: PassValues, alive: I64) -> I64:
-    """For each row with scratch memory, what its peak holds beyond the values alive during it.
-    `alive`: before each event, without what is there before and after the pass."""
+    """For each row with scratch memory, the bytes of its peak beyond the values alive during it.
+    `alive`: bytes before each event, without values that exist before and after the pass."""
     count = chosen.stop - chosen.start
     known = alive_rows(count, values.alloc, values.free, values.bytes)
     begins = np.append(trace.ops.event[chosen.start : chosen.stop], chosen.last_event)

@@ -16,8 +16,8 @@ from memplan.types.errors import UsageError
 _GIB = 1 << 30
 _NAME = "memplan-job"
 _SEEN_BY_CUDA = 0.97
-"""Of the memory that the driver reports, from which labels and claims are made, a process sees at
-least so much: 14930 of 15360 MiB on a T4, the least of the known cards."""
+"""Labels and claims are made from the memory that the driver reports. A process sees at least this
+share of it: 14930 of 15360 MiB on a T4, the lowest of the known cards."""
 _SKYPILOT = {
     "v100-16gb": "V100",
     "v100-32gb": "V100-32GB",
@@ -49,7 +49,7 @@ class Request:
 
     @property
     def needed_mib(self) -> int:
-        """Of a GPU."""
+        """Memory of one GPU."""
         return math.ceil(self.slot.needed_bytes / MIB)
 
     @property

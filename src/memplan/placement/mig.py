@@ -28,10 +28,9 @@ def _file() -> _File:
 
 
 def slices_of(card: DeviceProfile) -> dict[str, DeviceProfile]:
-    """Its MIG profiles by name, the smallest first; empty for a card without, or with unknown ones.
-
-    The profile differs from the card's in memory only: rates and multiprocessors are the card's.
-    """
+    """The MIG profiles of a card by name, the smallest first; empty for a card without MIG or with
+    unknown profiles. They differ from the card in memory only: rates and multiprocessors are the
+    card's."""
     row = _file().cards.get(card.name)
     if row is None:
         return {}

@@ -46,10 +46,8 @@ def demand_of_trace(trace: Trace) -> Demand:
 
 
 def demand_of_answer(encoded: bytes) -> Demand:
-    """From the JSON of `estimate` or `fit`: the high bound, with the context of each card.
-
-    Raises FormatError for what is neither.
-    """
+    """The demand in the JSON of `estimate` or `fit`: the high bound, with the context of each card.
+    Raises FormatError for another file."""
     answer, *notes = _estimate_in(encoded)
     seen = find_profile(answer.gpu.name if answer.gpu else DEFAULT_PROFILE)
 
@@ -69,11 +67,11 @@ class _Fit(msgspec.Struct):
     after: Estimate | None
     plan: str | None = None
     reason: str = ""
-    """Of a sweep's combination that has no estimate."""
+    """Why a combination of a sweep has no estimate."""
 
 
 def _estimate_in(encoded: bytes) -> tuple[Estimate, *tuple[str, ...]]:
-    """With what to say of it."""
+    """The estimate in an answer, and notes about it."""
     try:
         fit = msgspec.json.decode(encoded, type=_Fit)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -159,7 +157,7 @@ def place(
 
 
 def _cards_like(seen: DeviceProfile) -> list[DeviceProfile]:
-    """Of its compute capability, the smallest first."""
+    """Known cards with the same compute capability, the smallest first."""
     like = [card for card in known_profiles() if card.capability == seen.capability]
     return sorted(like, key=lambda card: (card.total_memory_bytes, card.name != seen.name))
 

@@ -13,7 +13,7 @@ from memplan.types.difference import ChangedPart, Difference
 
 _ROWS = 10
 _SMALL = 0.002
-"""Of the larger peak: changes below that are summed up."""
+"""Changes below this share of the larger peak are summed up."""
 _NAME = 52
 UNNAMED = "(place unknown)"
 

@@ -63,7 +63,7 @@ def estimate_html(answer: Estimate) -> str:
 
 
 def trace_html(trace: Trace) -> str:
-    """Where the trace comes from, and what it holds."""
+    """A trace's origin and content."""
     meta = trace.meta
     rows = [
         ("command", " ".join(meta.command)),

@@ -29,7 +29,8 @@ class StepSlices:
 
     @property
     def end(self) -> float:
-        """Of the last; later than the step's time where streams of the next step begin before."""
+        """End of the last slice; later than the step's time where streams of the next step begin
+        earlier."""
         return float((self.begin + self.seconds).max(initial=0.0))
 
 

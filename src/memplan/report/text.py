@@ -21,10 +21,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 _BOUND_BY_HOST = 0.95
-"""Of a step's time: launches that take more are what it waits for."""
+"""If launches take more than this share of a step's time, the step waits for the host."""
 
 WORTH_TELLING = 0.005
-"""Of a step's time: input that takes less is not worth a line's place."""
+"""Input that takes less than this share of a step's time is not shown."""
 
 
 def headline(estimate: Estimate) -> str:
@@ -149,7 +149,7 @@ def wrap_name(text: str, width: int) -> list[str]:
 
 
 def step_text(step: int, phase: str, steps: int) -> str:
-    """Where in the run: steps count from 0, as in JSON; `steps` of them were completed."""
+    """The position in the run: steps count from 0, as in JSON; `steps` of them were completed."""
     if phase == "setup":
         return "before step 0"
     if 0 < steps <= step and phase in ("evaluation", "other"):

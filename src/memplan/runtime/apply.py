@@ -60,13 +60,13 @@ class _Calls:
         self._calls = part.calls if part is not None else 0
         self._calls_of_passes = part.passes if part is not None else []
         self._nth_pass = part.first_pass if part is not None else 0
-        """Of the step, which ends with a step of the first optimizer."""
+        """Number of the pass in the step, which ends with a step of the first optimizer."""
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._roots: dict[int, int] = {}
-        """By id, in the order in which the step called them first; where passes are in flight
-        beside each other."""
+        """Roots by id, in the order in which the step first called them, where several passes are
+        in flight."""
         self._needed: dict[int, Needed] = {}
-        """By call, as learned from the last one that was recorded whole."""
+        """What the replays of each call need, from the last one that was recorded completely."""
         self._surprises: Counter[int] = Counter()
         self._met: set[int] = set()
         """Calls that have been made."""
@@ -76,7 +76,7 @@ class _Calls:
         self._on_cuda = False
         self._pass: list[Recording] = []
         self._offloaded: Pass | None = None
-        """Those of the pass."""
+        """Offloaded values of the current pass."""
         self._inputs = Inputs()
         self._running = _Running()
         self._to_compare: tuple[Recording, Decisions] | None = None
@@ -122,7 +122,7 @@ class _Calls:
             recording.__enter__()
 
     def _number(self, root: torch.nn.Module) -> int:
-        """Of a call in its pass."""
+        """The number of a call in its pass."""
         if self._calls:
             return self._roots.setdefault(id(root), len(self._roots)) % self._calls
         if passes := self._calls_of_passes:
@@ -143,8 +143,8 @@ class _Calls:
             self._to_compare = None
 
     def end_interrupted(self) -> None:
-        """Where the last forward ended with KeyboardInterrupt or its like, of which no hook is
-        told."""
+        """End the last forward if KeyboardInterrupt or a similar exception ended it, which calls no
+        hook."""
         recording, call = self._running.call or (None, 0)
         self._running.call = None
         if recording is not None:

@@ -9,8 +9,8 @@ from memplan.types.errors import UsageError
 
 
 def profile_of(device: torch.device | None) -> DeviceProfile:
-    """Of a device that is CUDA; the default one for others, where no card is there, or where it has
-    no profile."""
+    """The profile of a CUDA device; the default one for other devices, without a card, or for a
+    card without a profile."""
     known = device is not None and device.type == "cuda" and torch.cuda.is_available()
     try:
         return find_profile(torch.cuda.get_device_name(device) if known else DEFAULT_PROFILE)

@@ -80,7 +80,8 @@ class HostBuffers:
         self._closed = False
 
     def take(self, nbytes: int, card: Tensor) -> Buffer:
-        """For a copy of `card`. Raises MemoryError or OSError where the host has no more."""
+        """A buffer for a copy of `card`. Raises MemoryError or OSError where the host has no more
+        memory."""
         fitting = [one for one in self._free if nbytes <= len(one.bytes) <= 2 * nbytes]
         if fitting:
             found = min(fitting, key=lambda one: len(one.bytes))
@@ -123,7 +124,7 @@ class HostBuffers:
 
 
 def _tell_capture(host: Tensor) -> None:
-    """That a fake tensor's memory is page-locked."""
+    """Tell a capture that a fake tensor's memory is page-locked."""
     from memplan.capturing import session
 
     if session._active is not None:
@@ -160,7 +161,7 @@ def _control_groups() -> list[Path]:
 
 
 def local_processes() -> int:
-    """Of the job, on this host."""
+    """The number of processes of the job on this host."""
     with suppress(ValueError):
         return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return 1

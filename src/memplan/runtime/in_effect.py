@@ -84,7 +84,7 @@ def plan_in_effect(
 
 
 def _too_little(nbytes: int) -> str:
-    """That the host has less memory; empty where it has it, or is not the job's own."""
+    """A sentence if the host has less memory; empty if it has enough or is not the job's own."""
     from memplan.report.text import format_bytes
     from memplan.runtime.host_buffers import available_bytes, local_processes
     from memplan.runtime.tape.settings import tensors_are_fake

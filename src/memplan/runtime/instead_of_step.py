@@ -17,9 +17,9 @@ from memplan.runtime import one_update
 
 
 class InsteadOfStep(ABC):
-    """In effect on every optimizer that steps while it is entered; a context manager. Where updates
-    come in the backward pass, they come this way too (`one_update.update`). Afterwards an
-    optimizer's state becomes a plain one's when that steps again: not at once, for at the end of a
+    """A context manager that updates parameters of every optimizer that steps while it is entered.
+    Where updates run in the backward pass, they come here, too (`one_update.update`). Afterwards an
+    optimizer's state becomes plain when the optimizer steps again, not at once: at the end of a
     program nobody needs it, and the card may have no room."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class InsteadOfStep(ABC):
 
     @abstractmethod
     def _make_plain(self, optimizer: Optimizer) -> None:
-        """Its state becomes what its own step has, if it was one of those served."""
+        """Give an optimizer that was served the state that its own step has."""
 
     @abstractmethod
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

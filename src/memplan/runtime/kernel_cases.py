@@ -72,7 +72,7 @@ class TimedCase:
     seconds: float
     """0 where it failed."""
     trace: Trace
-    """Of the one operator."""
+    """A trace of the one operator."""
     error: str = ""
 
 
@@ -110,7 +110,7 @@ def on_the_card(*shape: int) -> torch.Tensor:
 
 
 def card_seconds(func: Any, args: tuple[Any, ...]) -> float:
-    """Of a call on the current GPU: the median of several."""
+    """The median seconds of several calls on the current GPU."""
     for _ in range(_WARM_UP):
         func(*args)
     return statistics.median(cuda_seconds(lambda: func(*args)) for _ in range(_REPEATS))

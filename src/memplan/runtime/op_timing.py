@@ -147,13 +147,14 @@ class _Chain(torch.nn.Module):
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """Of an op of a forward pass, its part of the backward pass included, on the host."""
+    """Seconds on the host of an op of a forward pass, with its part of the backward pass."""
 
     plain: float
     recorded: float
-    """More where a plan is in effect, whatever it drops: every op is looked at."""
+    """Further seconds where a plan is in effect, whatever it drops, because every op is looked
+    at."""
     replayed: float
-    """More where it is replayed."""
+    """Further seconds where the op is replayed."""
 
 
 def host_seconds(device: torch.device) -> HostSeconds:

@@ -23,9 +23,9 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     fits: bool
     before: Estimate | None = None
-    """Without a plan; None where there is no answer."""
+    """The estimate without a plan; None where there is no answer."""
     after: Estimate | None = None
-    """With the plan, where one makes it fit."""
+    """The estimate with the plan, where one makes it fit."""
     added_fraction: float = 0.0
     """Time that the plan adds to a step."""
     plan: str | None = None
@@ -42,31 +42,31 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One combination."""
 
     place: int | None = None
-    """In the ranking, from 1 on; None for one that does not fit or has no answer."""
+    """Rank from 1 on; None for a combination that does not fit or has no answer."""
     gpu: str
     values: dict[str, str]
-    """Of the options that were varied."""
+    """Values of the options that were varied."""
     status: Status
     reason: str = ""
     hint: str = ""
     gpus: int | None = None
-    """Of the whole job."""
+    """GPUs of the whole job."""
     peak_bytes: int | None = None
     low_bytes: int | None = None
     high_bytes: int | None = None
     total_bytes: int | None = None
-    """Of the card."""
+    """Memory of the card."""
     step_seconds: float | None = None
     """None where the answer does not know it. With the time that a plan adds."""
     step_low_seconds: float | None = None
     step_high_seconds: float | None = None
     samples_per_step: int | None = None
-    """Of the whole job; None where the script's batch size is not known."""
+    """Samples in a step of the whole job; None where the script's batch size is not known."""
     samples_per_second: float | None = None
     seconds: float | None = None
-    """To the samples that were asked for."""
+    """Seconds for the samples that were asked for."""
     cost: float | None = None
-    """Of them, by the prices that were given."""
+    """Cost of these samples, by the prices that were given."""
     added_fraction: float | None = None
     plan: str | None = None
     command: list[str]

@@ -1,4 +1,4 @@
-"""Where captures and fits run: in processes of this machine. `ray_cluster` has another place."""
+"""Runs captures and fits in processes of this machine. `ray_cluster` runs them in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LocalProcesses:
 
 
 def command(words: Sequence[str], output: Path) -> list[str]:
-    """That of a process which ends with the thread that starts it."""
+    """The command of a process that ends with the thread that starts it."""
     asked = [str(output) if word == OUTPUT else word for word in words]
     return [sys.executable, "-P", "-m", "memplan.worker.tied", *asked]
 
@@ -144,7 +144,7 @@ def fit(executor: Executor, words: Sequence[str], plan: Path) -> Fit:
 
 
 def _lost(code: int) -> Outcome | None:
-    """Of a process that a signal ended: nothing is known about the script then."""
+    """The outcome of a process that a signal ended: nothing is known about the script then."""
     outcome = ended_by_signal(code)
     return None if outcome is None else msgspec.structs.replace(outcome, kind="error")
 

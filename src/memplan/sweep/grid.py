@@ -96,7 +96,7 @@ def find_script_option(program: ScriptTarget, name: str) -> ScriptOption | None:
 
 
 def unknown_option(program: ScriptTarget, name: str) -> UsageError:
-    """With near names among those that the script declares and is given."""
+    """The error for an unknown option, with similar names that the script declares or is given."""
     known = {plain_name(one): one for one in _known(program)}
     near = difflib.get_close_matches(plain_name(name), known, n=3, cutoff=0.5)
     option = name if name.startswith("-") else f"--{name}"

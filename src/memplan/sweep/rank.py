@@ -44,7 +44,7 @@ def ranked(
 
 
 def _worth(row: Row, by: By) -> float | None:
-    """Less is better."""
+    """A value to rank by; less is better."""
     found: float | None = row.high_bytes if by == "peak_bytes" else getattr(row, by)
     return -found if found is not None and by == "samples_per_second" else found
 

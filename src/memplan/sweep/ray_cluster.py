@@ -21,7 +21,7 @@ from memplan.worker.streams import stdout_to_stderr
 
 _SECONDS_TO_CONNECT = 10.0
 _RETRIES = 2
-"""Of a capture whose worker or node was lost."""
+"""How often a capture whose worker or node was lost is tried again."""
 
 
 class RayCluster:
@@ -119,7 +119,8 @@ def _lost(error: Exception) -> Outcome:
 def _run_there(
     words: list[str], given: bytes, folder: str, version: str
 ) -> tuple[int, bytes, str, bytes | None]:
-    """On a node: exit code, stdout, stderr, and what was written to the output."""
+    """Run a command on a node. Returns its exit code, stdout, stderr, and the content of its output
+    file."""
     if version != __version__:
         raise RuntimeError(f"this node has memplan {__version__}, and {version} asks")
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:

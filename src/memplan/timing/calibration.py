@@ -16,7 +16,8 @@ from memplan.types.device import DeviceProfile
 from memplan.types.trace import Trace
 
 _LAUNCHES = 5
-"""Times the gap between two kernels: one that is no longer says nothing of its class."""
+"""A kernel that takes at most so many times the gap between two kernels says nothing about its
+class."""
 
 
 def efficiencies(
@@ -53,7 +54,7 @@ def efficiencies(
 
 
 def _rounded(share: float) -> float:
-    """To three digits, however small it is."""
+    """A number rounded to three digits, however small it is."""
     return float(f"{share:.3g}")
 
 

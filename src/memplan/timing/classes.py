@@ -18,7 +18,7 @@ class Kernel(NamedTuple):
     """What one kernel does."""
 
     kind: str
-    """Its class."""
+    """The kernel's class."""
     flops: float
     """Operations, those lost to tiles and waves included."""
     nbytes: float

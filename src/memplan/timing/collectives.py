@@ -19,7 +19,7 @@ _KINDS = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "barrier"),
     *("gather", "scatter", "reduce", "send", "recv"),
 )
-"""As they are written; a name that holds another stands before it."""
+"""Kinds of collectives as they are written. A name that contains another one comes before it."""
 _PREFIXES = ("c10d.", "_c10d_functional.", "symm_mem.")
 
 
@@ -81,7 +81,7 @@ def message_bytes(kind: str, moved: int, ranks: int) -> float:
 
 
 def _ring_share(kind: str, ranks: int) -> float:
-    """Of the message, what passes the busiest link of a ring."""
+    """The share of the message that passes the busiest link of a ring."""
     share = (ranks - 1) / ranks
     if kind == "all-reduce":
         return 2 * share

@@ -10,7 +10,8 @@ from memplan.types.trace import Phase, Trace
 
 
 def host_seconds(trace: Trace, times: HostTime, start: int, stop: int) -> F64:
-    """By operator of `[start, stop)`. One without a kernel, such as a view, costs less."""
+    """Host seconds of each operator in `[start, stop)`. One without a kernel, such as a view, costs
+    less."""
     ops = trace.ops
     phase = ops.phase[start:stop]
     launches = (ops.moved_bytes[start:stop] != 0) | (ops.flops[start:stop] != 0)

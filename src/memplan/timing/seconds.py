@@ -30,7 +30,8 @@ _RATES = {
     "float8_e5m2": ("fp8", "fp16"),
     "float64": ("fp64", "fp32"),
 }
-"""By dtype: the rates of a profile to look for, in this order; every other dtype runs at fp32."""
+"""For each dtype, the rates of a profile to look for, in this order; every other dtype runs at
+fp32."""
 
 
 def op_seconds(
@@ -53,14 +54,14 @@ def fetches(trace: Trace) -> Bools:
 
 
 def by_operator(work: Workload, each: F64) -> F64:
-    """By operator: the sum of what its kernels take."""
+    """The sum of each operator's kernel times."""
     count = len(work.first) - 1
     owner = np.repeat(np.arange(count), np.diff(work.first))
     return np.asarray(np.bincount(owner, each, count)[work.which], np.float64)
 
 
 def kernel_seconds(work: Workload, profile: DeviceProfile, table: KernelTimes) -> F64:
-    """By kernel of the workload."""
+    """Seconds of each kernel of the workload."""
     reached = [table.on(kind, profile) for kind in work.kind]
     compute = np.array([one.compute for one in reached])
     memory = np.array([one.memory for one in reached])

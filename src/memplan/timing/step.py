@@ -50,7 +50,7 @@ _GROUPS = (
     ("reduction", "reductions"),
     ("", "pointwise"),
 )
-"""By the beginning of a class's name: what a person reads."""
+"""Groups for the report, by the beginning of a class's name."""
 
 
 def steady_ops(trace: Trace) -> tuple[int, int]:
@@ -74,9 +74,9 @@ class PricedStep:
     steps: int
     work: Workload
     each: F64
-    """By kernel of the workload."""
+    """Seconds of each kernel of the workload."""
     device: F64
-    """On its stream."""
+    """Seconds of each operator on its stream."""
     exchanges: Bools
     """Whether it is a collective."""
     replays: Bools
@@ -218,7 +218,7 @@ def _by_time(item: tuple[str, float]) -> tuple[float, str]:
 def _communication(
     trace: Trace, start: int, stop: int, profile: DeviceProfile, table: KernelTimes
 ) -> F64:
-    """By operator: seconds of a collective; -1 for what is none."""
+    """Seconds of each collective; -1 for other operators."""
     ops, strings = trace.ops, trace.strings
     found = np.full(stop - start, -1.0)
     numbers = [i for i in np.unique(ops.name[start:stop]).tolist() if is_collective(strings[i])]
@@ -235,7 +235,7 @@ def _communication(
 
 
 def _replayed(trace: Trace, start: int, stop: int, profile: DeviceProfile) -> F64:
-    """By operator: seconds of what a CUDA graph runs again; -1 for what is none."""
+    """Seconds of each replay of a CUDA graph; -1 for other operators."""
     found = np.full(stop - start, -1.0)
     alike: dict[int, float] = {}
     names = [number for number, text in enumerate(trace.strings) if text == GRAPH_REPLAY]

@@ -35,9 +35,9 @@ class SteadyRun:
     """One run of a step's operators behind another one. Seconds."""
 
     seconds: float
-    """From the end of the run before to the end of this one."""
+    """Seconds from the end of the run before to the end of this one."""
     ends: F64
-    """By operator: when it ends on its stream, counted from the beginning of the run before."""
+    """When each operator ends on its stream, counted from the beginning of the run before."""
 
 
 def steady_run(trace: Trace, start: int, stop: int, device: F64, host: F64) -> SteadyRun:

@@ -22,13 +22,13 @@ class Workload:
     nbytes: F64
     rate: list[str]
     first: I64
-    """By different operator: its kernels are `[first[i], first[i + 1])`."""
+    """The kernels of the i-th different operator are `[first[i], first[i + 1])`."""
     which: I64
-    """By operator: its number among the different ones."""
+    """For each operator, its number among the different ones."""
 
 
 def workload(trace: Trace, sms: int, start: int = 0, stop: int | None = None) -> Workload:
-    """Of the operators `[start, stop)`, on a card with so many SMs."""
+    """The workload of the operators `[start, stop)`, on a card with `sms` multiprocessors."""
     ops = trace.ops
     rows = slice(start, len(ops) if stop is None else stop)
     moved = ops.moved_bytes[rows]
@@ -55,7 +55,8 @@ def workload(trace: Trace, sms: int, start: int = 0, stop: int | None = None) ->
 
 
 def _dtypes(trace: Trace) -> npt.NDArray[np.int32]:
-    """By operator whose arguments were not noted: the dtype of the first storage that it reads."""
+    """The dtype of the first storage that each operator reads, for operators whose arguments were
+    not noted."""
     ops = trace.ops
     if not len(ops.reads):
         return np.zeros(len(ops), np.int32)
@@ -65,7 +66,7 @@ def _dtypes(trace: Trace) -> npt.NDArray[np.int32]:
 
 
 def whole_storages(trace: Trace) -> I64:
-    """By operator: bytes of all storages that it reads and writes."""
+    """Bytes of all storages that each operator reads and writes."""
     size = storage_bytes(trace)
     ops = trace.ops
     return _row_sums(size[ops.reads], ops.reads_start) + _row_sums(

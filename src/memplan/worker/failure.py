@@ -71,6 +71,6 @@ def complaint(message: str, hint: str = "") -> str:
 
 
 def show_traceback() -> None:
-    """Of the error that is handled, where MEMPLAN_DEBUG asks for it."""
+    """Print the traceback of the current error if MEMPLAN_DEBUG asks for it."""
     if os.environ.get("MEMPLAN_DEBUG") == "1":
         traceback.print_exc(file=sys.stderr)

@@ -21,10 +21,8 @@ def estimate_under(
     part: AllocationPart,
     requests: Requests | None = None,
 ) -> Estimate:
-    """As `estimate`, with addresses planned. `requests`: those of the part, where they are at hand.
-
-    Raises FormatError for a plan that cannot be one.
-    """
+    """The estimate with planned addresses. `requests`: those of the part, if known already. Raises
+    FormatError for a plan that is not valid."""
     known = read_requests(part) if requests is None else requests
     return estimate(trace, profile, player=lambda card: _Planned(part, known, card))
 

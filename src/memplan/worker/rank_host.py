@@ -10,7 +10,7 @@ from memplan.types.estimate import Estimate
 
 
 class HostBytes(NamedTuple):
-    """Of one process, or of all of a node."""
+    """Host memory of one process, or of all processes of a node."""
 
     peak: int
     low: int

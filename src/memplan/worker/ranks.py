@@ -105,14 +105,14 @@ class SeenRanks:
         return max(self.captured.values(), key=order)
 
     def alike(self) -> dict[int, list[int]]:
-        """As `rank_choice.alike`, the ranks that need most first."""
+        """Ranks as `rank_choice.alike` groups them, those that need the most memory first."""
         found = alike(self._requests(), self.size)
         return dict(
             sorted(found.items(), key=lambda one: -self.captured[one[0]].estimate.high_bytes)
         )
 
     def taken_for_granted(self) -> list[str]:
-        """Of the ranks that were not captured."""
+        """Assumptions about the ranks that were not captured."""
         return uncaptured(self._requests(), self.size)
 
     def _requests(self) -> dict[int, Requests]:
@@ -179,7 +179,7 @@ class RankCaptures:
                 self._finish_one()
 
     def answer(self) -> Estimate:
-        """As `SeenRanks` gives it."""
+        """The estimate as `SeenRanks` gives it."""
         return self.seen.answer()
 
     def trace(self) -> Trace:

@@ -24,14 +24,14 @@ class CaptureRequest(
     """One capture, complete: equal requests have equal traces."""
 
     program: ScriptTarget
-    """With the arguments that the user gave it."""
+    """The program with the arguments that the user gave it."""
     launcher_arguments: tuple[str, ...] = ()
-    """That its launcher puts before them, as `--local_rank=0`."""
+    """Arguments that the launcher puts before them, such as `--local_rank=0`."""
     options: CaptureOptions
     alloc_conf: str = ""
     """Allocator settings whose keys win over those of the script and the environment."""
     plan: Plan | None = None
-    """To be in effect."""
+    """The plan to put into effect."""
 
     @property
     def target(self) -> ScriptTarget:
@@ -39,7 +39,7 @@ class CaptureRequest(
         return replace(self.program, argv=(*self.launcher_arguments, *self.program.argv))
 
     def encoded(self) -> bytes:
-        """As JSON, the same bytes for equal requests."""
+        """The request as JSON, with the same bytes for equal requests."""
         return msgspec.json.encode(self, order="deterministic")
 
     def key(self) -> str:
@@ -95,7 +95,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kind: Literal["captured", "not_captured", "out_of_memory", "error"] = "captured"
     """`out_of_memory`: of the machine that captures, not of the card."""
     exit_code: int = 0
-    """Of a command that ends with it; 0 where there is a trace."""
+    """The exit code for a command that ends with this result; 0 where there is a trace."""
     message: str = ""
     hint: str = ""
 

@@ -100,8 +100,9 @@ def raise_second_interrupt() -> None:
 
 @contextmanager
 def signals_later() -> Iterator[None]:
-    """Those that end a command wait until the block has ended, for a process that was started but
-    is not known yet would be left behind. It inherits that: `signals_now`."""
+    """A context manager in which signals that end a command wait until the block has ended: a
+    process that was started but is not known yet would be left behind. The process inherits this
+    (`signals_now`)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_SIGNALS})
     try:
         yield

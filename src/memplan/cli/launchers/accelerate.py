@@ -37,7 +37,7 @@ class Reading(msgspec.Struct):
     program: list[str] = []
     is_module: bool = False
     is_command: bool = False
-    """With --no_python the program need not be Python."""
+    """Whether --no_python is given: then the program need not be Python."""
     processes: int = 0
     """0: the program is started once and told nothing of ranks."""
     machines: int = 1

@@ -10,7 +10,7 @@ from memplan.cli.launchers.launch import Layer
 from memplan.types.errors import UsageError
 
 MOST_GPUS_PER_NODE = 8
-"""Of a node of which nothing is said."""
+"""Number of GPUs in a node that nothing else is said about."""
 
 
 @dataclass(frozen=True)

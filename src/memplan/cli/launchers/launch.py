@@ -41,7 +41,7 @@ class Layer:
     """One launcher of a command; `srun … torchrun …` has two."""
 
     launcher: str
-    """As messages name it."""
+    """The launcher's name in messages."""
     world: World | None = None
     """None: it starts one process and says nothing of ranks, as `env` and `python` do."""
     fixed: Mapping[str, str] = field(default_factory=dict)

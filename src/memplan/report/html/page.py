@@ -31,7 +31,7 @@ BANDS = (
     *("workspaces", "communication", "engine", "unknown", "fragmentation", "context"),
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 710, 12, 208
-"""Of the drawings in the template, in their own units."""
+"""The edges of the drawings in the template, in their own units."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ def scale(most: int) -> list[dict[str, Any]]:
 
 
 def height(nbytes: int, most: int) -> float:
-    """Where a size is drawn."""
+    """The vertical position of a size in a drawing."""
     return round(_BOTTOM - (_BOTTOM - _TOP) * nbytes / max(most, 1), 1)
 
 
 def across(share: float) -> float:
-    """Where a share of the width is drawn."""
+    """The horizontal position of a share of the width."""
     return round(_LEFT + (_RIGHT - _LEFT) * share, 1)
 
 

@@ -23,7 +23,7 @@ LEVELS = (2_048, 16_384, 131_072)
 MOST_BLOCKS = 120_000
 UNIT = 512
 NAMES = [*dict.fromkeys(CATEGORIES.values()), "unknown"]
-"""Of the bands, from the bottom."""
+"""Names of the bands, from the bottom up."""
 _GROWING = frozenset({"event", "born", "offset", "reserved", *(f"band{i}" for i in range(32))})
 
 
@@ -59,10 +59,8 @@ class Picture:
     def tables(
         self, planned: Blocks | None = None, room_bytes: int | None = None
     ) -> dict[str, str]:
-        """By name: `overview` is painted first, `levels` and `blocks` when they are unpacked.
-
-        `room_bytes`: what the card of the verdict has for PyTorch.
-        """
+        """Tables by name: `overview` is painted first, `levels` and `blocks` once they are
+        unpacked. `room_bytes`: memory that the card of the verdict has for PyTorch."""
         widths = self._widths()
         most = [self._fullest(width) for width in widths]
         levels = self._levels(widths, most)
@@ -95,7 +93,7 @@ class Picture:
         return list(dict.fromkeys(widths))
 
     def _fullest(self, width: int) -> I64:
-        """Of each bucket, the event at which the most is asked for."""
+        """For each bucket, the event with the most allocated bytes."""
         asked = self.timeline.requested
         count = -(-len(asked) // width)
         padded = np.full(count * width, -1, np.int64)
@@ -196,7 +194,8 @@ class Picture:
 
 
 def allocator_blocks(trace: Trace, timeline: Timeline, nbytes: I64) -> Blocks:
-    """Where the replayed allocator put each storage; addresses without those it never reserved."""
+    """The addresses at which the replayed allocator put storages; those that it never reserved are
+    left out."""
     address = np.full(len(trace.storages), -1, np.int64)
     for segment in trace.meta.initial_segments:
         for block in segment.blocks:

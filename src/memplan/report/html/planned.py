@@ -50,6 +50,6 @@ def planned_job(part: AllocationPart) -> tuple[Trace, Blocks]:
 
 
 def _phase(name: str) -> Phase:
-    """Of a phase as a plan names it: `forward`, or `forward 2` for a later micro-batch."""
+    """The phase of a name in a plan: `forward`, or `forward 2` for a later micro-batch."""
     known = {phase.name.lower(): phase for phase in Phase}
     return known.get(name.partition(" ")[0], Phase.OTHER)

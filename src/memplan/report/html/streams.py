@@ -26,11 +26,11 @@ class StepSection:
     card: str
     seconds: str
     steps: int
-    """That the picture shows: more than one where they take turns."""
+    """Number of steps in the picture: more than one where steps alternate."""
     streams: list[dict[str, str]]
     collectives: list[dict[str, str]]
     exposed: str
-    """Of all collectives together."""
+    """Exposed time of all collectives together."""
     table: str
 
 

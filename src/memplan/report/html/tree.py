@@ -20,7 +20,7 @@ from memplan.types.estimate import Estimate
 from memplan.types.trace import Role, Trace
 
 _SMALL = 0.001
-"""Of the whole: what is smaller is summed up within its parent."""
+"""Parts below this share of the whole are summed up within their parent."""
 _WIDEST = 40
 """Children of a node."""
 OUTSIDE = "outside modules"
@@ -37,7 +37,7 @@ class Node:
     count: int = 0
     children: list[Node] = field(default_factory=list)
     share: float = 0.0
-    """Of the whole tree."""
+    """The share of the whole tree."""
 
     @property
     def size(self) -> str:

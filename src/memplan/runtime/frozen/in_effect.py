@@ -82,8 +82,8 @@ def _checksum(block: Tensor) -> int | None:
 
 
 class FrozenWeights:
-    """In effect on every module that is moved to the device, or called, while it is entered; a
-    context manager. What it has moved to the host stays there, and can be used."""
+    """A context manager for every module that is moved to the device, or called, while it is
+    entered. Weights that it has moved to the host stay there and can be used."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class FrozenWeights:
         self._lock = PageLock(lambda _text: None)
         self._by_device: dict[torch.device, _Device] = {}
         self._weights: Any = WeakTensorKeyDictionary()
-        """Of parameters that were looked at: a `Weight`, or None for one that stays."""
+        """A `Weight` for each parameter seen so far, or None for one that stays on the device."""
         self._seen = self._sent = 0
         """Bytes of the frozen weights that were looked at, and of those on the host."""
         self._watched: WeakSet[nn.Module] = WeakSet()
@@ -133,7 +133,7 @@ class FrozenWeights:
             handle.remove()
 
     def weights(self) -> Iterator[Weight]:
-        """Those on the host."""
+        """The weights on the host."""
         return (one for one in self._weights.values() if one is not None)
 
     # Which weights
@@ -260,7 +260,7 @@ class _Device:
     device: torch.device
     schedule: Schedule
     copies: Any
-    """Its stream of copies."""
+    """The stream for copies."""
     stream: Any = _UNKNOWN
     """The one that weights are used on, that of the first use."""
 
@@ -274,7 +274,7 @@ class _Device:
 
 
 def _keys(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Of the storages of a module's own parameters."""
+    """Keys of the storages of a module's own parameters."""
     own = [p for p in module._parameters.values() if type(p) is nn.Parameter]
     return {p: p.untyped_storage()._cdata for p in own if p.layout is torch.strided}
 

@@ -1,5 +1,5 @@
-"""In which order frozen weights come to the device, and when: what came after a use the last time
-is copied ahead."""
+"""Decides when frozen weights come to the device: weights that followed a use the last time are
+copied ahead."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _Place = tuple[Use, Weight]
 
 
 class Schedule:
-    """Of one device. Requests depend on the order of uses alone, not on clocks, so that a capture
-    foretells them."""
+    """The schedule of one device. Requests depend only on the order of uses, not on clocks, so that
+    a capture predicts them."""
 
     def __init__(self, ahead_bytes: int) -> None:
         self._most = ahead_bytes

@@ -33,13 +33,13 @@ class RefusedError(Exception):
 
 
 class Use(Enum):
-    """Where a weight is read."""
+    """By what a weight is read."""
 
     FORWARD = 0
     AGAIN = 1
-    """By a module that runs again in backward (activation checkpointing)."""
+    """A module that runs again in backward (activation checkpointing)."""
     SAVED = 2
-    """By backward, of what autograd saved."""
+    """Backward, from autograd's saved tensors."""
 
 
 class Weight:
@@ -50,14 +50,14 @@ class Weight:
         self._parameter = ref(parameter)
         self.nbytes = parameter.untyped_storage().nbytes()
         self.pending: Tensor | None = None
-        """On the device, copied there and not used yet."""
+        """The copy on the device that is not used yet."""
         self._kept: Tensor | None = None
         self.following: dict[Use, tuple[Use, ref[Weight]]] = {}
         """What was used after it the last time."""
         self.checked = isinstance(parameter, FakeTensor)
         """Whether it has been seen that its module does not write to it unsaid."""
         self._version = 0
-        """Of the parameter, when the pending copy began."""
+        """The parameter's version when the pending copy began."""
         self._copies = copies
         self._event: Any = None
         with torch.inference_mode(False), plain_execution(FETCH):
@@ -66,7 +66,7 @@ class Weight:
 
     @property
     def version(self) -> int:
-        """Of the parameter."""
+        """The parameter's version."""
         parameter = self._parameter()
         return 0 if parameter is None else version_of(parameter)
 

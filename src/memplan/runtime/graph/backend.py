@@ -169,7 +169,7 @@ class _Parts:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._made: dict[str, Executable] = {}
-        """By the source code that fx prints for a part."""
+        """Executables by the source code that fx prints for a part."""
 
     def partition(
         self, module: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **more: Any

@@ -230,7 +230,7 @@ class CallerMemory:
         self._step_scratch_bytes = step_scratch_bytes
         """Bytes that are allocated and freed when backward has ended."""
         self._saved: dict[str, InputBuffer] = {}
-        """By the name of a saved value."""
+        """Buffers of saved values, by name."""
         self._held: dict[str, int] = {}
         """Bytes of storages that the caller holds, by name."""
         self._layouts: list[Any] = []

@@ -151,13 +151,13 @@ class FusedStepParts(FusedParts):
         self._wrap = wrap
         self._without_gradient = without_gradient
         self._parameters = {place: one for place, one in enumerate(primals) if _trains(one)}
-        """By place among the primals; empty once the code is compiled."""
+        """Parameters by place among the primals; empty once the code is compiled."""
         self._trained = tuple(self._parameters)
         self._parts: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._primal_nodes: list[fx.Node] = []
         """Placeholders of the joint graph for its primals."""
         self._takers: dict[tuple[int, ...], _GradientTaker] = {}
-        """By the places of their parameters among the primals."""
+        """Takers by the places of their parameters among the primals."""
         self._extra_primals: list[int] = []
         """Places of primals that are inputs of backward, behind the saved values."""
         self._loss_gradient: LossGradient | None = None

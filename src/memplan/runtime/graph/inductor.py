@@ -62,8 +62,8 @@ class CompiledKernels:
     """What is known of a graph's generated code."""
 
     peak_bytes: int
-    """With all inputs, and nothing else that the caller holds. On CUDA it counts whole blocks of
-    the allocator and what kernels allocate while they run."""
+    """The peak with all inputs, and nothing else that the caller holds. On CUDA it counts whole
+    blocks of the allocator and what kernels allocate while they run."""
     returned: list[InputBuffer | None]
     """The buffer of each output; None where it is no tensor."""
     strides: list[tuple[int, ...] | None]
@@ -160,7 +160,7 @@ class _DryRunError(BaseException):
 def _without_kernels(
     module: fx.GraphModule, buffers: Sequence[InputBuffer | None]
 ) -> CompiledKernels:
-    """For a graph that runs no kernel."""
+    """What is known of a graph that runs no kernel."""
     of = dict(zip(module.graph.find_nodes(op="placeholder"), buffers, strict=True))
     found = [of.get(one) for one in returned(module)]
     return CompiledKernels(held_bytes(buffers), found, [None] * len(found))

@@ -83,7 +83,7 @@ class Search(Generic[T]):
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """In the order of their work."""
+        """The solver's choices, in the order of their work."""
         return choices(self._problem.graph)
 
     def attempt(self, number: int) -> T:

@@ -61,8 +61,8 @@ class RecomputeProblem:
         )
 
     def _roots(self) -> dict[int, list[str]]:
-        """By each storage that forward allocates: the names of the operator that does so, and of
-        elements of its result that lie there."""
+        """The names of nodes, by each storage that forward allocates: the operator that does so,
+        and elements of its result that lie there."""
         roots: dict[int, list[str]] = {}
         for node in self.operators.program.graph_module.graph.nodes:
             if node.op != "call_function" or NODE_NAME not in node.meta or node.meta[BACKWARD]:
@@ -74,8 +74,8 @@ class RecomputeProblem:
 
 
 def recompute_problem(operators: OperatorGraph) -> RecomputeProblem:
-    """For a program without in-place operators, in which `CallerTurn` does not hold saved
-    values."""
+    """The problem of a program without in-place operators, in which `CallerTurn` does not hold
+    saved values."""
     facts = [facts_of(node) for node in operators.nodes]
     forward = next((row for row, one in enumerate(facts) if one.backward), len(facts))
     touched = sorted({index for one in facts for index in _touched(one)})
@@ -133,7 +133,7 @@ def recompute_problem(operators: OperatorGraph) -> RecomputeProblem:
 
 
 def problem_without_saves(joint: Joint) -> RecomputeProblem:
-    """For a joint graph, so that the solution decides what forward saves."""
+    """The problem of a joint graph, where the solution decides what forward saves."""
     return recompute_problem(operator_graph(program_of(region(joint, saves=False).module)))
 
 

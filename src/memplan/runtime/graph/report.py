@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memplan.report.text import format_bytes
 
 _WORTH_SAYING = 1.01
-"""Times the peak."""
+"""The report names the high peak if it is above the peak by this factor."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class ProgramReport:
 
     operators: int
     plain_peak_bytes: int
-    """In the order in which the step was written, each storage freed at its last use."""
+    """The peak in the order in which the step was written, with each storage freed at its last
+    use."""
     ordered_peak_bytes: int
-    """In the order in which it runs. Workspaces of cuDNN's convolutions are expected ones: cuDNN
-    chooses when it runs."""
+    """The peak in the order in which it runs, with the expected workspaces of cuDNN's convolutions:
+    cuDNN chooses them when it runs."""
     high_peak_bytes: int
     """The same with the largest workspaces that cuDNN may choose. A budget does not count them."""
     lower_bound_bytes: int
@@ -51,7 +52,7 @@ class ProgramReport:
 
     @property
     def peaks(self) -> str:
-        """In words; one of them where no order was looked for."""
+        """The peaks in words; only one where no order was searched for."""
         plain, ordered = map(format_bytes, (self.plain_peak_bytes, self.ordered_peak_bytes))
         if not self.order_seconds:
             return f"peak {ordered} in the order of the step"

@@ -73,7 +73,7 @@ def _waiting_bytes(operators: OperatorGraph, order: I64) -> dict[int, int]:
     graph = operators.graph
     place = np.argsort(order)
     written: dict[int, int] = {}
-    """By storage: the place of its last write."""
+    """The place of the last write of each storage."""
     for row, node in enumerate(operators.nodes):
         for storage in facts_of(node).writes:
             written[storage] = max(written.get(storage, -1), int(place[row]))

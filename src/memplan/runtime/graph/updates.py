@@ -53,7 +53,8 @@ class Updates:
         self.of_second_step = False
         """Whether graphs are built for the second step, where an optimizer's first one differs."""
         self._groups_by_parameter: dict[int, list[tuple[Optimizer, int]]] = {}
-        """By a parameter's id: the optimizers that train it, each with the number of its group."""
+        """The optimizers that train each parameter, by its id, each with the number of its
+        group."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
         """The last of them. Where updates are part of the graph, it is the only one."""
         self._classes: list[UpdateClass] = []
@@ -67,7 +68,7 @@ class Updates:
         self._chunked_classes: list[UpdateClass] | None = None
         """Classes of parameters that are updated in chunks; None until they are searched for."""
         self._chunked_class_of: dict[int, UpdateClass] = {}
-        """By a parameter's id."""
+        """Classes of parameters that are updated in chunks, by the parameter's id."""
         self._chunk_searches = 0
         self._sizes: dict[Any, tuple[int, int]] = {}
         """Results of `state_bytes`."""

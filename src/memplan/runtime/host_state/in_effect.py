@@ -31,7 +31,7 @@ _SMALLEST = 2**16
 
 
 class HostState(InsteadOfStep):
-    """In effect on every optimizer that steps while it is entered; a context manager."""
+    """A context manager for every optimizer that steps while it is entered."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class HostState(InsteadOfStep):
         return True
 
     def _parameters(self, optimizer: Optimizer) -> Any:
-        """Those whose state is on the host, chosen when the optimizer steps first."""
+        """The parameters whose state is on the host, chosen when the optimizer first steps."""
         found = self._chosen.get(optimizer)
         if found is not None:
             return found
@@ -105,8 +105,8 @@ class HostState(InsteadOfStep):
         return found
 
     def _give_up(self, optimizer: Optimizer, reason: str) -> Any:
-        """Its state is on the card from now on, also what was on the host until now: something
-        that the optimizer has only since would see a difference."""
+        """Move the optimizer's state to the card for good, because of something that the optimizer
+        got since, such as a hook, which would notice the difference."""
         self._on_note(f"an optimizer's state stays on the card: {reason}")
         self._make_plain(optimizer)
         found = self._chosen[optimizer] = WeakTensorKeyDictionary()

@@ -15,11 +15,12 @@ from torch import Tensor
 
 SLOTS = 3
 ELEMENTS = 2**22
-"""Of a piece: so many that a copy reaches the link's rate, and few beside what a card holds."""
+"""Elements of a piece: enough for the full rate of the link, few compared with the card's
+memory."""
 
 
 class Ring:
-    """Of one device. Its buffers stay for the whole run."""
+    """Buffers of one device, which stay for the whole run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,7 +29,7 @@ class Ring:
         self._out = torch.cuda.Stream(device) if self._on_cuda else None
         self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._free: list[Any] = [None] * SLOTS
-        """By slot: the event after which its piece is back on the host."""
+        """For each slot, the event after which its piece is back on the host."""
         self._next = 0
 
     def pass_through(

@@ -19,11 +19,9 @@ from memplan.types.plan import LossPart
 
 
 class ChunkedLoss:
-    """In effect while it is entered, on `torch.nn.functional.linear`, which `nn.Linear` calls.
-
-    Where gradients are off, in compiled code and in backward (a checkpointed block that runs
-    again), a head gives plain logits.
-    """
+    """A context manager that acts on `torch.nn.functional.linear`, which `nn.Linear` calls. A head
+    returns plain logits where gradients are off, in compiled code and in backward (a checkpointed
+    block that runs again)."""
 
     def __init__(self, part: LossPart) -> None:
         self._heads = {(head.classes, head.features) for head in part.heads}
@@ -105,7 +103,8 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 
 @_handles(*_ROW_WISE)
 def _element_wise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """With numbers and dtypes for arguments: no other tensor, no other device."""
+    """Handles element-wise functions whose other arguments are numbers and dtypes, not tensors or
+    devices."""
     allowed = (int, float, torch.dtype, torch.memory_format)
     if logits.of.classes_at >= 0 or not all(
         isinstance(item, allowed) for item in (*args, *kwargs.values())

@@ -21,8 +21,9 @@ from memplan.runtime.loss.rows import Head, Reduction, RowWise, linear, reduce_r
 
 Handler = Callable[..., Any]
 HANDLERS: dict[Any, Handler] = {}
-"""By function: what gives its result without computing the logits, or NotImplemented. It is called
-with the function, the logits, and the function's further arguments; none of these are logits."""
+"""For each function, a handler that gives its result without computing the logits, or
+NotImplemented. It is called with the function, the logits, and the function's further arguments,
+none of which are logits."""
 _ASKED = frozenset(
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "requires_grad")
@@ -30,7 +31,7 @@ _ASKED = frozenset(
 
 
 class Logits(Tensor):
-    """Made by `deferred`. `[…, classes]`, as a head gives it."""
+    """Deferred logits `[…, classes]`, as a head gives them. `deferred` makes them."""
 
     of: Deferred
 

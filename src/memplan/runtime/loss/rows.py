@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 linear = torch.nn.functional.linear
-"""As it is before the lever stands in its place."""
+"""The function itself, before the lever takes its place."""
 RowWise = Callable[[Tensor], Tensor]
 """Logits `[rows, classes]` to a tensor of the same shape, each row by itself."""
 Reduction = Callable[..., Tensor]

@@ -25,7 +25,7 @@ class Parameter:
         self.optimizer = weakref.ref(optimizer)
         self._group = group
         self.ready = 0
-        """Times that its gradient was complete."""
+        """How often its gradient was complete."""
         self.updated = False
         self.applied: AppliedGradient | None = None
         self._seen: tuple[int, int] = (0, 0)

@@ -120,6 +120,6 @@ def is_installed(file: str) -> bool:
 
 
 def _is_beside_torch(path: Path) -> bool:
-    """In a folder that pip has installed into: it keeps a record of torch there."""
+    """Whether a path is in a folder that pip has installed into, which has a record of torch."""
     folder = Path(torch.__file__).resolve().parents[1]
     return folder in path.parents and any(folder.glob("torch-*.dist-info"))

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from memplan.runtime.optimizer_in_backward.watched import storage_of
 
 _saved_names: dict[type, tuple[str, ...]] = {}
-"""By type of node, the attributes with what it saved, as it was packed."""
+"""For each type of node, the attributes with the packed saved values."""
 
 
 def roots(tensors: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def used_late(tensors: Any, parameters: Iterable[Tensor]) -> str:
 
 
 def nodes(tensors: Any) -> Iterator[Any]:
-    """Of the graph, each once."""
+    """The nodes of the graph, each once."""
     stack = roots(tensors)
     seen = set(stack)
     while stack:

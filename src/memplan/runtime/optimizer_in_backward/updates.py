@@ -51,7 +51,7 @@ from memplan.types.run_outcome import EarlyUpdates
 
 
 class OptimizerInBackward:
-    """In effect on the optimizers that are made while it is entered; a context manager."""
+    """A context manager for the optimizers that are created while it is entered."""
 
     def __init__(
         self,

@@ -45,8 +45,8 @@ class _Mode(TorchDispatchMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Where another mode was entered meanwhile and lies above it, or where this is another
-        thread, it stays and is idle until `leave_idle`."""
+        """End it. Where another mode was entered meanwhile and lies above it, or in another thread,
+        it stays and does nothing until `leave_idle`."""
         self._open = False
         leave_idle()
 
@@ -91,7 +91,7 @@ class Watch(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self.paused = 0
-        """While above 0, what runs is the optimizer's own."""
+        """While above 0, the optimizer's own code runs."""
         self.finding = ""
         self._ready: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 

@@ -18,7 +18,7 @@ class Policy:
     most_steps: int = 8
     """Recorded at most, where no step repeats the one before."""
     planning_seconds: float = 20.0
-    """Taken for the cost of planning until it has been measured: what the planner may search."""
+    """Assumed cost of planning until it is measured: the time that the planner may search."""
     most_events: int = MOST_EVENTS
 
 
@@ -32,11 +32,11 @@ class Account:
     hook_nanoseconds: int = 0
     """Spent in hooks' own work, planning and its beginning and end excepted."""
     planning_seconds: float = 0.0
-    """From the ends of recordings until their plans were in effect."""
+    """Time from the ends of recordings until their plans were in effect."""
     step_seconds_before: float | None = None
-    """Of the shortest step before a plan was in effect, hooks excepted."""
+    """Time of the shortest step before a plan was in effect, without hooks."""
     trace: Trace | None = None
-    """Of the first steps."""
+    """A trace of the first steps."""
 
 
 class Served(NamedTuple):

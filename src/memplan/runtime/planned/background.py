@@ -37,7 +37,7 @@ class Planning:
             )
 
     def wait(self) -> None:
-        """Until it is done, or given up after `_SECONDS`."""
+        """Wait until it is done, or for `_SECONDS` at most."""
         try:
             self._process.wait(_SECONDS)
         except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ class RunFiles:
     stats: Path | None = None
     overwrite: bool = False
     price: float | None = None
-    """Of the GPU for an hour."""
+    """Price of the GPU for an hour."""
     in_effect: InEffect = field(default_factory=InEffect)
     notes: list[str] = field(default_factory=list)
     """What was said while the job ran."""

@@ -115,7 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def library_path() -> Path:
-    """Where the package has it. Raises InternalError when the package was built without it."""
+    """The library in the package. Raises InternalError if the package was built without it."""
     native = importlib.util.find_spec("memplan._native")
     folders = [Path(__file__).parents[2]]
     if native is not None and native.origin is not None:

@@ -24,7 +24,7 @@ from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls, Own
 from memplan.types.trace import Phase
 
 _MOST_TENSORS = 32
-"""Of a root's output that get a hook."""
+"""The most tensors of a root's output that get a hook."""
 _DEEPEST = 4
 """Levels of an output that are searched for tensors."""
 
@@ -55,7 +55,7 @@ class _Thread(threading.local):
         self.outer = Phase.SETUP
         """What an evaluation interrupted."""
         self.paths: list[str] = []
-        """Of modules whose calls have begun."""
+        """Paths of modules whose calls have begun."""
         self.hooked = 0
         """Identity of the output of the module that ended last."""
 
@@ -70,7 +70,7 @@ class JobHooks:
         self._resumed = False
         """Since an evaluation ended nothing else has begun."""
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        """Of those that are there, the one that stepped first: its steps count."""
+        """The optimizer whose steps count: of those that exist, the one that stepped first."""
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}
         self._modules = False
@@ -97,8 +97,9 @@ class JobHooks:
         self._calls.watch_all()
 
     def watch_roots(self) -> None:
-        """From now on hook only the modules that have been roots. Where Dynamo has compiled, all
-        stay hooked: it would compile again, and few modules are called that are not compiled."""
+        """From now on hook only modules that have been roots. Where Dynamo has compiled something,
+        all stay hooked, because it would compile again; few modules outside of compiled code are
+        called then."""
         self._modules = False
         self._names.clear()
         if not has_compiled():
@@ -202,7 +203,7 @@ class PhaseCursor:
         self._kinds = [name.split(" ", 1)[0] for name in phases]
         self._at = -1
         self.number = -1
-        """Of the phase that the job is in; -1: one that the plan does not know."""
+        """The number of the current phase; -1 for one that the plan does not know."""
 
     def enter(self, phase: Phase) -> int:
         """The number of a phase that begins; -1 for one that the plan does not know."""

@@ -25,7 +25,7 @@ from memplan.types.trace import (
 )
 
 MOST_EVENTS = 4_000_000
-"""Of one device and recording; 160 MB."""
+"""The most events of one device and recording; 160 MB."""
 
 
 class Source(Protocol):
@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 class Context(NamedTuple):
-    """Where the job is."""
+    """A position in the job."""
 
     phase: Phase
     module: str
@@ -56,7 +56,7 @@ class Order(NamedTuple):
 
     kind: EventKind
     event: int
-    """Its number; -1 for none."""
+    """Number of the event; -1 for none."""
     all_streams: bool
 
 
@@ -155,7 +155,7 @@ class Recording:
 
 
 def observed_meta(command: list[str], torch_version: str, gpu: str, conf: str) -> TraceMeta:
-    """Where a recording comes from."""
+    """The origin of a recording."""
     return TraceMeta(
         memplan_version=__version__,
         torch_version=str(torch_version),
@@ -226,7 +226,7 @@ def _as_trace(
 
 
 def _contexts_of(table: Table, marks: list[Context | Order]) -> I64:
-    """By event: one more than the mark of its context, 0 before the first."""
+    """For each event, one more than the index of its context; 0 before the first."""
     contexts = np.array([isinstance(mark, Context) for mark in marks], np.bool_)
     number = table["bytes"]
     marked = table["kind"] == PHASE_EVENT

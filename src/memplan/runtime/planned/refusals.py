@@ -32,9 +32,9 @@ def check_settings(conf: str) -> None:
 
 
 class Refusals:
-    """While entered, making a CUDA graph or a memory pool raises NotServedError, and cuDNN's
-    benchmark stays off: it asks an allocator for its largest free block, which a pluggable one
-    cannot answer. `say` gets a sentence for people, once."""
+    """A context manager in which making a CUDA graph or a memory pool raises NotServedError, and
+    cuDNN's benchmark stays off: it asks an allocator for its largest free block, which a pluggable
+    one cannot answer. `say` gets one sentence for the user."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

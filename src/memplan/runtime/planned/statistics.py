@@ -98,7 +98,7 @@ class MemoryFunctions:
         }
 
     def summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        """In place of `torch.cuda.memory_summary`: what the allocator knows, as text."""
+        """Replaces `torch.cuda.memory_summary`: what the allocator knows, as text."""
         number = torch.cuda.device(device).idx
         found = self._peaks.statistics(number) or Statistics()
         rows = [

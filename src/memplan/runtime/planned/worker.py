@@ -23,7 +23,7 @@ from memplan.types.trace import EventKind
 from memplan.types.trace_file import load_trace
 
 _SECONDS = 20.0
-"""To search a layout for all devices."""
+"""The longest search for layouts of all devices."""
 _NICE = 5
 _SECONDS_BETWEEN_LOOKS = 0.5
 

@@ -17,7 +17,7 @@ from memplan.types.run_outcome import PlanningOutcome
 _REMEMBERED = 32
 """Steps whose median is the usual one."""
 _FORESEEN = 0.98
-"""Of the best hit rate: a step that the plan serves as it can."""
+"""A step with at least this share of the best hit rate is as well served as the plan can."""
 
 
 class Step(NamedTuple):
@@ -58,7 +58,7 @@ class Worth:
 
     @property
     def usual_seconds(self) -> float | None:
-        """Of a step that the plan foresees; None where there was none."""
+        """Seconds of a step that the plan predicts; None where there was none."""
         return statistics.median(self._foreseen) if self._foreseen else None
 
     def pays(self, step: Step) -> bool:

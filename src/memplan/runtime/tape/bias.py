@@ -60,8 +60,8 @@ class _Probe(TorchDispatchMode):
 
 @cache
 def unshared_counts() -> tuple[int, int, int] | None:
-    """Of a product that only `linear` holds. They depend on how PyTorch hands arguments to Python,
-    so they are measured and not written down. None: this PyTorch has no such addition."""
+    """The reference counts of a product that only `linear` holds. They depend on how PyTorch passes
+    arguments to Python, so they are measured. None if this PyTorch has no such addition."""
     with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction():
         ones = torch.ones(2, 2, 2, device="cpu")
         probe = _Probe()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from memplan.types.op_names import op_name
 from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 
 HOLD: Final = ""
-"""In place of a group's name: keep the value though autograd does not save it."""
+"""Used in place of a group's name: keep the value although autograd does not save it."""
 Choice = str | int
 """The name of the group that a value is dropped with, or its place in the list of those that are
 offloaded."""
@@ -36,7 +36,7 @@ class Decisions:
         self._by_op: dict[Any, dict[int, dict[int, Choice]]] = {}
 
     def of(self, func: Any, nth: int) -> Mapping[int, Choice] | None:
-        """By output of the `nth` op of this kind: a choice or HOLD; None: keep them all."""
+        """A choice or HOLD for each output of the `nth` op of this kind; None to keep them all."""
         by_nth = self._by_op.get(func)
         if by_nth is None:
             by_nth = self._by_op[func] = self._choices.get(op_name(func), {})
@@ -93,7 +93,8 @@ class Needed:
 
 
 def needed_by(groups: Iterable[Group], ops: list[Traits]) -> Needed:
-    """By the dropped values that autograd's graph refers to once the call has returned."""
+    """What the replays need, from the dropped values that autograd's graph refers to once the call
+    has returned."""
     stack = [handle.view.value for group in groups for handle in group.handles]
     seen = set(stack)
     replayed: set[int] = set()

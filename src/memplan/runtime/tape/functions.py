@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
     @property
     def hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Its pack and unpack hooks, as they were pushed."""
+        """The recording's pack and unpack hooks, as they were pushed."""
 
     def call_function(self, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """Runs `call`: a function with a backward of its own, on `args`."""
@@ -39,7 +39,8 @@ _users = 0
 _graph: Any = torch.autograd.graph
 _refuse_hooks = _graph.disable_saved_tensors_hooks
 _function: Any = _SingleLevelFunction
-"""Where all calls of `Function.apply` end, those of a method bound earlier too."""
+"""The function in which all calls of `Function.apply` end, also of a method that was bound
+earlier."""
 
 
 @contextmanager

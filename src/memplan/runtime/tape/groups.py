@@ -26,7 +26,7 @@ class Handle:
         self.view = view
         self.group = group
         self.checksum = checksum
-        """Of the tensor when it was dropped; None where it is not to be checked."""
+        """Checksum of the tensor when it was dropped; None if it is not to be checked."""
 
     def get(self) -> torch.Tensor:
         """See `Group.tensor`."""
@@ -131,7 +131,7 @@ class SavedWrapper:
 
 
 def modified_error(tensor: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:
-    """In autograd's words."""
+    """An error in autograd's words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{tensor.type()} {list(shape)}] is at version {tensor._version}; "

@@ -89,7 +89,7 @@ class Offload:
 
 
 class Lane:
-    """Of one device: its streams for copies, and what has been copied and not released."""
+    """The copies of one device: its streams, and values that are copied and not released."""
 
     def __init__(
         self, part: OffloadPart, buffers: HostBuffers, lock: threading.RLock, device: torch.device
@@ -100,7 +100,8 @@ class Lane:
         self._bytes = 0
 
     def sent(self, value: Value, nbytes: int) -> None:
-        """Its copy has begun; release what more than `out_bytes` have been copied after."""
+        """Note that a copy has begun, and release values after which more than `out_bytes` were
+        copied."""
         self._held.append((ref(value), nbytes))
         self._bytes += nbytes
         while self._bytes - self._held[0][1] > self.part.out_bytes:
@@ -136,8 +137,8 @@ class Pass:
 
 
 class Away:
-    """Where the content of a value is: on the card, on the host, or on its way. Its lock is the
-    offload's, which the callers hold."""
+    """The place of a value's content: on the card, on the host, or on its way. The callers hold its
+    lock, which is the offload's."""
 
     def __init__(self, lane: Lane, of_pass: Pass, place: int, base: Tensor, buffer: Buffer) -> None:
         self.place = place
@@ -153,7 +154,7 @@ class Away:
         self._pass = of_pass
         self._dtype, self._device = base.dtype, base.device
         self._stream = streams.current(base.device)
-        """On which the value is computed on."""
+        """The stream that computes with the value."""
         self._buffer: Buffer | None = buffer
         self._block: Tensor | None = None
         """What is being copied to, until `_event`."""
@@ -164,7 +165,7 @@ class Away:
         self._event = streams.record(lane.out)
 
     def release(self, value: Value) -> None:
-        """Its block may be used again; it waits for the copy there."""
+        """Let its block be reused; its stream waits for the copy then."""
         if value.base is not None and not self.asked:
             streams.wait(self._stream, self._event)
             value.base = None
@@ -253,7 +254,7 @@ class AwayHandle:
         self._away = away
         self._checksum = checksum
         self.instead: Tensor | None = None
-        """On the storage that was saved, where that is kept after all."""
+        """A tensor on the storage that was saved, if that is kept after all."""
         away.handles.add(self)
 
     def get(self) -> Tensor:

@@ -47,10 +47,8 @@ _DEVICE_QUERY = torch.ops.prim.device.default  # only fake tensors ask
 
 
 class Recording(TorchDispatchMode):
-    """While entered, in the forward of one call: ops are recorded, dropped values get handles.
-
-    After it is left, only autograd's graph refers to what was recorded.
-    """
+    """A mode in which the forward of one call is recorded, and dropped values are replaced by
+    handles. After it is left, only autograd's graph refers to what was recorded."""
 
     supports_higher_order_operators = True
 
@@ -75,7 +73,7 @@ class Recording(TorchDispatchMode):
         self._on_cuda = on_cuda
         self._needed = needed
         self._ops: list[Traits] = []
-        """Of the call so far, while every op is recorded."""
+        """The ops of the call so far, while every op is recorded."""
         self._inputs = inputs if inputs is not None else Inputs()
         self.storages = Storages(self._inputs)
         self._counts: dict[str, int] = {}
@@ -100,8 +98,8 @@ class Recording(TorchDispatchMode):
         self.found = 0
         """Values that the plan drops or offloads and that the call made."""
         self.learned: Needed | None = None
-        """Once left: what the replays of this call need; None where not every op was recorded, or
-        where some were replayed already."""
+        """After the mode is left: what the replays of this call need. None if not every op was
+        recorded, or if some were replayed already."""
         self.surprised = False
         """Whether the call was not like the one that `needed` is of. It recorded every op from
         there on."""

@@ -81,7 +81,7 @@ def _needed(group: str, targets: list[Value]) -> dict[OpRecord, list[Value]]:
 
 
 def _last_uses(records: list[OpRecord]) -> dict[int, list[Value]]:
-    """By op number: the values that no later op of the replay reads."""
+    """For each op number, the values that no later op of the replay reads."""
     seen: set[Value] = set()
     last: dict[int, list[Value]] = {}
     for record in reversed(records):

@@ -26,7 +26,7 @@ class Traits:
     """What recording and replay need to know of an op; one object for each overload."""
 
     name: str
-    """As plans name it; ops of one name count together."""
+    """The op's name in plans. Ops of one name are counted together."""
     replayable: bool
     """Whether it may be run again at all."""
     random: bool
@@ -34,11 +34,11 @@ class Traits:
     """Position of its `dropout_p`: it draws only where that is above 0."""
     races_on_cuda: bool
     uninitialised: bool
-    """Its result is memory as it was found."""
+    """Whether its result is uninitialised memory."""
     written: tuple[tuple[int, str], ...]
     """Position and name of the arguments that it writes to, by its schema."""
     statistics: tuple[int, int, int] | None
-    """Of a batch norm: the positions of its running mean and variance and of its training flag."""
+    """For a batch norm: the positions of its running mean and variance and of its training flag."""
 
     def draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call draws from a generator."""
@@ -49,7 +49,7 @@ class Traits:
 
 
 FETCHED = Traits(FETCH, True, False, None, False, False, (), None)
-"""Of what is no op: a weight comes from the host."""
+"""Traits of what is no op: a weight comes from the host."""
 
 
 @cache
@@ -92,8 +92,8 @@ def is_comparable(func: Any, output: int, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Scratch:
-    """In place of running statistics: a batch norm in training updates them and does not read them
-    for its result, so a replay updates these instead."""
+    """Used in place of running statistics. A batch norm in training updates them but does not read
+    them for its result, so a replay updates scratch memory instead."""
 
     size: torch.Size
     dtype: torch.dtype

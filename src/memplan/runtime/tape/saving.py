@@ -44,8 +44,9 @@ def saved(tensor: torch.Tensor, recording: Recording) -> Saved:
 
 
 def _saved_wrapper(tensor: torch.Tensor, recording: Recording) -> SavedWrapper | SavedTensor:
-    """Where what it holds is dropped or offloaded. A collective's result is not, for it may not
-    have arrived, nor a nested tensor, whose sizes are those of one tensor of offsets."""
+    """A wrapper whose tensors may be dropped or offloaded. The result of a collective is kept,
+    because it may not have arrived, and so is a nested tensor, whose sizes depend on a tensor of
+    offsets."""
     if (
         not is_traceable_wrapper_subclass(tensor)
         or tensor.is_nested

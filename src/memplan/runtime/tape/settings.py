@@ -37,7 +37,7 @@ def current_settings() -> Settings:
 
 @contextmanager
 def changing_settings() -> Iterator[Callable[[Settings], None]]:
-    """Gives a function that puts settings in force; afterwards they are as before."""
+    """Provide a function that applies settings; afterwards the previous ones are restored."""
     before = now = current_settings()
 
     def use(wanted: Settings) -> None:

@@ -111,7 +111,7 @@ class Storages:
         self._places[tensor.untyped_storage()._cdata] = place
 
     def place_of(self, tensor: torch.Tensor) -> int | None:
-        """In the plan's list of what is offloaded."""
+        """The index of a storage's value in the plan's list of offloaded values."""
         return self._places.get(tensor.untyped_storage()._cdata) if self._places else None
 
     def clear(self) -> None:

@@ -49,7 +49,7 @@ class Value:
         """The group to drop it with; None: keep it when autograd saves it."""
         self.uninitialised = False
         self.away: Away | None = None
-        """Once it is offloaded."""
+        """Set once the value is offloaded."""
 
     def keep(self, base: torch.Tensor) -> None:
         """Make it available from now on; what would have recomputed it is no longer needed."""

@@ -23,7 +23,7 @@ _MINUTES = 10
 
 
 def cached(version: str) -> Path:
-    """Where the adaptor for a version of PyTorch is kept."""
+    """The file of the adaptor for a version of PyTorch."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "memplan" / f"adaptor-{__version__}-torch-{version}.so"
 
