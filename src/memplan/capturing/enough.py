@@ -22,7 +22,7 @@ _PATIENCE = 8
 
 @dataclass
 class _Run:
-    """Of the script."""
+    """A run of the script."""
 
     caller: FrameType
     """The frame below its own."""
@@ -50,7 +50,7 @@ class EnoughSeen(BaseException):
 
 @contextmanager
 def ended_whatever_it_catches() -> Iterator[None]:
-    """Around the script's run; its threads end too."""
+    """A context manager for the script's run, whose threads end, too."""
     tracing = sys.gettrace()
     _running.append(_Run(sys._getframe(2)))
     try:

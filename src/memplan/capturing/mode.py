@@ -29,7 +29,8 @@ aten = torch.ops.aten
 _no_dispatch = torch.Tensor.__torch_dispatch__
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 _ONE_KERNEL_ON_CUDA = (aten._fused_rms_norm.default,)
-"""Made of others wherever there is no kernel of its own, as on the CPU."""
+"""Operators that have a kernel of their own on CUDA, but are made of other operators where they
+have none, as on the CPU."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 _device_query = torch.ops.prim.device.default

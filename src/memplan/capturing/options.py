@@ -15,7 +15,7 @@ OUR_OPTIONS = frozenset(
         *("--gpus-per-node", "--rank", "--maximize", "--multiple-of", "--from-snapshot", "--json"),
     }
 )
-"""Of memplan's command line; people put them behind a launcher or the script now and then."""
+"""Options of memplan's command line; users sometimes put them behind a launcher or the script."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class ScriptTarget:
         return [self.name, *self.argv]
 
     def with_option(self, option: str, value: int | str) -> ScriptTarget:
-        """With another value of the option; it is appended where it was not given."""
+        """The same target with another value of the option; it is appended where it was not
+        given."""
         argv = list(self.argv)
         for index in range(len(argv) - 1, -1, -1):
             name, equals, _ = argv[index].partition("=")
@@ -47,15 +48,15 @@ class ScriptTarget:
         return replace(self, argv=(*argv, option, str(value)))
 
     def with_flag(self, flag: str) -> ScriptTarget:
-        """With one more word; the last of a pair such as `--x --no-x` counts."""
+        """The same target with one more word; the last of a pair such as `--x --no-x` counts."""
         return replace(self, argv=(*self.argv, flag))
 
     def without_flag(self, flag: str) -> ScriptTarget:
         return replace(self, argv=tuple(word for word in self.argv if word != flag))
 
     def with_arguments(self, plan: Plan) -> ScriptTarget:
-        """With the values that a plan's part `arguments` gives its options; as it is where the plan
-        was made from other arguments."""
+        """The same target with the values that a plan's part `arguments` gives its options;
+        unchanged where the plan was made from other arguments."""
         program = self
         if plan.arguments is not None and plan.made_from.command == self.command:
             for change in plan.arguments.changes:
@@ -100,7 +101,7 @@ class CaptureOptions:
     routing: Literal["balanced", "worst"] = "balanced"
     """Assumption for shapes that depend on data."""
     scan_seconds: float = 0.0
-    """For reading data loaders ahead, to capture their largest batches too; 0: not."""
+    """Seconds for reading data loaders ahead, to capture their largest batches, too; 0 for none."""
     allow_network: bool = False
     packages: tuple[str, ...] = ()
     """Packages that the job's machine has and that are stood in for here, also where the program

@@ -82,10 +82,8 @@ _active: CaptureSession | None = None
 
 
 class CaptureSession:
-    """While entered, CUDA is fake and what is asked of it is recorded.
-
-    Only one can be active in a process. `trace()` gives what has been recorded, also afterwards.
-    """
+    """A context manager in which CUDA is fake and all requests are recorded. Only one can be active
+    in a process. `trace()` gives what has been recorded, also afterwards."""
 
     def __init__(
         self, options: CaptureOptions, method: str | None = None, *, stop: bool = True
@@ -364,7 +362,8 @@ class CaptureSession:
         state.host.restart()
 
     def leave(self) -> None:
-        """In a forked child: the job is followed no more. What CUDA answers stays as it is."""
+        """To be called in a forked child: the job is no longer followed, but CUDA's answers
+        stay."""
         while _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._pop_mode()
         self._observer.close()

@@ -81,14 +81,14 @@ class CaptureState:
     caller: FrameType | None = None
     """The frame that called the collective being answered."""
     on_op: OnOp | None = None
-    """Told of each operator that is recorded, by its row."""
+    """Called for each operator that is recorded, with its row."""
     on_real_op: Callable[[], None] | None = None
-    """Told of each operator that is about to run for real."""
+    """Called for each operator that is about to run for real."""
     on_foreign_op: Callable[[], None] | None = None
-    """Told of operators whose effect is not in the trace alone: those between processes, those
-    that write to real tensors and those whose result hangs on a real tensor's values."""
+    """Called for operators whose effect is not only in the trace: operators between processes,
+    those that write to real tensors, and those whose result depends on a real tensor's values."""
     on_error: Callable[[Exception], None] | None = None
-    """Told of an error that an operator raises."""
+    """Called for an error that an operator raises."""
 
     # What is known
     fake_mode: DeviceFakeMode = field(default_factory=DeviceFakeMode)
@@ -103,7 +103,7 @@ class CaptureState:
     """Inference engines that share the card."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     mode: TorchDispatchMode = field(init=False)
-    """Entered where operators are to be followed that would not be else."""
+    """A mode that is entered where operators are to be followed that otherwise would not be."""
 
     def __post_init__(self) -> None:
         self.host = HostMemory(self.recorder, enabled=self.device_type != "cpu")
@@ -134,7 +134,7 @@ class CaptureState:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """While entered, the job does something else than train."""
+        """A context manager in which the job does something else than train."""
         builder = self.recorder.builder
         self.recorder.flush()
         begin = len(builder)
@@ -183,7 +183,7 @@ class CaptureState:
             )
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """Of a sparse tensor, that of its values."""
+        """The number of a tensor; for a sparse tensor, that of its values."""
         if tensor.layout is torch.sparse_coo:
             tensor = self.fake_mode.dispatch(aten._values.default, (), (tensor,), {})
         return self.recorder.number_of(tensor.untyped_storage())

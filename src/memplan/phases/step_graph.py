@@ -102,7 +102,8 @@ class _Step:
         ]
 
     def _first_pass(self, count: int) -> int:
-        """The number of the pass with which the job's first step begins; a later step has `count`."""
+        """The number of the pass with which the job's first step begins; later steps have
+        `count`."""
         try:
             first = self._count_calls(step_passes(self.trace, 0))
         except (NoAnswerError, UsageError):  # no optimizer ends a step, or nothing ran before

@@ -30,7 +30,7 @@ class Pool:
     def cudagraphify(
         self, model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **_kwargs: Any
     ) -> Callable[..., Any]:
-        """In place of Inductor's function of that name: the graph's code, run in the pool."""
+        """Replaces Inductor's function of that name: the graph's code runs in the pool."""
         static = frozenset(static_input_idxs)
         self._state.assumptions.add(
             "compile",

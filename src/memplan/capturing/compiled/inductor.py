@@ -97,7 +97,8 @@ def install(
 
 
 class _Templates(PyCodeCache):
-    """Where Inductor loads a template's kernel (flex attention) to time it: it is not."""
+    """Replaces the class by which Inductor loads a template's kernel (flex attention) to time it:
+    nothing is loaded."""
 
     load: Any = staticmethod(
         lambda _code, key="", **_options: types.SimpleNamespace(__file__="<template>", key=key)
@@ -105,7 +106,7 @@ class _Templates(PyCodeCache):
 
 
 def _loader(state: CaptureState, tuning: Tuning) -> Any:
-    """In place of `GraphLowering.compile_to_module`, which writes and imports a file."""
+    """Replaces `GraphLowering.compile_to_module`, which writes and imports a file."""
 
     def compile_to_module(lowering: Any) -> Any:
         code, _kernels = lowering.codegen()

@@ -19,7 +19,7 @@ _ITEM = re.compile(r"\._modules\['([^']*)'\]|\[['\"]?([^\]'\"]*)['\"]?\]")
 
 
 def origins(lowering: Any, source: str) -> dict[int, BufferOrigin]:
-    """By the lines of the `source` that Inductor generated for a graph."""
+    """The origins of buffers, by the lines of the `source` that Inductor generated for a graph."""
     order = {node: number for number, node in enumerate(lowering.graph.nodes)}
     found = {}
     for number, line in enumerate(source.splitlines(), start=1):
@@ -32,7 +32,7 @@ def origins(lowering: Any, source: str) -> dict[int, BufferOrigin]:
 
 
 def origin_of(node: Any) -> BufferOrigin:
-    """Of what a node of a graph makes."""
+    """The origin of a node's result."""
     target = node.target
     name: str = getattr(target, "_opname", "") or getattr(target, "__name__", str(target))
     return BufferOrigin(name, _module_of(node), _line_of(node))

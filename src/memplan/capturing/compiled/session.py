@@ -101,7 +101,8 @@ class Compiled:
 
 
 def _as_it_is(model: Any) -> Any:
-    """Not compiled; a module in the wrapper that `torch.compile` puts around it."""
+    """The function itself, not compiled; a module in the wrapper that `torch.compile` puts around
+    it."""
     return torch.compiler.disable(model) if isinstance(model, torch.nn.Module) else model
 
 

@@ -158,7 +158,7 @@ class FakeCuda:
         self.memory_fraction = 1.0
         self.pools = PrivatePools()
         self.replayed_step: Callable[[], None] = lambda: None
-        """Told when a CUDA graph that holds an optimizer step ran again."""
+        """Called when a CUDA graph that contains an optimizer step has run again."""
         self._streams_made: Counter[int] = Counter()
         self.Stream: Any = type("Stream", (FakeStream,), {"_api": self, "__module__": "torch.cuda"})
         self.ExternalStream: Any = type(
@@ -374,7 +374,7 @@ class PrivatePools:
         self._numbers: dict[tuple[Pool, int], int] = {}
 
     def handle(self) -> Pool:
-        """Of a new pool: `torch.cuda.graph_pool_handle`."""
+        """The id of a new pool: `torch.cuda.graph_pool_handle`."""
         return (0, next(self._handles))
 
     def stream(self, stream: int) -> int:

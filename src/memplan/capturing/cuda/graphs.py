@@ -79,11 +79,11 @@ class FakeMemPool:
         self.allocator = None
 
     def use_count(self) -> int:
-        """Those who use it."""
+        """Number of users of the pool."""
         return 1
 
     def snapshot(self, *_args: Any, **_kwargs: Any) -> list[Any]:
-        """Not available while estimating."""
+        """Empty: there is no snapshot of a pool while estimating."""
         return []
 
 

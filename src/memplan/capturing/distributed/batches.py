@@ -28,7 +28,7 @@ class Batches:
         self.collectives = collectives
 
     def install(self, patches: Patches) -> None:
-        """Until `patches.undo()`."""
+        """Install it until `patches.undo()`."""
         patches.set(ProcessGroup, "_start_coalescing", self._begin)
         patches.set(ProcessGroup, "_end_coalescing", self._end)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SMALL = 256
 """Elements: what the host decides by is not larger."""
 _ALIKE = ("torch/nn/parallel/distributed.py", "torch/distributed/utils.py")
-"""Of PyTorch: they see to it that all ranks have the same buckets, parameters and buffers."""
+"""Files of PyTorch that make buckets, parameters and buffers equal on all ranks."""
 
 _Stream = tuple[int, tuple[int, ...], str]
 """Who sends, to whom, and whether tensors or objects."""

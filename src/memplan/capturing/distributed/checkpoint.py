@@ -35,7 +35,7 @@ class Checkpoints:
         self.state = state
 
     def install(self, patches: Patches, watcher: ImportWatcher) -> None:
-        """Until `patches.undo()`."""
+        """Install it until `patches.undo()`."""
 
         def plan(module: ModuleType) -> None:
             wrapper = module._DistWrapper

@@ -48,7 +48,7 @@ Rule = Callable[[Call, Callable[[torch.Tensor], Value]], Iterator[tuple[torch.Te
 
 @dataclass(frozen=True)
 class _Form:
-    """Where an operator has what, and what it does to values."""
+    """The positions of an operator's arguments, and what it does to values."""
 
     kind: str
     inputs: int
@@ -173,7 +173,8 @@ class Collectives:
         }
 
     def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-        """By operator; each takes the operator, its arguments and its keyword arguments."""
+        """Handlers by operator; each takes the operator, its arguments and its keyword
+        arguments."""
         return dict.fromkeys(_FORMS, self._run)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -106,7 +106,7 @@ class Communicators:
         return made
 
     def listed(self, rank: int) -> list[Communicator]:
-        """As the trace names them; `rank` is the captured process's."""
+        """The communicators for the trace; `rank` is that of the captured process."""
         node = rank // self._local_world_size
         return [
             Communicator(

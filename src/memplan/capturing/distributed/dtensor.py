@@ -18,7 +18,7 @@ _captures = itertools.count(1)
 
 
 def install(patches: Patches, watcher: ImportWatcher) -> None:
-    """Until `patches.undo()`."""
+    """Install it until `patches.undo()`."""
     # Which device `cuda` is, as another rank: PyTorch's own fake modes remember it for the process.
     FakeTensorMode.cache_clear()
     _look_once(patches, watcher)

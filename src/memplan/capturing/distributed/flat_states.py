@@ -23,7 +23,7 @@ _MODULE = "torch.distributed.fsdp._optim_utils"
 
 
 def install(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
-    """Until `patches.undo()`."""
+    """Install it until `patches.undo()`."""
 
     def adapt(module: ModuleType) -> None:
         gathering: list[Any] = []
@@ -126,7 +126,7 @@ def _tell(module: ModuleType, gathering: list[Any]) -> Callable[..., Any]:
 
 
 def _ranges(flat_param: Any) -> list[tuple[int, int]]:
-    """Where in the flat parameter each parameter lies, half-open, in elements."""
+    """The range `[start, stop)` of each parameter in the flat parameter, in elements."""
     found, position = [], 0
     for elements, padding in zip(
         flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True

@@ -38,10 +38,11 @@ class FunctionalCollectives:
         self.state = state
         self.collectives = collectives
         self._pending: dict[int, Work] = {}
-        """By the result's storage, which the handle keeps alive."""
+        """Pending work by the result's storage, which the handle keeps alive."""
 
     def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-        """By operator; each takes the operator, its arguments and its keyword arguments."""
+        """Handlers by operator; each takes the operator, its arguments and its keyword
+        arguments."""
         answers: dict[Any, Callable[..., Any]] = {
             functional.all_reduce.default: partial(self._reduce, _copy),
             functional.all_reduce_.default: partial(self._reduce, _same),
@@ -62,7 +63,7 @@ class FunctionalCollectives:
         return {func: _adapted(answer) for func, answer in answers.items()}
 
     def install(self, patches: Patches, watcher: ImportWatcher) -> None:
-        """Until `patches.undo()`."""
+        """Install it until `patches.undo()`."""
         self.state.collectives.update(self.handlers())
 
         def adapt(module: ModuleType) -> None:

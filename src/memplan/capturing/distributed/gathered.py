@@ -25,7 +25,7 @@ _FSDP1 = "torch.distributed.fsdp._flat_param"
 
 
 def install(patches: Patches, watcher: ImportWatcher, state: CaptureState) -> None:
-    """Until `patches.undo()`."""
+    """Install it until `patches.undo()`."""
 
     def after(owner: Any, method: str, outputs: Callable[[Any], Iterator[Any]]) -> None:
         original = getattr(owner, method, None)

@@ -48,7 +48,7 @@ class Distributed:
         self._communicators = Communicators(numbered, local)
 
     def install(self, stack: ExitStack, patches: Patches, watcher: ImportWatcher) -> None:
-        """In place until the stack unwinds, which comes before `patches.undo()`."""
+        """Install it until the stack unwinds, which happens before `patches.undo()`."""
         place = self.options.place
         if place is not None:
             variables = rank_environment(place, self.options.environment)
@@ -122,7 +122,7 @@ class Distributed:
                 patches.set(module, "ProcessGroupNCCL", ProcessGroupNCCL)
 
     def communicators(self) -> list[Communicator]:
-        """Those of NCCL so far."""
+        """The NCCL communicators so far."""
         place = self.options.place
         rank = place.rank if place is not None else 0
         return self._communicators.listed(rank)

@@ -49,7 +49,7 @@ class Peers:
     """The other ranks, as one capture sees them."""
 
     link: Connection | None = None
-    """To the process that waits; None: nobody is there."""
+    """The connection to the process that waits; None if there is none."""
     answering: bool = False
     """Whether this capture runs only to answer."""
     wanted: set[str] = field(default_factory=set)
@@ -130,7 +130,8 @@ class Peers:
         self._send("end", failure, hint)
 
     def _stand_still(self) -> None:
-        """Until somebody wants what has not been told; raises EnoughSeen once nobody will."""
+        """Wait until another process asks for something that has not been told yet; raises
+        EnoughSeen if none will."""
         while True:
             if self._runs_on and self._stepped:
                 self._runs_on = False
@@ -202,7 +203,8 @@ _computed = False
 
 
 def has_computed() -> None:
-    """From now on this process has threads of PyTorch's, and cannot be forked for a rank."""
+    """To be called once this process has threads of PyTorch's: it can no longer be forked for a
+    rank."""
     global _computed
     _computed = True
 
@@ -214,7 +216,7 @@ def current() -> Peers:
 
 @contextmanager
 def peers(target: ScriptTarget, options: CaptureOptions, run: Run) -> Iterator[None]:
-    """While entered, other ranks of a job of several can be asked; `run` captures a script."""
+    """A context manager in which other ranks of the job can be asked; `run` captures a script."""
     alone = options.place is None or options.place.world_size == 1
     if alone or _current.answering or _computed or not hasattr(os, "fork"):
         yield
@@ -255,7 +257,7 @@ class _Asked:
     link: Connection
     told: dict[str, bytes] = field(default_factory=dict)
     questions: int = 0
-    """That it could not answer at once."""
+    """Number of questions that it could not answer at once."""
     over: tuple[str, str] | None = None
     """Why it tells nothing more, and what to try."""
     paused: bool = False
@@ -283,7 +285,7 @@ class _Question:
     """What somebody waits for."""
 
     link: Connection
-    """Of the one who asks."""
+    """The connection to the process that asks."""
     rank: int
     key: str
     beyond: bool
@@ -301,7 +303,7 @@ class _Exchange:
         self._waiting: list[_Question] = []
 
     def serve(self) -> None:
-        """Until the capture that began it closes its end."""
+        """Serve until the capture that began it closes its end."""
         while True:
             links = {asked.link: rank for rank, asked in self._ranks.items() if not asked.over}
             for link in wait([self._first, *links], _LOOK_SECONDS):

@@ -37,7 +37,7 @@ class Pipelines:
         self.peers = peers
 
     def install(self, patches: Patches, watcher: ImportWatcher) -> None:
-        """Until `patches.undo()`."""
+        """Install it until `patches.undo()`."""
 
         def adapt(module: ModuleType) -> None:
             stage = module.PipelineStage

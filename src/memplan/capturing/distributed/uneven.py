@@ -23,7 +23,7 @@ _TELLS = "gather_and_compute_chunk_metadata"
 
 
 def install(patches: Patches, watcher: ImportWatcher) -> None:
-    """Until `patches.undo()`."""
+    """Install it until `patches.undo()`."""
 
     def adapt(module: ModuleType) -> None:
         if hasattr(module, _TELLS):

@@ -101,7 +101,7 @@ class Works:
     def __init__(self) -> None:
         self._kept: deque[RankWork] = deque(maxlen=_KEPT)
         self.waited: list[RankWork] = []
-        """Those that still keep their outputs."""
+        """Works that were waited for and still keep their outputs."""
 
     def kept(self, work: RankWork) -> RankWork:
         """The same, while C++ may ask for it."""
@@ -112,7 +112,7 @@ class Works:
         return work
 
     def let_go(self) -> None:
-        """Of the outputs of what was waited for and dropped since."""
+        """Release outputs of works that were waited for and dropped since."""
         for work in self.waited[:] if self.waited else ():
             if sys.getrefcount(work) <= _OWN_REFERENCES + 2:  # both lists'
                 work.release()

@@ -101,7 +101,7 @@ class FastFakeMode(FakeTensorMode):
     """`FakeTensorMode` that runs every shape rule once for each signature."""
 
     tensor_class: type[torch.Tensor] = FakeTensor
-    """Of the tensors that it makes."""
+    """The class of the tensors that it makes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -111,7 +111,7 @@ class FastFakeMode(FakeTensorMode):
         """Operators that were answered from a plan."""
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}
         self._views: dict[tuple[Any, ...], _Output] = {}
-        """Of each signature without its integers, a view that was confirmed."""
+        """A view that was confirmed, for each signature without its integers."""
         self._eligible: dict[Any, bool] = {}
         self._aliasing: set[Any] = set()
         self._active = (

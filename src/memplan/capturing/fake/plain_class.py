@@ -51,7 +51,7 @@ _metaclass: Any = type(FakeTensor)
 _storage: Any = torch.Tensor.untyped_storage
 _STATE = "_memplan_fake_state"
 _TYPE_OF_OBJECT = ctypes.sizeof(ctypes.c_void_p)
-"""Where CPython keeps an object's type: behind the reference count."""
+"""The offset at which CPython stores an object's type: behind the reference count."""
 
 
 class _FakeTensorType(type(FakeTensor)):  # type: ignore[misc]
@@ -184,7 +184,8 @@ def _change_classes() -> None:
 
 
 def _set_metaclass(before: type, after: type) -> None:
-    """Of `FakeTensor`. `FakeTensor.__class__ = …` is refused because one of the two is of C's."""
+    """Replace a metaclass of `FakeTensor`. `FakeTensor.__class__ = …` is refused, because one of
+    the two classes is implemented in C."""
     cell = ctypes.c_void_p.from_address(id(FakeTensor) + _TYPE_OF_OBJECT)
     if cell.value != id(before):
         raise RuntimeError("this Python keeps an object's type elsewhere")
@@ -210,11 +211,9 @@ def is_fake(item: Any) -> bool:
 
 @contextmanager
 def undressed(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While entered, instances of the job's subclasses are of PyTorch's own class.
-
-    A device's kernels see memory only. A shape rule is Python that calls the tensor's methods, and
-    would meet those of the subclass (MONAI's MetaTensor has a `new_empty` of its own).
-    """
+    """A context manager in which instances of the job's tensor subclasses have PyTorch's own class.
+    A device's kernels only see memory. But a shape rule is Python code that calls the tensor's
+    methods, and would find those of the subclass (MONAI's MetaTensor has its own `new_empty`)."""
     dressed = [(tensor, type(tensor)) for tensor in tensors if type(tensor) not in _OWN_CLASSES]
     for tensor, kind in dressed:
         with suppress(TypeError):  # one with slots stays as it is

@@ -42,14 +42,14 @@ class _Live:
     number: int
     """-1 while real data still hold its memory."""
     row: int
-    """Of its allocation, likewise."""
+    """Row of its allocation."""
     nbytes: int
     pinned: int
     """As in a trace: 0, 1 or `PAGE_LOCKED`."""
     role: Role
     references: list[object]
     address: int = 0
-    """Of page-locked data that are real, and so resident here as well; 0 for others."""
+    """Address of page-locked data that are real, and so resident here, too; 0 for others."""
 
 
 class HostMemory:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _INTERVAL_SECONDS = 0.05
 _WORKERS_INTERVAL_SECONDS = 0.5
 _SHARE = 0.02
-"""Of the processor's time at most: the kernel walks all pages of a worker, or of page-locked
-memory, to answer."""
+"""The largest share of the processor's time: to answer, the kernel walks all pages of a worker or
+of page-locked memory."""
 _NOTEWORTHY = 1 << 20
 """Changes below this are not recorded."""
 _PRIVATE = (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")
@@ -92,7 +92,7 @@ class HostProcess:
 
 
 def _pause(at_least: float, began: float) -> Deadline:
-    """Until the next sample, of one that began at this thread's time."""
+    """The time until the next sample, where the last one began at this thread's time `began`."""
     return Deadline(max(at_least, (thread_time() - began) / _SHARE))
 
 

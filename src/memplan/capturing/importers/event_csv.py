@@ -27,7 +27,7 @@ OBSERVED = {
     "segment_unmap": EventKind.SEGMENT_UNMAP,
     "oom": EventKind.OUT_OF_MEMORY,
 }
-"""By PyTorch's own name, in a snapshot too."""
+"""Kinds of events by PyTorch's own names, which snapshots have, too."""
 GIVEN_BACK = {"segment_free", "segment_unmap"}
 
 

@@ -24,7 +24,7 @@ _RUNS_BACKWARD = ("_engine_run_backward", "unpack_hook", "recompute_fn")
 
 
 class Place(NamedTuple):
-    """Where an allocation was asked for; empty strings where unknown."""
+    """The place of an allocation; strings are empty where unknown."""
 
     source: str
     """`file:line` of the innermost frame outside PyTorch and other installed packages, or of the
@@ -45,10 +45,8 @@ class FrameReader:
         self._known: dict[tuple[int, ...], Place] = {}
 
     def place(self, frames: Any) -> Place:
-        """Where a list of frames points. Raises FormatError for anything but frames.
-
-        The frames must stay alive: stacks are remembered by the identity of their frames.
-        """
+        """The place in a list of frames. Raises FormatError for anything but frames. The frames
+        must stay alive, because stacks are cached by the identity of their frames."""
         if not frames:
             return NOWHERE
         if not isinstance(frames, list | tuple):

@@ -105,7 +105,7 @@ _Origins = dict[int, tuple[Place, str]]
 
 
 def _origins(entries: list[Entry], frames: FrameReader) -> tuple[_Origins, PhaseTracker]:
-    """By address, the place and the phase of the last request that was given it."""
+    """For each address, the place and the phase of the last request that was given it."""
     found: _Origins = {}
     phases = PhaseTracker()
     for entry in entries:

@@ -62,7 +62,7 @@ class Entry(msgspec.Struct):
     time_us: int | None = None
     user_metadata: str | None = None
     device_free: Size | None = None
-    """Only of `oom`."""
+    """Only for `oom`."""
     pool_id: Pool | None = None
     """None where it is not known: older versions do not tell."""
     frames: Any = ()

@@ -65,7 +65,7 @@ class Caught:
 
     @contextmanager
     def noted(self, *_call: Any, **_keywords: Any) -> Iterator[None]:
-        """Around a model's call or, for a `JobObserver`, around a backward pass."""
+        """A context manager for a model's call or, for a `JobObserver`, a backward pass."""
         try:
             yield
         except Exception as error:

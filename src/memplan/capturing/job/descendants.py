@@ -23,7 +23,8 @@ _ROUNDS = 5
 
 
 class Descendants:
-    """Those of this process that are started from now on, by others than are there already."""
+    """Descendants of this process that are started from now on, except by processes that exist
+    already."""
 
     def __init__(self) -> None:
         self._before = _below(posix.getpid(), {})
@@ -40,7 +41,7 @@ class Descendants:
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """While entered, orphans below this process become its children."""
+    """A context manager in which orphans below this process become its children."""
     before = _adopts()
     if before is None:
         yield

@@ -44,7 +44,7 @@ _UNKNOWN = (
     "it is a fault of memplan, please report it"
 )
 _TO_INSTALL = re.compile(r"\binstall|\bnot installed", re.I)
-"""Of packages that look for another: "Make sure to install tensorboard"."""
+"""Messages of packages that look for another package: "Make sure to install tensorboard"."""
 _NO_ATTRIBUTE = re.compile(r"module '(\w+)[\w.]*' has no attribute")
 _NO_NAME = re.compile(r"cannot import name '\w+' from '(\w+)[\w.]*'")
 DOWNLOADS = (
@@ -149,7 +149,8 @@ def _of_devices(options: CaptureOptions) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the script was: in the user's code or, where all of it was installed, in a package."""
+    """The place of an error in the script: in the user's code or, where all of it was installed, in
+    a package."""
     frames = traceback.extract_tb(error.__traceback__)
     torch_folder = str(Path(torch.__file__).parent)
     for wanted in (_is_users, lambda name: torch_folder not in name and _is_packages(name)):

@@ -11,7 +11,7 @@ from memplan.capturing.recording.context import syntax_of
 _ERROR = "OutOfMemoryError"
 _MESSAGE = "out of memory"
 _RETRIES = frozenset({"find_executable_batch_size", "auto_find_batch_size"})
-"""Of Accelerate and the Hugging Face Trainer: train again with smaller batches."""
+"""Functions of Accelerate and the Hugging Face Trainer that train again with smaller batches."""
 
 
 def oom_note(target: ScriptTarget) -> list[str]:

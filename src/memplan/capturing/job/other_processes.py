@@ -54,9 +54,9 @@ def end_children(others: Sequence[BaseProcess], uncounted: UncountedProcesses) -
 
 
 def refuse_in_fork(report: Callable[[str], None]) -> None:
-    """In a forked child, where the fake device's answers remain: the first operator that needs the
-    device is refused, by a kernel below all others; a build for CUDA has kernels above that one,
-    and asks for the device before it makes the first tensor there."""
+    """To be called in a forked child, which has the fake device's answers: the first operator that
+    needs the device is refused, by a kernel below all others. A build for CUDA has kernels above
+    that one, and asks for the device before it makes the first tensor there."""
     import torch
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
@@ -69,7 +69,7 @@ def refuse_in_fork(report: Callable[[str], None]) -> None:
 
 
 def refuse_in_fresh(torch: ModuleType, report: Callable[[str], None]) -> None:
-    """In a child started afresh: CUDA seems to be there until it is used."""
+    """To be called in a child started afresh: CUDA seems to be available until it is used."""
 
     def refusal() -> Callable[..., None]:  # one function under two names is an error of Dynamo's
         return lambda *_args, **_kwargs: _refuse(report)

@@ -30,8 +30,8 @@ def run_program(kind: Literal["script", "module"], name: str, argv: tuple[str, .
 
 
 def exit_with(real: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
-    """In place of `os._exit` while a program runs: one that ends by it ends as by `sys.exit`, for
-    it is this process. Its forked children, and memplan, end as they say."""
+    """Replaces `os._exit` while a program runs: the program ends as by `sys.exit`, because it is
+    this process. Its forked children, and memplan itself, end as they ask."""
     own = os.getpid()
 
     def exit_(status: int) -> NoReturn:

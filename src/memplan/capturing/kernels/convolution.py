@@ -99,7 +99,7 @@ class WorkspaceModel:
     """
 
     transpose: float = 1.0
-    """Of the NHWC copies of the operands, for tensor-core kernels fed with NCHW."""
+    """The factor for NHWC copies of the operands, for tensor-core kernels with NCHW operands."""
     pointwise: float = 0.0
     """The same for 1 by 1 kernels, which can be run as a matrix product on NCHW as it lies."""
     filter_splits: float = 1.0
@@ -294,7 +294,7 @@ def _sums_by_sample(conv: Convolution, direction: Direction) -> bool:
 
 
 def _partial_sums(settings: ConvSettings) -> int:
-    """At most two tiles of 128 by 128 fp32 sums for each multiprocessor."""
+    """Bytes of at most two tiles of 128 by 128 fp32 sums for each multiprocessor."""
     return 2 * settings.sm_count * _TILE * _TILE * 4
 
 

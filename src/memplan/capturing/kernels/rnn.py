@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from memplan.capturing.kernels.model import MIB, Scratch, exactly, itemsize
 
 MODES = ("RNN_RELU", "RNN_TANH", "LSTM", "GRU")
-"""By the `mode` argument of `_cudnn_rnn`, in its order."""
+"""The modes in the order of the `mode` argument of `_cudnn_rnn`."""
 
 _GATES = {"RNN_RELU": 1, "RNN_TANH": 1, "LSTM": 4, "GRU": 3}
 # Values kept for each hidden unit and time step: the gates, the LSTM's cell, the GRU's candidate

@@ -192,7 +192,8 @@ def _rms_norm_backward(call: OpCall) -> list[Scratch]:
 
 
 def _partial_sums(call: OpCall, first: int) -> list[Scratch]:
-    """Of a layer norm's parameters, of which the `first` tensor argument is the first."""
+    """Partial sums for a layer norm's parameters, of which the `first` tensor argument is the
+    first."""
     shape = call.args.get("normalized_shape")
     columns = numel([int(size) for size in shape]) if isinstance(shape, Sequence) else 0
     if columns == 0 or len(call.shapes) <= first:

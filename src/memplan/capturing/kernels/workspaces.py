@@ -63,8 +63,9 @@ def cublas_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str]) 
 
 
 def _lt_shares_workspace(env: Mapping[str, str]) -> bool:
-    """Only where asked: PyTorch 2.11 takes 1 MiB beside cuBLAS's own (measured on an H200). Later
-    ones say that sharing is their default; there a MiB a thread may be too much."""
+    """Whether cuBLASLt shares cuBLAS's workspace: only if asked for. PyTorch 2.11 takes 1 MiB
+    beside cuBLAS's own (measured on an H200). Later releases say that they share by default; for
+    these, 1 MiB for each thread may be too much."""
     return env.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") == "1"
 
 

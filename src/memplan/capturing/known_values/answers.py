@@ -24,7 +24,7 @@ _TRUE_ORIGINS = frozenset({"all", "isclose", "equal", "_is_all_true"})
 _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
 """A loop on one of these waits for a failure or its end, and is not there to train."""
 _ROUNDS = 16
-"""Of a loop outside the model, before an optimizer step: enough for gradients to be accumulated."""
+"""Turns of a loop outside the model before an optimizer step: enough to accumulate gradients."""
 _ROUNDS_IN_MODEL = 1
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
@@ -53,7 +53,7 @@ class _Loop:
     """What is known of a loop whose header asks for a device value."""
 
     rounds: int = 0
-    """Times that it went on since it began, or since the optimizer stepped last."""
+    """How often it went on since it began, or since the optimizer last stepped."""
     steps: int = 0
     """Optimizer steps when it went on last."""
     trains: bool = False

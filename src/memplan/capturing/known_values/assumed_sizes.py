@@ -45,7 +45,8 @@ class AssumedSizes:
             self._now.setdefault(selected, _most(mask, self._now))
 
     def high_bytes(self, made: torch.Tensor) -> int | None:
-        """Of a storage that the operator made; None where its size rests on nothing assumed."""
+        """The high bound for a storage that the operator made; None where its size depends on no
+        assumption."""
         if not self._now:
             return None
         storage = made.untyped_storage()

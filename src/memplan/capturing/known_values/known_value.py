@@ -19,7 +19,7 @@ ALIKE = "_memplan_alike"
 """Marks a real storage that was worked out as if all ranks had put in the same."""
 
 Place = tuple[int, "torch.Size", tuple[int, ...]]
-"""Where in a storage a tensor lies: offset, shape, stride."""
+"""The place of a tensor in a storage: offset, shape, stride."""
 
 
 class KnownValue:

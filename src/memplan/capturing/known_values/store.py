@@ -31,7 +31,8 @@ _BELOW = "_memplan_below"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
-"""Of constants and of what is computed from them: a router's map of tokens and experts."""
+"""The most elements of constants, and of values computed from them, such as a router's map of
+tokens and experts."""
 _MAX_FLOATS_OF_DATA = 1 << 14
 """Weights have more: a model whose weights are known is computed, not only followed."""
 _AT_ONCE = 1 << 12
@@ -84,8 +85,8 @@ class Values:
         _put_off(tensor, find, 0)
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor, *, borrowed: bool = False) -> None:
-        """From now on the fake tensor's storage holds `value`, a real tensor of the same shape.
-        `borrowed`: one of the script's, which may write to it."""
+        """From now on the fake tensor's storage has the content `value`, a real tensor of the same
+        shape. `borrowed`: the script owns that tensor and may write to it."""
         storage = tensor.untyped_storage()
         real = laid_out(value, tensor.dtype, _place(tensor), storage.nbytes())
         if real is not None:
@@ -105,7 +106,7 @@ class Values:
             self.forget(tensor)
 
     def follow(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Where the source is known, the tensor, of as many elements, gets its values."""
+        """Where the source is known, give its values to the tensor, which has as many elements."""
         known = _value_of(source)
         if not known:
             return
@@ -401,7 +402,7 @@ _OVERWRITES = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,
 }
-"""Of the first argument they look at size and type only."""
+"""Operators that use only the size and type of their first argument."""
 
 _ABSORBING = {
     aten.bitwise_and.Tensor: False,

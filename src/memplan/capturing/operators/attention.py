@@ -48,7 +48,7 @@ class Attention:
         return library
 
     def handler(self) -> Handler:
-        """For calls that come without autograd (inference mode)."""
+        """The handler for calls without autograd (inference mode)."""
 
         def handle(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
             with state.mode:

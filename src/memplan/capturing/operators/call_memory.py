@@ -49,8 +49,8 @@ class CallRules:
     def __call__(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> CallMemory:
-        """Of a call with fake tensors on CUDA; nothing for other devices, nor without a rule.
-        `cudnn.benchmark` tries its plans in each call, as it does in the first of them."""
+        """The memory of a call with fake tensors on CUDA; nothing for other devices, or without a
+        rule. `cudnn.benchmark` tries its plans in each call, as in the first one."""
         asked = self._asked
         asked.begin()
         self._memory.forget()
@@ -65,7 +65,7 @@ class CallRules:
 
 
 class _Asked:
-    """In the place of a capture's state and of its recorder: sums up."""
+    """Takes the place of a capture's state and recorder, and sums up requests."""
 
     device_type = "cuda"
     stream = 0

@@ -151,7 +151,7 @@ def counted(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _made(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """On the device what `func` gave for values of its arguments."""
+    """The result that `func` gives for known values of its arguments, on the device."""
     device = next(item.fake_device for item in args if isinstance(item, FakeTensor))
     builder = state.recorder.builder
     if state.sizes.any:

@@ -59,7 +59,7 @@ class KernelMemory:
         """Number in the trace of the device that the operator runs on."""
 
     def observers(self) -> dict[Any, Observer]:
-        """By operator."""
+        """Observers by operator."""
         found: dict[Any, Observer] = {
             aten.convolution.default: self.convolution,
             aten._scaled_dot_product_flash_attention.default: self.flash,
@@ -80,7 +80,8 @@ class KernelMemory:
         return {func: self._on_device(observer) for func, observer in found.items()}
 
     def recordings(self) -> dict[Any, Recording]:
-        """By operator: how its outputs are recorded, where that is not one after the other."""
+        """For operators whose outputs are not recorded one after the other: how they are
+        recorded."""
         return {
             aten.convolution_backward.default: self.convolution_backward,
             aten._scaled_dot_product_efficient_attention.default: self.efficient_outputs,
@@ -99,7 +100,7 @@ class KernelMemory:
         return observe
 
     def forget(self) -> None:
-        """As if nothing had run yet."""
+        """Start again as if nothing had run yet."""
         self._workspaces.clear()
         self._tried.clear()
 

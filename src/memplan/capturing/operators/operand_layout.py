@@ -83,8 +83,8 @@ def _batch_norm(
     training: bool,
     *others: Any,
 ) -> Any:
-    """With cuDNN, of a contiguous input, which backward keeps (`_batch_norm_impl_index` in
-    `native/Normalization.cpp`)."""
+    """A batch norm with cuDNN, which copies its input if that is not contiguous; backward keeps the
+    copy (`_batch_norm_impl_index` in `native/Normalization.cpp`)."""
     if batch_norm_backend(batch_norm_call(x, weight, training)) == "cudnn":
         x = x.contiguous(memory_format=suggested_layout(x))
     results = aten._batch_norm_impl_index(x, weight, bias, mean, variance, training, *others)

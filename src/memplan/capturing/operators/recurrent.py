@@ -51,7 +51,7 @@ class Recurrent:
         return library
 
     def handlers(self) -> dict[Any, Handler]:
-        """By operator."""
+        """Handlers by operator."""
         return {
             aten._cudnn_rnn.default: self.forward,
             aten._cudnn_rnn_backward.default: self.backward,
@@ -253,12 +253,12 @@ class Recurrent:
 
 
 def forward_call(args: Sequence[Any]) -> rnn.Rnn:
-    """Of the arguments of `_cudnn_rnn`."""
+    """The call described by the arguments of `_cudnn_rnn`."""
     return _call(args, args[0], args[14])
 
 
 def backward_call(args: Sequence[Any]) -> rnn.Rnn:
-    """Of the arguments of `_cudnn_rnn_backward`."""
+    """The call described by the arguments of `_cudnn_rnn_backward`."""
     return _call((*args[:6], *args[10:]), args[0], args[18])
 
 

@@ -112,7 +112,7 @@ def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> 
 
 
 def install(patches: Patches, state: CaptureState) -> None:
-    """Until `patches.undo()`, lengths reach `ctc_loss` as the lists that PyTorch makes of a plain
+    """Until `patches.undo()`, pass lengths to `ctc_loss` as lists, which PyTorch makes of a plain
     tensor; for a tensor subclass it would divide by them on the host."""
     state.rules["fsdp::all_gather_copy_in"] = copy_into_gather  # there once FSDP2 is imported
     state.rules["torchvision::nms"] = boxes_kept

@@ -191,7 +191,7 @@ def _zero(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _scaled(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """By a number."""
+    """A sparse tensor times a number."""
     source, factor = args[:2]
     if isinstance(factor, torch.Tensor) and factor.dim():
         return NotImplemented

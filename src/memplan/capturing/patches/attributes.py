@@ -15,7 +15,8 @@ from memplan.capturing.patches.internals import MissingNameError, is_missing, to
 _ABSENT = object()
 
 as_compilers_see: Callable[[], AbstractContextManager[None]] = nullcontext
-"""Entered, PyTorch is as its compiler saw it: in a capture, without the capture's patches."""
+"""A context manager in which PyTorch is as its compiler saw it: in a capture, without the capture's
+patches."""
 
 
 class Patches:

@@ -31,7 +31,7 @@ _ALONE = frozenset({"torch._dynamo.config", "torch._dynamo._trace_wrapped_higher
 """Submodules that use nothing of the package while they are imported. The second is imported with
 every language model of transformers."""
 _CACHE = "__dynamo_disable"
-"""Where `torch/_compile.py` keeps what `disable` gave it for a function."""
+"""The attribute in which `torch/_compile.py` stores what `disable` returned for a function."""
 
 
 class DeferredDynamo:
@@ -52,7 +52,7 @@ class DeferredDynamo:
     def reset(self) -> None:
         """Nothing is to be done about its import."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered meanwhile."""
+        """A context manager that is entered meanwhile."""
         self.afterwards: Callable[[], None] = lambda: None
         """Called once it is there."""
 
@@ -130,7 +130,7 @@ class _Rules:
 
 
 def _graph_break(_msg: str = "") -> None:
-    """Of no effect where nothing is compiled."""
+    """Does nothing where nothing is compiled."""
 
 
 def _stand_in(deferred: DeferredDynamo, spec: importlib.machinery.ModuleSpec) -> Any:
@@ -167,7 +167,7 @@ class _Submodules(importlib.abc.MetaPathFinder):
 
 
 class _There(importlib.abc.Loader):
-    """Gives a module that has been imported already, once."""
+    """Loads a module that has been imported already, once."""
 
     def __init__(self, module: types.ModuleType, loader: Any) -> None:
         self._module = module
@@ -182,7 +182,7 @@ class _There(importlib.abc.Loader):
 
 
 dynamo = DeferredDynamo()
-"""That of this process."""
+"""The instance of this process."""
 
 
 def has_compiled() -> bool:

@@ -79,8 +79,8 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
             self._try(adapt, module)
 
     def _try(self, adapt: Adapter, module: types.ModuleType) -> None:
-        """Where PyTorch lacks what `adapt` replaces, using the module is refused: importing it is
-        not, others do without using it."""
+        """Adapt a module. Where PyTorch lacks what `adapt` replaces, using the module is refused,
+        but importing it is not: others may import it without using it."""
         try:
             adapt(module)
         except Exception as error:

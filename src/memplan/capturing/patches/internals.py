@@ -25,7 +25,7 @@ from memplan.types.errors import CaptureError
 
 
 def _names(table: str) -> tuple[str, ...]:
-    """Of `prefix: name name …`; a dot is the prefix itself."""
+    """Names in the form `prefix: name name …`; a dot is the prefix itself."""
     found, prefix = [], ""
     for word in table.split():
         if word.endswith(":"):
@@ -149,7 +149,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         torch._C: . _current_graph_task_id _set_cudnn_benchmark
     """),
 }
-"""By part, which is a folder of memplan."""
+"""Private names of PyTorch by part, which is a folder of memplan."""
 
 _ONLY_WITH_CUDA = "torch._C._cuda_"
 _NOT_IMPORTED = re.compile(r"cannot import name '(\w+)' from '(torch[\w.]*)'")
@@ -215,7 +215,8 @@ def refusal(error: BaseException) -> MissingNameError | None:
 
 
 def _raised_by_memplan(error: BaseException) -> bool:
-    """Not by a frame of PyTorch's or of the job's; the machinery of imports does not count."""
+    """Whether an error was not raised by a frame of PyTorch's or of the job's; frames of the import
+    system do not count."""
     files = [
         frame.f_code.co_filename
         for frame, _ in _walk(error)

@@ -32,7 +32,7 @@ from memplan.capturing.patches.attributes import Patches
 
 Around = Callable[..., AbstractContextManager[object]]
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""Of the function that PyTorch puts around each `step`."""
+"""The code of the function that PyTorch puts around each `step`."""
 _UPDATED = "memplan_updated"
 """Keyword of a step that is told by `tell_step`."""
 
@@ -45,9 +45,10 @@ class Step:
     closure: bool = False
     """Whether it is given one, which may run the model."""
     within: int = 0
-    """Of how many steps it is part: one optimizer may wrap another, or its base class's step."""
+    """Number of steps that this step is part of: an optimizer may call another one, or the step of
+    its base class."""
     updated: set[int] = field(default_factory=set)
-    """Of a step that was told: ids of the parameters that were updated without it."""
+    """For a reported step: ids of the parameters that were updated without it."""
 
 
 class JobObserver:
@@ -188,7 +189,7 @@ class _Calls(threading.local):
         self.depth = 0
         self.root: torch.nn.Module | None = None
         self.frame: FrameType | None = None
-        """That PyTorch runs the root in."""
+        """The frame in which PyTorch runs the root."""
 
 
 class ModuleCalls:

@@ -1,4 +1,5 @@
-"""Where the job is: module, phase, step, source line and stream of the operator being run."""
+"""Tracks the position in the job: module, phase, step, source line and stream of the operator that
+runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _MEMPLAN = str(Path(__file__).parents[2])
 _HIDDEN = (_TORCH, _MEMPLAN, "<", str(Path(sys.modules["threading"].__file__ or "").parent) + "/")
 _COMPILED = "_orig_mod"
-"""Where `torch.compile` keeps the module: no level of the model's own."""
+"""The attribute in which `torch.compile` keeps the module; it is no level of the model's own."""
 _MAX_REMEMBERED = 400_000
 
 
@@ -41,17 +42,17 @@ class BufferOrigin(NamedTuple):
     """Below the module that was compiled."""
     source: str
     phase: Phase | None = None
-    """Where the code itself knows; None: that of the operator that runs it."""
+    """The phase where the code itself knows it; None for the phase of the operator that runs it."""
 
 
 def generated_origin(frame: FrameType) -> BufferOrigin | None:
-    """Of the line that a frame of generated code is at."""
+    """The origin of the line at which a frame of generated code is."""
     known: dict[int, BufferOrigin] = frame.f_globals.get(ORIGINS, {})
     return known.get(frame.f_lineno)
 
 
 class Origin(NamedTuple):
-    """Where the forward operator ran that a backward node belongs to."""
+    """The position of the forward operator to which a backward node belongs."""
 
     module: int
     source: int
@@ -88,7 +89,7 @@ class Context:
         self._code_text: dict[CodeType, str] = {}
         self._below: dict[tuple[int, str], int] = {}
         self._generated: BufferOrigin | None = None
-        """Of the generated line that the last source was taken from."""
+        """The origin of the generated line from which the last source was taken."""
 
     # Modules
 
@@ -122,7 +123,7 @@ class Context:
         return self._forward_seen
 
     def model_called(self) -> None:
-        """From here on what is computed with gradients is a forward pass."""
+        """From here on, operators with gradients belong to a forward pass."""
         self._forward_seen = True
 
     @property

@@ -313,11 +313,9 @@ def set_metadata(view: View, path: str, follow: bool, change: Callable[[str], No
 
 
 def native_path(view: View, path: str, write: bool, keep: bool = True) -> str:
-    """Where a library that opens files itself must open `path`.
-
-    For writing, the directory is made in the overlay, and an existing file is copied there first
-    where `keep` says that its contents matter.
-    """
+    """The path at which a library that opens files itself must open `path`. For writing, the
+    directory is created in the overlay, and an existing file is first copied there if `keep` says
+    that its content matters."""
     if not write:
         return view.reading(path)
     with view.lock:

@@ -56,7 +56,7 @@ def _arrow(patches: Patches, view: View, module: types.ModuleType) -> None:
 
 
 def _arrow_paths(patches: Patches, view: View, module: types.ModuleType) -> None:
-    """Of what is read as a data set, as `pandas.read_parquet` does."""
+    """Adapt what is read as a data set, as by `pandas.read_parquet`."""
     real: Any = module._resolve_filesystem_and_path
 
     def resolve(path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 class _Apart:
-    """Gives the tensors met in pickling their places in `tensors`."""
+    """Gives tensors that are met in pickling their indices in `tensors`."""
 
     def __init__(self, is_fake: Callable[[torch.Tensor], bool]) -> None:
         self.tensors: list[Kept] = []

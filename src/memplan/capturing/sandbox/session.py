@@ -73,7 +73,8 @@ class Sandbox:
 
     @property
     def device_uses(self) -> list[str]:
-        """Where other processes of the sandbox used CUDA, as `report_device` was told."""
+        """The places where other processes of the sandbox used CUDA, as `report_device` was
+        told."""
         return self._learned().device_uses if self._view is not None else []
 
     def _learned(self) -> View:

@@ -54,7 +54,8 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """Where a path leads: its canonical form, where its bytes lie now, and in which layer."""
+    """The place that a path leads to: its canonical form, where its bytes are now, and in which
+    layer."""
 
     at: str
     disk: str
@@ -97,7 +98,7 @@ class View:
         self.device_uses: list[str] = []
         self.closed = False
         self.on_write: Callable[[str], None] = lambda disk: None
-        """Told of each file in the overlay before it is opened for writing."""
+        """Called with each file in the overlay before it is opened for writing."""
         self.supply: Callable[[str], bool] = lambda path: False
         """Asked when a file that is to be read is not there: whether it is by now."""
         self._mark = self.journal.mark
@@ -178,10 +179,8 @@ class View:
     # Lookup.
 
     def reading(self, path: str, follow: bool = True) -> str:
-        """Where to read `path`: itself where nothing was written near it.
-
-        Raises FileNotFoundError where the view has nothing.
-        """
+        """The file from which to read `path`: the path itself if nothing was written there. Raises
+        FileNotFoundError if the view has no such file."""
         head, _, tail = path.rpartition("/")
         if path[0] == "/":
             key = head or "/"
@@ -208,7 +207,7 @@ class View:
         return spot.disk
 
     def locate(self, path: str, follow: bool = True) -> Spot:
-        """Where `path` leads. Raises OSError (ELOOP, ENOTDIR) as the system would."""
+        """The place that `path` leads to. Raises OSError (ELOOP, ENOTDIR) as the system would."""
         self.sync()
         if path[0] != "/":
             path = join(self._cwd, path)
@@ -340,10 +339,8 @@ class View:
         return inside
 
     def room_for(self, at: str, path: str) -> str:
-        """Where in the overlay a new entry `at` goes; `path` is what the script called it.
-
-        Raises FileNotFoundError or NotADirectoryError where its directory does not exist.
-        """
+        """The place in the overlay for a new entry `at`; `path` is the script's name for it. Raises
+        FileNotFoundError or NotADirectoryError if its directory does not exist."""
         parent = posixpath.dirname(at)
         spot = self._directory_spot(self.place(parent))
         if spot.layer == ABSENT:

@@ -46,7 +46,7 @@ class Kernels:
 
 
 def adapt_deepspeed(patches: Patches, module: ModuleType) -> None:
-    """Of an installed DeepSpeed: nothing is built."""
+    """Adapt an installed DeepSpeed: nothing is compiled."""
 
     def load(builder: Any, verbose: Any = None) -> Kernels:
         return Kernels(f"deepspeed.{builder.name}")
@@ -120,7 +120,7 @@ def adapt_extensions(patches: Patches, module: ModuleType) -> None:
 
 
 class _CudaModule:
-    """Its attributes are its kernels."""
+    """A module whose attributes are its kernels."""
 
     def __getattr__(self, name: str) -> CudaKernel:
         if name.startswith("__"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _VOCABULARY_PAD = 64
 """Rows of an embedding are rounded up to this (`vocab_parallel_embedding.py`)."""
 _SAMPLER_BYTES = 2 + 4 + 4 + 4 + 8
-"""For each logit: in half precision, in single, its probability, sorted, and where it was."""
+"""Bytes for each logit: in half and in single precision, its probability, sorted, and its index."""
 _NODES_PER_LAYER = 12
 _NODE_BYTES = (0, 16 << 10, 64 << 10)
 """Low, expected and high of a kernel in an instantiated CUDA graph: the driver does not say."""
@@ -45,13 +45,13 @@ class ModelSizes:
     token_kv: int
     """Keys and values of a token in all layers."""
     token_activations: int
-    """Of a token, where a layer holds most."""
+    """Activations of a token in the layer that holds the most."""
     windowed: bool
     """Whether some layers keep less than the whole sequence."""
 
 
 def model_sizes(config: Any, dtype: torch.dtype) -> ModelSizes:
-    """Of a model of transformers, built from its configuration without any memory."""
+    """Sizes of a transformers model, built from its configuration without memory."""
     import transformers
 
     names = getattr(config, "architectures", None) or [""]
@@ -114,7 +114,7 @@ class EngineMemory:
         self.state = state
         number = len(state.engines) + 1
         self.name = package if number == 1 else f"{package}-{number}"
-        """Of this engine among those of the job."""
+        """The name of this engine among those of the job."""
         self._package, self._pooled, self._separate = package, pooled, separate
         self._held: dict[str, list[tuple[int, Sizes, int]]] = {}
 
@@ -174,7 +174,7 @@ _ROLES = {"activations": Role.WORKSPACE}
 
 
 def some_tokens(vocabulary: int, count: int) -> list[int]:
-    """Of the middle of a vocabulary: special tokens stand at its ends."""
+    """Tokens from the middle of a vocabulary: special tokens are at its ends."""
     several = max(vocabulary // 8, 1)
     return [vocabulary // 2 + place % several for place in range(count)]
 
@@ -185,10 +185,10 @@ def blocks_for(tokens: int) -> int:
 
 
 def tokens_of(blocks: int) -> int:
-    """Of a sequence that fills so many blocks."""
+    """Tokens of a sequence that fills `blocks` blocks."""
     return blocks * _BLOCK_TOKENS
 
 
 def block_bytes(sizes: ModelSizes) -> int:
-    """Of one block in all layers."""
+    """Bytes of one block in all layers."""
     return _BLOCK_TOKENS * sizes.token_kv

@@ -213,7 +213,7 @@ class StandInFinder:
     ) -> None:
         self.wanted = {name.replace("-", "_") for name in wanted}
         self.versions = versions or {}
-        """Of packages that are wanted in another than the newest."""
+        """Versions of packages for which not the newest one is wanted."""
         self.served: set[str] = set()
         self.done_without: dict[str, str] = {}
         """Packages that the program's own code looked for in vain, and where."""
@@ -351,7 +351,8 @@ class _WithoutTriton(WrappedLoader):
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """While entered, a stand-in for Triton is not there. PyTorch's compilers do without it."""
+    """A context manager in which a stand-in for Triton is hidden. PyTorch's compilers work without
+    it."""
     served = sys.modules.get("triton")
     loader = getattr(getattr(served, "__spec__", None), "loader", None)
     if not isinstance(loader, _PackageLoader):  # hidden already, as in an import within another

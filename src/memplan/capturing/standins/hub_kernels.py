@@ -27,11 +27,11 @@ _SAME = {
 }
 """Kernels of the community's, and the package whose functions they are."""
 MODULES = ("load", "utils", "layer", "layer.layer", "layer.func")
-"""Of `kernels`, where its versions define what is replaced."""
+"""Modules of `kernels` in which its versions define what is replaced."""
 
 
 def adapt(patches: Patches, finder: StandInFinder, module: ModuleType) -> None:
-    """Of an installed `kernels`: nothing is fetched."""
+    """Adapt an installed `kernels`: nothing is downloaded."""
 
     def get(repo_id: str, *_args: Any, **_kwargs: Any) -> ModuleType:
         return _module(finder, repo_id)

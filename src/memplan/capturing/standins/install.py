@@ -98,7 +98,7 @@ class StandIns:
     def install(
         self, stack: ExitStack, patches: Patches, state: CaptureState, watcher: ImportWatcher
     ) -> None:
-        """Until the stack unwinds."""
+        """Install stand-ins until the stack unwinds."""
         for path in self._files:
             _run_rules(path)
         self.finder.start()

@@ -136,7 +136,7 @@ def record(name: str, tensors: list[torch.Tensor], written: list[torch.Tensor]) 
 
 
 def adapt_jit(patches: Patches, module: types.ModuleType) -> None:
-    """Of an installed Triton: launches go to `launch`, whatever the grid."""
+    """Adapt an installed Triton: launches go to `launch`, whatever the grid."""
 
     def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
         return None if warmup else launch(kernel.fn, args, kwargs)
@@ -145,7 +145,7 @@ def adapt_jit(patches: Patches, module: types.ModuleType) -> None:
 
 
 def adapt_autotuner(patches: Patches, module: types.ModuleType) -> None:
-    """Of an installed Triton: nothing is timed, the first configuration is taken."""
+    """Adapt an installed Triton: nothing is timed, the first configuration is used."""
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(kernel, "configs", None):
@@ -161,14 +161,14 @@ def adapt_autotuner(patches: Patches, module: types.ModuleType) -> None:
 
 
 def adapt_testing(patches: Patches, module: types.ModuleType) -> None:
-    """Of an installed Triton: there is nothing to time."""
+    """Adapt an installed Triton: there is nothing to time."""
     for name in ("do_bench", "do_bench_cudagraph"):
         if hasattr(module, name):
             patches.set(module, name, bench)
 
 
 def adapt_driver(patches: Patches, module: types.ModuleType) -> None:
-    """Of an installed Triton: its driver answers as the chosen card would."""
+    """Adapt an installed Triton: its driver answers as the chosen card would."""
     if hasattr(module, "driver"):
         patches.set(module.driver, "_active", Driver())
 
@@ -180,7 +180,7 @@ class Driver:
         self.utils = self
 
     def get_device_properties(self, _device: int = 0) -> dict[str, int]:
-        """As Triton names them."""
+        """The card's properties under Triton's names."""
         known = torch.cuda.get_device_properties(0)
         return {
             "max_shared_mem": getattr(known, "shared_memory_per_block_optin", 101_376),

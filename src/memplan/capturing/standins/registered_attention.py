@@ -27,7 +27,7 @@ _FA4 = (
 
 
 class _Library:
-    """In place of `torch.library.Library`; as there, what it registered goes with it."""
+    """Replaces `torch.library.Library`; as there, what it registered goes away with it."""
 
     def __init__(self, state: CaptureState) -> None:
         self._state = state
@@ -57,7 +57,7 @@ def _look_again(state: CaptureState, operator: str) -> None:
 
 
 def adapt(patches: Patches, state: CaptureState, module: ModuleType) -> None:
-    """Of `torch.nn.attention._fa3`: nothing is registered with the dispatcher."""
+    """Adapt `torch.nn.attention._fa3`: nothing is registered with the dispatcher."""
     patches.set(module, "Library", lambda ns, kind, dispatch_key="": _Library(state))
     patches.set(torch._C, "_set_sdp_use_fa3", lambda _on: None)  # for choosing kernels in C++
     patches.set(_registry, "_FLASH_ATTENTION_ACTIVE", _registry._FLASH_ATTENTION_ACTIVE)
@@ -69,7 +69,7 @@ class _Inert:
 
 
 def adapt_fa4(patches: Patches, state: CaptureState, module: ModuleType) -> None:
-    """Of `torch.nn.attention._fa4`: the package is not imported."""
+    """Adapt `torch.nn.attention._fa4`: the package is not imported."""
 
     def imported(module_path: str) -> None:
         state.assumptions.add("kernel", _FA4)
@@ -80,4 +80,4 @@ def adapt_fa4(patches: Patches, state: CaptureState, module: ModuleType) -> None
 
 
 MODULES = {"torch.nn.attention._fa3": adapt, "torch.nn.attention._fa4": adapt_fa4}
-"""Where PyTorch registers them."""
+"""The modules in which PyTorch registers them."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PYTORCHS = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized"})
 """Namespaces of operators that are there wherever PyTorch is."""
 _rules: dict[str, Rule] = {}
-"""By the name they were registered for."""
+"""Rules by the name for which they were registered."""
 _actors: list[RuleActor] = []
 
 
@@ -140,7 +140,7 @@ class RuleActor:
         self.watcher = watcher
 
     def start(self, built_in: dict[str, Rule]) -> None:
-        """Those of users win over those of memplan."""
+        """Start with built-in rules; those of users take precedence."""
         for name, rule in {**built_in, **_rules}.items():
             self.add(name, rule)
         _actors.append(self)
@@ -271,7 +271,7 @@ def _handler(rule: Rule) -> Handler:
 
 
 _libraries: dict[str, torch.library.Library] = {}
-"""By namespace; an operator lives as long as the library that defined it."""
+"""Libraries by namespace; an operator lives as long as the library that defined it."""
 
 
 class _Shapes(Call):

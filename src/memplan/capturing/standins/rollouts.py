@@ -1,4 +1,5 @@
-"""Where a job generates text and where it hands weights to an engine: stages of its own."""
+"""Finds where a job generates text and where it passes weights to an engine: these are stages of
+their own."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Call:
     """One call of a rule: what it keeps, and the memory it holds only while it runs."""
 
     needs_grad: tuple[bool, ...] = ()
-    """For each tensor among the arguments, in order: whether a gradient of it is wanted."""
+    """For each tensor among the arguments, in order: whether its gradient is needed."""
     saved: tuple[Any, ...] = ()
     """In the backward pass: what the forward rule saved."""
     _kept: list[Any] = field(default_factory=list)
@@ -121,13 +121,13 @@ class Rule:
         return function
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """In a class a rule is a method: the instance comes first."""
+        """In a class a rule is a method: the instance is the first argument."""
         if instance is None:
             return self
         return lambda *args, **kwargs: self(instance, *args, **kwargs)
 
     def __getitem__(self, _grid: Any) -> Rule:
-        """For a Triton kernel: `kernel[grid](...)`."""
+        """Makes a Triton kernel callable as `kernel[grid](...)`."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def _takes_no_call(name: str, function: Any) -> UsageError:
 
 @contextmanager
 def acting(state: CaptureState, name: str) -> Iterator[None]:
-    """While entered, what is allocated belongs to `name` and is known by a rule."""
+    """A context manager in which allocations belong to `name` and are known by a rule."""
     before = state.acting, state.acting_for, state.recorder.provenance
     state.acting, state.recorder.provenance = name, Provenance.RULE
     state.acting_for = _calling_frame() if not before[0] else before[1]

@@ -22,7 +22,7 @@ PACKAGE = "transformer_engine"
 _COMMON = "transformer_engine.common"
 _PYTHON = "transformer_engine.pytorch."
 _ONNX = "transformer_engine.pytorch.onnx_extensions"
-"""For export alone; no training calls it."""
+"""A module for export only; no training calls it."""
 _NEEDED = ("einops", "pydantic")
 _WITHOUT_LIBRARIES, _RELEASE = "NVTE_PROJECT_BUILDING", "NVTE_RELEASE_BUILD"
 """Transformer Engine's own word for: load no library of CUDA's."""
@@ -68,7 +68,7 @@ def _load(framework: str) -> None:
 
 
 class _PythonLoader(WrappedLoader):
-    """Its operators that are written in Python run."""
+    """A loader for the operators that are written in Python; these run."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -98,7 +98,7 @@ class _Finder:
 
 
 def install(stack: ExitStack, standins: StandInFinder) -> None:
-    """Until the stack unwinds."""
+    """Install it until the stack unwinds."""
     before = set(sys.modules)
     finder: Any = _Finder(standins)
     sys.meta_path.insert(0, finder)

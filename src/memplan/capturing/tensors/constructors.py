@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def known_to_torchscript(patches: Patches) -> Iterator[None]:
-    """While entered, TorchScript takes what stands in a built-in function's place for the same
-    operator: it knows them by the identity of the Python object."""
+    """A context manager in which TorchScript takes a replacement of a built-in function for the
+    same operator: it knows operators by the identity of the Python object."""
     table = torch.jit._builtins._get_builtin_table()
     added = {}
     for owner, name, original in patches.originals():

@@ -30,7 +30,7 @@ def install(patches: Patches, state: CaptureState) -> None:
             inferring.pop()
 
     def make(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-        """In place of the uninitialised tensor its module gets a fake one."""
+        """Give a module a fake tensor in place of its uninitialised one."""
         device = device or getattr(tensor, _DEVICE, None) or tensor.data.device
         found = _slot(inferring[-1], tensor) if inferring else None
         if found is None:

@@ -36,8 +36,8 @@ _parsed = lru_cache(syntax_of)
 
 
 def bring_forward(frame: FrameType | None) -> int:
-    """Of `frame` and those that called it: set counters of loops so that what they do every so many
-    turns comes in this one. Returns how many conditions hold because of that."""
+    """Set counters of loops in `frame` and its callers so that what happens every so many turns
+    happens in this one. Returns the number of conditions that hold because of that."""
     count = 0
     while frame is not None:
         if not frame.f_code.co_filename.startswith(INSTALLED):
@@ -123,7 +123,7 @@ def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
 
 
 def _added(frame: FrameType, name: str, before: ast.If) -> int:
-    """To the counter, between the line that runs and a condition."""
+    """What is added to a counter between the line that runs and a condition."""
     return sum(
         node.value.value
         for node in ast.walk(_parsed(frame.f_code.co_filename))

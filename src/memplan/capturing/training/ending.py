@@ -74,7 +74,7 @@ class Ending:
         """Batches of the data loaders that the script made and has not read yet, by identity: they
         may be gone when the script is."""
         self._largest = 0
-        """Of the batches of those that it has read."""
+        """The size of the largest batch of the loaders that it has read."""
         self.another_training: Callable[[], None] = lambda: None
         """Called when one begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
@@ -216,8 +216,8 @@ class Ending:
         self._watch_time()
 
     def _before_backward(self, *_call: Any, **_keywords: Any) -> AbstractContextManager[object]:
-        """On another loader's batch that is training; what only runs forward may be an evaluation
-        that keeps its gradients."""
+        """Backward on another loader's batch is training; code that only runs forward may be an
+        evaluation that keeps its gradients."""
         self.state.recorder.flush()
         alive = self.state.recorder.live_bytes
         begun = alive if self._forward_from is None else self._forward_from
@@ -346,8 +346,8 @@ class Ending:
             self.whole_run.end()
 
     def notes(self) -> list[str]:
-        """Of loaders that were read ahead; and of one that was not read, and whose batches are
-        larger than all that were seen."""
+        """Notes about loaders that were read ahead, and about one that was not read but has batches
+        larger than all seen."""
         ahead = self.whole_run.notes if self.whole_run is not None else []
         unread = max(self._unread.values(), default=0)
         if unread <= self._largest:
@@ -366,5 +366,5 @@ class Ending:
 
 
 def _batch_size(loader: Any) -> int:
-    """Also of one that is given its batch sampler, as Accelerate's are."""
+    """The batch size, also of a loader that is given its batch sampler, as Accelerate's are."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0

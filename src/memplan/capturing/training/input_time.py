@@ -26,10 +26,10 @@ from memplan.capturing.patches.attributes import Patches
 from memplan.types.step_time import InputTime
 
 _SECONDS = 0.2
-"""That are worth spending, beside one batch in any case."""
+"""The most seconds to spend, beside one batch in any case."""
 _MOST = 8
 _MOST_SECONDS = 5.0
-"""For all loaders."""
+"""The most seconds for all loaders."""
 
 
 class _Loader:
@@ -46,7 +46,7 @@ class _Loader:
         self._fetcher = getattr(reading, "_dataset_fetcher", None)
 
     def seconds(self) -> float | None:
-        """Of one process for a batch, a median; None where it cannot be told."""
+        """Median seconds of one process for a batch; None where they cannot be measured."""
         if isinstance(self.dataset, IterableDataset) and self._fetcher is None:
             return None
         took: list[float] = []
@@ -84,7 +84,8 @@ class InputTimes:
 
     def __init__(self) -> None:
         self._batches: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-        """By identity of the dataset and number of workers: how many in each step."""
+        """How many batches are taken in each step, by identity of the dataset and number of
+        workers."""
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         """Iterators of loaders. Kept alive, a dataset on the card would be, too."""
         self._loaders: dict[tuple[int, int], _Loader] = {}
@@ -100,8 +101,8 @@ class InputTimes:
             self._loaders[id(reading._dataset), reading._num_workers] = _Loader(reading)
 
     def measured(self, first: int, stop: int) -> list[InputTime]:
-        """Of the loaders that fed the steps `[first, stop)`; none where one of them cannot be
-        measured. Call it when CUDA is not fake any more: what needs it is refused."""
+        """Times of the loaders that fed the steps `[first, stop)`; empty where one of them cannot
+        be measured. To be called when CUDA is no longer fake: what needs it is refused."""
         patches = Patches()
         patches.set(torch.cuda, "_lazy_init", _refuse)
         found = []

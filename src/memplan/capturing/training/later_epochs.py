@@ -62,7 +62,7 @@ class LaterEpochs:
 
 
 def _origin(loader: Any) -> _Origin:
-    """Where the job opens it, and what it reads."""
+    """The place where the job opens a loader, and what it reads."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INSTALLED):
         frame = frame.f_back

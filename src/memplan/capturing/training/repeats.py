@@ -68,7 +68,7 @@ class _Before(NamedTuple):
     """What a call finds."""
 
     state: object
-    """Of the module."""
+    """The state of the module."""
     preconditions: object
     stream: int
 

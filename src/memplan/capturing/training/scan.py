@@ -31,7 +31,8 @@ _MOST_KEPT = 48
 """Batches of different sizes that are kept while the loader is read."""
 _MOST_DIMS = 4
 _ALIGNED = {1: 1, 2: 16, 3: 1, 4: 8}
-"""By place among the batches of middle size: the largest power of two that divides its width."""
+"""For each place among the batches of middle size, the largest power of two that divides its
+width."""
 _MOST_DRAWN = 1_000_000
 """Batches that a sampler is asked for when its epoch is cut short."""
 _NO_SEED = 1 << 32
@@ -55,7 +56,7 @@ class Scan:
     generators: Any = None
     """How the process's random generators are behind the last batch; None where it was not read."""
     kept: dict[int, bytes] = field(default_factory=dict)
-    """By number some batches, pickled: the largest, the smallest, the widest and others."""
+    """Some batches, pickled, by number: the largest, the smallest, the widest and others."""
 
     @property
     def varies(self) -> bool:
@@ -117,7 +118,7 @@ class LoaderScan:
         return found
 
     def end(self) -> None:
-        """Also where nothing was asked."""
+        """End it, also where nothing was asked."""
         self._ask.close()
         self._answer.close()
         with suppress(ChildProcessError):
@@ -125,7 +126,7 @@ class LoaderScan:
 
 
 def _serve(asked: int, answer: int, loader: Any, read: Callable[[Any], Iterator[Any]]) -> NoReturn:
-    """In the copy: wait, read, answer, and end."""
+    """Runs in the copy: wait, read, answer, and end."""
     status = 1
     try:
         question = b""
@@ -208,8 +209,8 @@ def _alignment(width: int) -> int:
 
 
 def _keep(found: Scan, number: int, batch: Any) -> None:
-    """Of each size one batch, and always the widest; of too many sizes every other one goes whose
-    widths are aligned as those of most are."""
+    """Keep one batch of each size, and always the widest. Where there are too many sizes, every
+    other one is dropped whose width is aligned as those of most are."""
     size, width = found.sizes[number], found.widths[number]
     known = {found.sizes[other] for other in found.kept}
     widest = max((found.widths[other] for other in found.kept), default=0)
@@ -234,7 +235,7 @@ class _Sizes(pickle.Pickler):
         super().__init__(self._rest)
         self._bytes = 0
         self.shape = array("q")
-        """Of all tensors, in order."""
+        """Shapes of all tensors, in order."""
 
     def of(self, batch: Any) -> int:
         with suppress(Exception):  # beyond what cannot be pickled nothing is counted
@@ -251,7 +252,8 @@ class _Sizes(pickle.Pickler):
 
 @contextmanager
 def _offsets_kept() -> Iterator[None]:
-    """Where open files are read next is shared with a forked process: put back."""
+    """A context manager that restores the positions of open files, which a forked process
+    shares."""
     before = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

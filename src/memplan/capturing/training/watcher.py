@@ -70,11 +70,11 @@ class StepWatcher:
         """Steps of each other one since."""
         self._start = 0
         self._passes: tuple[int, int] | None = None
-        """Of the step that runs: the events of its forward and backward passes, as far as known."""
+        """The events of the forward and backward passes of the current step, as far as known."""
         self._earlier_passes: tuple[int, int] | None = None
         self._last_round: tuple[int, int] | None = None
         self._history: deque[tuple[bytes, int]] = deque(maxlen=2 * _LONGEST_ROUND + 1)
-        """Of the last steps: a digest of the requests, and the bytes alive at the end."""
+        """For each of the last steps a digest of its requests, and the bytes alive at its end."""
         self._round = 0
         """The last so many steps repeat what came before them; 0 while they do not."""
         self._kept = 0
@@ -212,7 +212,8 @@ class StepWatcher:
             self.ending.begin(at_once=self.max_steps is not None, steps=self.completed)
 
     def _steps_that_repeat(self) -> int:
-        """More than one where a loop has a second optimizer that steps less often."""
+        """Number of steps after which steps repeat: more than one where a loop has a second
+        optimizer that steps less often."""
         if self.completed == _STATE_STEPS:
             return int(self._second_is_like_the_first())
         seen = [digest for digest, _ in self._history]
@@ -407,7 +408,7 @@ class HandUpdates:
         """The first operator of the last backward pass; None before any."""
 
     def around_backward(self, *_call: Any, **_keywords: Any) -> AbstractContextManager[object]:
-        """For a `JobObserver`."""
+        """A context manager for a `JobObserver`."""
         if torch._C._current_graph_task_id() == -1:  # not of a checkpoint within another
             self.look(at_end=False)
             self._since = self._state.recorder.builder.ops

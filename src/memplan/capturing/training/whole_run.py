@@ -39,15 +39,16 @@ class WholeRun:
         self._recorder = recorder
         self._draws = draws
         self._ahead: WeakKeyDictionary[Any, LoaderScan] = WeakKeyDictionary()
-        """By loader, before the first batch of an epoch."""
+        """Scans by loader, before the first batch of an epoch."""
         self._read: WeakKeyDictionary[Any, Scan] = WeakKeyDictionary()
-        """By iterator."""
+        """Scans by iterator."""
         self._loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """By iterator."""
+        """Loaders by iterator."""
         self._given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Batches that an iterator gave since the last step."""
         self._each: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """In the step before: a loop may have fetched one ahead of the first."""
+        """Batches of each loader in the step before: a loop may have fetched one ahead of the first
+        step."""
         self._feed: tuple[Any, Feed | Turns] | None = None
         self._compared: WeakSet[Any] = WeakSet()
         """Iterators that gave their largest batch before their own."""
@@ -190,8 +191,8 @@ class WholeRun:
 
 
 class Turns:
-    """For a loop that evaluates: the largest batch, some others, and once more the largest, with
-    the events at which each was asked for."""
+    """Batches for a loop that evaluates: the largest, some others, and the largest again, with the
+    events at which each was asked for."""
 
     def __init__(self, found: Scan, run: Batches, recorder: Recorder, ahead: bool) -> None:
         """`ahead`: the loop, like the one that trains, has a batch in hand when it asks for one: a

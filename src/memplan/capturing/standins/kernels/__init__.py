@@ -8,6 +8,6 @@ from memplan.capturing.standins.rules import Rule
 
 
 def rules() -> dict[str, Rule]:
-    """By operator."""
+    """All rules by operator."""
     flash = (*flash_attention.RULES, *flash_attention_3.SCHEMAS)
     return {rule.name: rule for rule in (*flash, *bitsandbytes.RULES)}

@@ -68,7 +68,7 @@ def paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -
 
 
 def adapt_functional(patches: Patches, module: Any) -> None:
-    """Of an installed bitsandbytes: unified memory needs a driver."""
+    """Adapt an installed bitsandbytes: unified memory would need a driver."""
     patches.set(module, "get_paged", paged)
     patches.set(module, "fill", lambda *_args, **_kwargs: None)
     patches.set(module, "prefetch_tensor", lambda *_args, **_kwargs: None)

@@ -44,12 +44,12 @@ def rows_copied(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def empty_float(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """In fp32, as statistics and accumulators are."""
+    """A tensor in fp32, as statistics and accumulators are."""
     return like.new_empty(shape, dtype=torch.float32)
 
 
 def sm_count() -> int:
-    """Of the chosen card."""
+    """The number of multiprocessors of the chosen card."""
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
@@ -149,5 +149,5 @@ def _rule(name: str, schema: str) -> Rule:
 
 
 SCHEMAS = {_rule(name, schema): schema for name, schema in _SCHEMAS.items()}
-"""As the package registers them: compilers see operators, not what is in them."""
+"""Schemas as the package registers them: compilers see these operators, not what is in them."""
 forward, varlen_forward, backward, varlen_backward = RULES = tuple(SCHEMAS)

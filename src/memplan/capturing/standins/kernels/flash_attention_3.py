@@ -219,4 +219,4 @@ _BACKWARD = (
 forward = Rule("flash_attn_3::fwd", by_name(names_of(_FORWARD), forward_memory), _SOURCE)
 backward = Rule("flash_attn_3::bwd", by_name(names_of(_BACKWARD), backward_memory), _SOURCE)
 SCHEMAS = {forward: _FORWARD, backward: _BACKWARD}
-"""As the compiled part registers them."""
+"""Schemas as the compiled part of the package registers them."""

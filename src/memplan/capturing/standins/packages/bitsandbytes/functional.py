@@ -50,7 +50,7 @@ class QuantState:
             self.state2.to(device)
 
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         found = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
             found["nested_absmax"] = self.state2.absmax
@@ -160,5 +160,5 @@ def int8_vectorwise_quant(
 
 
 def int8_vectorwise_dequant(A: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:  # noqa: N803
-    """In fp32."""
+    """The values in fp32."""
     return A * stats.view(-1, 1) * (1 / 127)

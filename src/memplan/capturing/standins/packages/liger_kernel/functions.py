@@ -115,7 +115,8 @@ def _rms_norm(call: Call, x: torch.Tensor, weight: torch.Tensor, casting: str) -
 
 
 def _of_rms_norm(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Of the input: written over the incoming one. Of the weight: partial sums of each SM."""
+    """Gradients: that of the input is written over the incoming one; that of the weight is partial
+    sums of each SM."""
     x, weight, _ = call.saved
     gradient = gradient.contiguous()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -141,7 +142,7 @@ silu_mul.backward(lambda call, gradient: call.saved)
 def _rope(
     call: Call, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place on (batch, sequence, heads, head size)."""
+    """Works in place on (batch, sequence, heads, head size)."""
     call.save(cos.contiguous(), sin.contiguous())
     return tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k))  # type: ignore[return-value]
 

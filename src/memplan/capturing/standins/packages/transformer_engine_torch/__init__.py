@@ -61,19 +61,19 @@ class CommOverlapCore:
 
 
 class CommOverlapBase(CommOverlapCore):
-    """With a ring or tree of NCCL's."""
+    """Overlap with a ring or tree of NCCL's."""
 
 
 class CommOverlapP2PBase(CommOverlapCore):
-    """From neighbour to neighbour."""
+    """Overlap from neighbour to neighbour."""
 
 
 class CommOverlap(CommOverlapBase):
-    """With a ring or tree of NCCL's, as Python makes it."""
+    """Overlap with a ring or tree of NCCL's, as Python creates it."""
 
 
 class CommOverlapP2P(CommOverlapP2PBase):
-    """From neighbour to neighbour, as Python makes it."""
+    """Overlap from neighbour to neighbour, as Python creates it."""
 
 
 class CommOverlapHelper(CommOverlapCore):
@@ -81,12 +81,12 @@ class CommOverlapHelper(CommOverlapCore):
 
 
 def get_cudnn_version() -> int:
-    """As cuDNN counts: 91300 is 9.13.0."""
+    """The version as cuDNN counts: 91300 is 9.13.0."""
     return torch.backends.cudnn.version() or wheel_cudnn_version(version_tuple(torch.__version__))
 
 
 def get_cublasLt_version() -> int:  # noqa: N802
-    """As cuBLASLt counts."""
+    """The version as cuBLASLt counts."""
     return _CUBLASLT_VERSION
 
 
@@ -101,7 +101,7 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """From Hopper on."""
+    """Whether the card supports multicast: from Hopper on."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 

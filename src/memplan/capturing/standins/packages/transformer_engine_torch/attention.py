@@ -61,13 +61,13 @@ def _most_batches(batch: int) -> int:
 
 
 def _format(layout: Any) -> str:
-    """Of the queries: `sbhd`, `bshd`, `thd` or `bhsd`."""
+    """The format of queries: `sbhd`, `bshd`, `thd` or `bhsd`."""
     first = layout.name.removeprefix("NVTE_").removeprefix("Paged_KV_").split("_")[0]
     return str(first.replace("3", "").replace("2", "").lower())
 
 
 def _key_format(layout: Any) -> str:
-    """Of keys and values."""
+    """The format of keys and values."""
     last = layout.name.removeprefix("NVTE_").split("_")[-1]
     return str(last.replace("3", "").replace("2", "").lower())
 
@@ -177,7 +177,7 @@ def fused_attn_fwd(call: Call, *args: Any) -> list[Any]:
 def _gradients(
     layout: Any, dtype: torch.dtype, shapes: tuple[list[int], ...], device: torch.device
 ) -> list[torch.Tensor]:
-    """Of queries, keys and values, packed as the layout says."""
+    """Gradients of queries, keys and values, packed as the layout says."""
     group = layout.name.removeprefix("NVTE_").removeprefix("Paged_KV_")
     dq, dk, dv = shapes
 

@@ -40,7 +40,7 @@ def quantize(
 
 @_cast
 def dequantize(call: Call, tensor: Any, otype: Any) -> torch.Tensor:
-    """In high precision."""
+    """The tensor in high precision."""
     return torch.empty(shape_of(tensor), dtype=TORCH[DType(int(otype))], device=tensor.device)
 
 

@@ -86,7 +86,7 @@ def dropout_bwd(
 
 
 def softmax_functions() -> dict[str, ExtensionFunction]:
-    """Of all kinds, by name."""
+    """Softmax functions of all kinds, by name."""
     made = {}
     for kind in _SOFTMAX:
         forward, backward = f"scaled{kind}_softmax_forward", f"scaled{kind}_softmax_backward"

@@ -162,7 +162,8 @@ def fused_score_for_moe_aux_loss_fwd(
 
 
 def _router_backward(given: int) -> Callable[..., Any]:
-    """Of so many tensors. The gradient of the logits comes after them; older versions make it."""
+    """A backward function with so many given tensors. The gradient of the logits comes after them;
+    older versions create it."""
 
     def backward(call: Call, *args: Any, **named: Any) -> Any:
         tensors = [item for item in (*args, *named.values()) if isinstance(item, torch.Tensor)]

@@ -144,7 +144,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """As `rmsnorm_bwd`, plus another gradient."""
+    """`rmsnorm_bwd` plus another gradient."""
     dz, x, add, gamma = dz.contiguous(), x.contiguous(), add.contiguous(), gamma.contiguous()
     made = [torch.empty_like(x), torch.empty_like(gamma)]
     _parts(call, x, sm_margin, 1)

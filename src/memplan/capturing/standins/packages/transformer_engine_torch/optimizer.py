@@ -90,5 +90,5 @@ def multi_tensor_unscale_l2norm(
 
 
 def functions() -> dict[str, ExtensionFunction]:
-    """Those that write in place, by name."""
+    """Functions that write in place, by name."""
     return {name: _rule.named(name, _writes(name)) for name in _IN_PLACE}

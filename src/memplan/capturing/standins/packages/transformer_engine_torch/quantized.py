@@ -58,7 +58,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> torch.Size:
-    """Of the numbers that a tensor stands for."""
+    """The shape of the numbers that a tensor represents."""
     if not is_quantized(tensor):
         return torch.Size(tensor.size())
     for name in ("_data", "_rowwise_data"):
@@ -72,7 +72,7 @@ def shape_of(tensor: Any) -> torch.Size:
 
 
 def dtype_of(tensor: Any) -> torch.dtype:
-    """Of the stored numbers; of the dequantised ones for a quantised tensor."""
+    """The dtype of the stored numbers; for a quantised tensor that of the dequantised ones."""
     found = getattr(tensor, "dtype", None) or getattr(tensor, "_dtype", None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
 

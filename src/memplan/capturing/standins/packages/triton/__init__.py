@@ -112,7 +112,7 @@ class Autotuner(KernelInterface):
 
 
 class Heuristics(KernelInterface):
-    """Its values only matter to the kernel."""
+    """Heuristics, whose values only matter to the kernel."""
 
     def __init__(self, fn: Any, arg_names: list[str], values: dict[str, Any]) -> None:
         self.fn = fn

@@ -163,7 +163,8 @@ class LLM:
             self._fit_longest()
 
     def _fit_longest(self) -> None:
-        """At the most that the KV cache may be: shorter texts would ask less of the training."""
+        """Shorten texts to the most that the KV cache can hold: otherwise the training would ask
+        for less."""
         most = tokens_of(self._kv.high // self._engine.block_bytes)
         if self._kv.low < blocks_for(self._longest) * self._engine.block_bytes:
             self._memory.state.assumptions.add(
@@ -383,7 +384,7 @@ def _refuse_unfollowed(state: CaptureState, settings: dict[str, Any]) -> None:
 
 
 def _block_bytes(sizes: ModelSizes, kv_cache_dtype: str) -> int:
-    """Of the KV cache, whose elements may be smaller than the model's."""
+    """Bytes of a block of the KV cache, whose elements may be smaller than the model's."""
     smaller = _SMALLER.get(kv_cache_dtype, sizes.element)
     return block_bytes(sizes) * smaller // sizes.element
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Logprob:
-    """Of one token, and its place among all."""
+    """The log probability of one token, and its rank among all."""
 
     logprob: float
     rank: int | None = None

@@ -22,7 +22,7 @@ class CompletionOutput:
 
     @property
     def text(self) -> str:
-        """By the model's tokenizer."""
+        """The text by the model's tokenizer."""
         return self._decode(self.token_ids)
 
     def finished(self) -> bool:

@@ -128,14 +128,14 @@ class Linear4bit(nn.Linear):
 
 
 class LinearNF4(Linear4bit):
-    """With the codes of a normal distribution."""
+    """A layer with the codes of a normal distribution."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "quant_type": "nf4"})
 
 
 class LinearFP4(Linear4bit):
-    """With the codes of a float of 4 bits."""
+    """A layer with the codes of a 4-bit float."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "quant_type": "fp4"})

@@ -78,4 +78,4 @@ for _name in _OTHERS.split():
 
 
 class tensor:  # noqa: N801
-    """Only named in annotations."""
+    """Only used in annotations."""

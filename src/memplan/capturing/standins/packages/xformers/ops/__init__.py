@@ -37,7 +37,7 @@ def swiglu(
     *,
     op: Any = None,
 ) -> torch.Tensor:
-    """In plain operators, as the package's own eager path."""
+    """SwiGLU in plain operators, as in the package's own eager path."""
     return F.linear(F.silu(F.linear(x, w1, b1)) * F.linear(x, w2, b2), w3, b3)
 
 
