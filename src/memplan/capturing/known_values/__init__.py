@@ -1,1 +1,1 @@
-"""Contents of fake tensors that are known, and answers where a script asks for others."""
+"""Known contents of fake tensors, and answers where a script asks for unknown ones."""

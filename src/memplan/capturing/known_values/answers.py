@@ -1,8 +1,8 @@
-"""Answers to questions about device values that nobody can know here.
+"""Answers to questions about device values that cannot be known in a capture.
 
-Each answer follows from where the value comes from, is recorded as an assumption, and is bounded:
-a script that waits in a loop for an unknown value to change gets the other answer after a while,
-and an error when that does not help.
+Each answer depends on how the value was computed, is recorded as an assumption, and is bounded: a
+script that loops until an unknown value changes gets the other answer after a while, and an error
+if that does not help.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _TRUE_ORIGINS = frozenset({"all", "isclose", "equal", "_is_all_true"})
 _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
-"""A loop on one of these waits for a failure or its end, and is not there to train."""
+"""A loop whose condition calls one of these waits for a failure or for its own end; it is no
+training loop."""
 _ROUNDS = 16
 """Turns of a loop outside the model before an optimizer step: enough to accumulate gradients."""
 _ROUNDS_IN_MODEL = 1
@@ -32,7 +33,7 @@ _LIMIT = 20_000
 
 
 class Assumptions:
-    """Counts what had to be assumed, by kind, text, operator and source line."""
+    """Counts assumptions by kind, text, operator and source line."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
@@ -55,9 +56,9 @@ class _Loop:
     rounds: int = 0
     """How often it went on since it began, or since the optimizer last stepped."""
     steps: int = 0
-    """Optimizer steps when it went on last."""
+    """Number of optimizer steps when it last went on."""
     trains: bool = False
-    """The optimizer stepped while it ran."""
+    """Whether the optimizer stepped while it ran."""
 
 
 class Answers:
@@ -66,10 +67,10 @@ class Answers:
     def __init__(
         self, assumptions: Assumptions, source: Callable[[], str], in_model: Callable[[], bool]
     ) -> None:
-        """`source()` is the `file:line` that asks, `in_model()` whether a module or an optimizer
+        """`source()` gives the `file:line` that asks, `in_model()` whether a module or an optimizer
         is running."""
         self.finishing = False
-        """Enough has been seen: training loops end when they ask."""
+        """Whether enough has been seen: then training loops end when they ask."""
         self._assumptions = assumptions
         self._source = source
         self._in_model = in_model
@@ -79,12 +80,12 @@ class Answers:
         self._points = 0
 
     def new_step(self) -> None:
-        """The optimizer stepped; the guard against endless loops counts within one step."""
+        """To be called when the optimizer stepped: loops are bounded within one step."""
         self._asked.clear()
         self._steps += 1
 
     def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
-        """A value for a one-element tensor. Raises CaptureError when a loop never ends."""
+        """A value for a one-element tensor. Raises CaptureError for a loop that never ends."""
         source = self._source()
         who = asking()
         if dtype == torch.bool and who.holds is not None:
@@ -124,8 +125,8 @@ class Answers:
         return 1
 
     def checked(self, value: bool) -> bool:
-        """A condition whose value was worked out as if every rank were like this one: what lets the
-        script go on, where it is there to check."""
+        """The answer for a condition that was computed as if every rank were like this one: in a
+        check, the value with which the script goes on."""
         holds = asking().holds
         if holds is None or holds == value:
             return value
@@ -141,8 +142,8 @@ class Answers:
     def _goes_on(self, source: str, origin: str, patience: int | None) -> bool:
         """Whether a `while` loop whose header asks goes on.
 
-        One in which the optimizer steps goes on for as long as steps are of interest; another ends
-        after `patience` rounds, by default a few, or one inside a model.
+        A loop in which the optimizer steps goes on as long as more steps are wanted. Another one
+        ends after `patience` rounds, by default a few, or after one inside a model.
         """
         loop = self._loops[source]
         if loop.rounds and self._steps > loop.steps:
@@ -165,9 +166,9 @@ class Answers:
         return True
 
     def _lbfgs(self, question: str, dtype: torch.dtype, source: str, times: int) -> bool | float:
-        """L-BFGS on a smooth function: the curvature condition holds, so that its history grows;
-        a line search looks at a second point; the loss falls at every evaluation, and no tolerance
-        is reached before `max_iter`."""
+        """Answers for L-BFGS on a smooth function: the curvature condition holds, so that its
+        history grows; a line search tries a second point; the loss falls at every evaluation, and
+        no tolerance is reached before `max_iter`."""
         text = (
             "L-BFGS keeps every direction up to history_size, searches each line at two points, "
             "and runs to max_iter"

@@ -1,8 +1,8 @@
-"""Where in a program a device value is asked for: in a loop's header, or in code that is known.
+"""Finds the expression in a program that asks for a device value.
 
-What a condition is for decides the likelier answer: the header of a loop is asked to go on, and
-PyTorch's own iterative optimizers ask questions whose answers in a healthy run are known. The
-expression that asks is found by the position of the running instruction in its source.
+The purpose of a condition decides which answer is likelier. The header of a loop is asked whether
+to go on, and the questions of PyTorch's own iterative optimizers have known answers in a healthy
+run. The expression is found by the source position of the running instruction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplan.capturing.recording.context import shown_path, syntax_of
 
 _tree = lru_cache(maxsize=16)(syntax_of)
 LARGE = 1e30
-"""Larger than any threshold that a loop would compare a number with."""
+"""Larger than any threshold with which a loop compares a number."""
 _LBFGS = "torch/optim/lbfgs.py"
 _LEAVES = (ast.Raise, ast.Continue, ast.Break)
 _GREATER, _LESS = (ast.Gt, ast.GtE), (ast.Lt, ast.LtE)
@@ -31,25 +31,26 @@ class Asking:
     """The expression that needs a device value."""
 
     goes_on: bool | None = None
-    """The truth of the condition with which the `while` loop goes on that has it in its header;
-    None outside such headers."""
+    """If the expression is in the header of a `while` loop: the truth value of the condition with
+    which the loop goes on. Otherwise None."""
     number: float | None = None
-    """A number with which that loop goes on, where a number is compared."""
+    """If a number is compared in such a header: a number with which the loop goes on."""
     ends: float | None = None
-    """A number with which it ends."""
+    """A number with which that loop ends."""
     holds: bool | None = None
-    """The truth of the condition with which the `assert` passes that it is part of, or the `if`
-    that does nothing but raise; None elsewhere."""
+    """If the expression is part of an `assert`, or of an `if` that only raises: the truth value of
+    the condition with which nothing is raised. Otherwise None."""
     goes_further: bool | None = None
-    """The truth of the condition with which more is done, of an `if` without `else` that it is part
-    of: its body, or, where that leaves what is around it, what comes after; None elsewhere, and
-    where it returns, as where a first attempt was good enough."""
+    """If the expression is part of an `if` without `else`: the truth value of the condition with
+    which more is computed. That is the `if`'s body; or, if the body leaves the surrounding code,
+    what comes after it. None elsewhere, and where the body returns, as after a first attempt that
+    was good enough."""
     lbfgs: str = ""
-    """The comparison, where `torch.optim.LBFGS` asks; `value` when it reads a number."""
+    """The comparison if `torch.optim.LBFGS` asks; `value` if it reads a number."""
 
 
 def asking() -> Asking:
-    """Who asks for the value that the running operator must give."""
+    """The expression that needs the value of the running operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -68,7 +69,7 @@ def asking() -> Asking:
 
 
 def _in_check(path: list[ast.AST]) -> bool | None:
-    """What a condition has to be for its `assert` to pass, or for its `if` not to raise."""
+    """The truth value of a condition with which its `assert` passes, or its `if` does not raise."""
     for position, node in enumerate(path[:-1]):
         rest = path[position + 1 :]
         raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
@@ -80,7 +81,7 @@ def _in_check(path: list[ast.AST]) -> bool | None:
 
 
 def _in_choice(path: list[ast.AST]) -> bool | None:
-    """What a condition has to be for more to be done."""
+    """The truth value of a condition with which more is computed."""
     for node, *rest in (path[position:] for position in range(len(path) - 1)):
         if not isinstance(node, ast.If) or node.orelse or rest[0] is not node.test:
             continue
@@ -92,7 +93,7 @@ def _in_choice(path: list[ast.AST]) -> bool | None:
 
 
 def _negated(path: list[ast.AST]) -> bool:
-    """Whether the last of these conditions stands in the first one negated."""
+    """Whether the last of these conditions is negated inside the first one."""
     nots = sum(isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not) for n in path[:-1])
     return nots % 2 == 1
 
@@ -127,7 +128,8 @@ def _goes_on_if_large(node: ast.Compare, child: ast.AST) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
-    """The syntax nodes around an instruction, the outermost first; empty without the source."""
+    """The syntax nodes that contain an instruction, the outermost first; empty without the
+    source."""
     number = instruction // _BYTES_PER_INSTRUCTION
     running = opname[code.co_code[instruction]]
     if "JUMP" in running or running == "TO_BOOL":

@@ -1,8 +1,8 @@
-"""How large those tensors can be whose size rests on an assumed mask.
+"""High bounds for tensors whose size depends on an assumed mask.
 
-A mask that nobody knows is taken to select every second element; it may select them all. What has
-as many rows as the mask selects, and was computed from it, is recorded with the bytes that it would
-then have as its high bound.
+A mask of unknown content is assumed to select every second element, but it may select all of them.
+A tensor that was computed from it and has as many rows as it selects is recorded with a high bound:
+the bytes that it would have if the mask selected everything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROWS = "_memplan_rows"
 
 
 class AssumedSizes:
-    """Notes hang on storages, as known values do."""
+    """Notes on storages, in the way of known values."""
 
     def __init__(self) -> None:
         self.any = False
@@ -24,7 +24,7 @@ class AssumedSizes:
         self._now: dict[int, int] = {}
 
     def note(self, mask: torch.Tensor, selected: int) -> None:
-        """A mask is taken to select as many of its elements."""
+        """Note that a mask is assumed to select so many of its elements."""
         rows = _rows(mask)
         most = _most(mask, rows)
         if 0 < selected < most:
@@ -32,7 +32,7 @@ class AssumedSizes:
             setattr(mask.untyped_storage(), _ROWS, {**rows, selected: most})
 
     def begin(self, inputs: Iterable[Any]) -> None:
-        """An operator on these runs."""
+        """To be called before an operator runs on these inputs."""
         self._now = {}
         for item in inputs:
             if isinstance(item, torch.Tensor) and item.layout is torch.strided:
@@ -40,7 +40,8 @@ class AssumedSizes:
                     self._now[selected] = max(most, self._now.get(selected, 0))
 
     def selects(self, mask: torch.Tensor, selected: int) -> None:
-        """The operator that runs finds so many elements in a mask that rests on an assumed one."""
+        """Note that the running operator finds so many elements in a mask that depends on an
+        assumed one."""
         if self._now and selected:
             self._now.setdefault(selected, _most(mask, self._now))
 
@@ -57,13 +58,14 @@ class AssumedSizes:
 
 
 def _rows(tensor: torch.Tensor) -> dict[int, int]:
-    """How many rows are as many as a mask selects, and how many there can then be."""
+    """The most rows that there can be, by the number of rows that a mask is assumed to select."""
     found: dict[int, int] = getattr(tensor.untyped_storage(), _ROWS, {})
     return found
 
 
 def _most(mask: torch.Tensor, rows: dict[int, int]) -> int:
-    """How many elements it can select; of a mask of what another one selected, more than it has."""
+    """The most elements that it can select: more than it has, if it masks what another mask
+    selected."""
     if mask.dim() and mask.shape[0] in rows:
         return mask.numel() // mask.shape[0] * rows[mask.shape[0]]
     return mask.numel()

@@ -1,7 +1,7 @@
-"""The values of one fake storage: computed already, or when somebody asks.
+"""The content of one fake storage, computed already or on request.
 
-Most of what is known is never asked for: masks, positions, constants of a million elements, made
-anew in every layer. What is computed from them is put off; a chain of such computations holds its
+Most known values are never asked for: masks, positions, constants of a million elements, which each
+layer makes anew. So computations with them are deferred. A chain of deferred computations keeps its
 inputs alive, so its length is bounded.
 """
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 _LONGEST_CHAIN = 16
 ALIKE = "_memplan_alike"
-"""Marks a real storage that was worked out as if all ranks had put in the same."""
+"""Marks a real storage that was computed as if all ranks had contributed the same."""
 
 Place = tuple[int, "torch.Size", tuple[int, ...]]
 """The place of a tensor in a storage: offset, shape, stride."""
 
 
 class KnownValue:
-    """Stands beside a fake storage; a write that is not made in place puts another there."""
+    """The content of a fake storage. A write that is not done in place replaces it by another
+    one."""
 
     __slots__ = ("_alike", "_find", "_storage", "borrowed", "chain", "lent")
 
@@ -39,18 +40,18 @@ class KnownValue:
         self._find = find
         self._alike = False
         self.chain = chain
-        """How many computations have been put off one after the other."""
+        """Number of deferred computations in a chain behind it."""
         self.borrowed = borrowed
-        """Whether the storage is the script's, which may write to it."""
+        """Whether the real storage is the script's, which may write to it."""
         self.lent = False
-        """Whether a computation that was put off reads this: it is not to be written in place."""
+        """Whether a deferred computation reads it, so that it must not be written in place."""
 
     def __bool__(self) -> bool:
         return self._find is not None or self._storage is not None
 
     @property
     def alike(self) -> bool:
-        """Whether it rests on all ranks having put in the same."""
+        """Whether it was computed as if all ranks had contributed the same."""
         return self._alike or getattr(self._storage, ALIKE, False)
 
     @alike.setter
@@ -59,25 +60,25 @@ class KnownValue:
 
     @property
     def put_off(self) -> bool:
-        """Whether nobody has asked yet."""
+        """Whether its computation is still deferred."""
         return self._find is not None
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The real storage; None where nobody knows after all."""
+        """The real storage; None if the content is not known after all."""
         if self._find is not None:
             find, self._find = self._find, None
             self._storage, self.chain = find(), 0
         return self._storage
 
     def tensor(self, dtype: torch.dtype, place: Place) -> torch.Tensor | None:
-        """The part of it that a tensor sees, sharing the storage."""
+        """The part of it that a tensor sees; shares the storage."""
         storage = self.storage()
         if storage is None:
             return None
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *place)
 
     def own(self) -> KnownValue:
-        """One that may be written in place: this, or a copy."""
+        """Content that may be written in place: this, or a copy."""
         storage = self.storage() if self.lent else None
         if storage is None:
             return self
@@ -87,14 +88,14 @@ class KnownValue:
 
 
 class Computation:
-    """An operator on known values that has not been run."""
+    """A deferred operator on known values."""
 
     def __init__(
         self,
         run: Callable[[Any], Any],
         inputs: list[tuple[KnownValue, torch.dtype, Place]],
     ) -> None:
-        """`run` is called with the inputs as real tensors, or not at all."""
+        """`run` is called with the inputs as real tensors, at most once."""
         self._run: Callable[[Any], Any] | None = run
         self._inputs = inputs
         self._result: Any = None
@@ -105,11 +106,12 @@ class Computation:
 
     @staticmethod
     def possible(inputs: list[KnownValue]) -> bool:
-        """Whether it may be put off: nobody writes to the inputs, and the chain stays short."""
+        """Whether an operator may be deferred: nobody writes to the inputs, and the chain is
+        short."""
         return all(not value.borrowed and value.chain < _LONGEST_CHAIN for value in inputs)
 
     def result(self) -> Any:
-        """What the operator gives; None where an input is not known after all, or it fails."""
+        """The result of the operator; None if an input is not known after all, or if it fails."""
         if self._run is not None:
             run, self._run = self._run, None
             inputs = [value.tensor(dtype, place) for value, dtype, place in self._inputs]
@@ -122,8 +124,8 @@ class Computation:
 def laid_out(
     value: torch.Tensor, dtype: torch.dtype, place: Place, nbytes: int
 ) -> torch.UntypedStorage | None:
-    """A storage of `nbytes` with `value` at a place: its own, where that is like it. None where it
-    is not of that type and shape."""
+    """A storage of `nbytes` with `value` at a place: that of `value` itself if it fits. None if the
+    type or shape differs."""
     offset, shape, stride = place
     if value.dtype != dtype or value.shape != shape or value.layout is not torch.strided:
         return None

@@ -1,13 +1,13 @@
-"""What is known of the values of fake tensors.
+"""Keeps track of known contents of fake tensors.
 
 Data are real, so much of what a script asks of the device is known: masks, lengths, labels and
 position ids come from real batches, `arange` and `full` from their arguments. A *known* storage has
-a real CPU storage beside it with the same layout; operators whose tensor inputs are all known are
-also run for real, on the CPU, as long as they are small. Writing anything unknown to a known
-storage makes it unknown. Views need nothing: they share the storage.
+a real CPU storage beside it, with the same layout. Operators whose tensor inputs are all known are
+also run for real, on the CPU, as long as they are small. Writing unknown values to a known storage
+makes it unknown. Views need no care: they share the storage.
 
-What is not known is answered by where it comes from (`isnan` is false, a routing is balanced), and
-each such answer is an `Assumption`.
+Questions about unknown values are answered by how these were computed (`isnan` is false, a routing
+is balanced), and each such answer is an `Assumption`.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ MAX_FLOAT_ELEMENTS = 1 << 20
 """The most elements of constants, and of values computed from them, such as a router's map of
 tokens and experts."""
 _MAX_FLOATS_OF_DATA = 1 << 14
-"""Weights have more: a model whose weights are known is computed, not only followed."""
+"""The most elements of known data. Weights have more: a model with known weights would be computed,
+not only followed."""
 _AT_ONCE = 1 << 12
-"""Elements that cost less to compute than to keep in mind."""
+"""Up to so many elements, computing at once is cheaper than deferring."""
 
 aten = torch.ops.aten
 
 
 def worth_keeping(tensor: torch.Tensor) -> bool:
-    """Whether the values of a real tensor that becomes fake are carried along."""
+    """Whether the content of a real tensor that becomes fake is kept."""
     few = not tensor.is_floating_point() or tensor.numel() <= _MAX_FLOATS_OF_DATA
     return few and small_enough(tensor)
 
 
 def small_enough(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are worth carrying along."""
+    """Whether a tensor is small enough for its content to be kept."""
     limit = MAX_FLOAT_ELEMENTS if tensor.is_floating_point() else MAX_INTEGER_ELEMENTS
     return tensor.numel() <= limit and tensor.layout is torch.strided
 
@@ -56,18 +57,21 @@ def small_enough(tensor: torch.Tensor) -> bool:
 class Values:
     """Real storages beside fake ones.
 
-    They hang on the fake storage's own Python object, which lives exactly as long as the storage.
+    They are attached to the fake storage's Python object, which lives exactly as long as the
+    storage.
     """
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self.looked_at = 0
-        """How often somebody asked for the values of a tensor."""
+        """How often the content of a tensor was asked for."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A real CPU tensor with the fake tensor's values (sharing its known storage), or None.
+        """A real CPU tensor with the content of a fake one, which shares its known storage; or
+        None.
 
-        It is to be read: who writes to it changes what is known."""
+        It must only be read: writing to it changes what is known.
+        """
         self.looked_at += 1
         return self._of(tensor)
 
@@ -76,12 +80,12 @@ class Values:
         return value.tensor(tensor.dtype, _place(tensor)) if value else None
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether there are values, without looking at them."""
+        """Whether there is known content, without computing it."""
         return bool(_value_of(tensor))
 
     def later(self, tensor: torch.Tensor, find: Callable[[], torch.Tensor | None]) -> None:
-        """The tensor, the whole of its storage, holds what `find` answers, which is called only
-        when someone asks."""
+        """The tensor, which fills its storage, has the content that `find` returns. `find` is only
+        called when the content is asked for."""
         _put_off(tensor, find, 0)
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor, *, borrowed: bool = False) -> None:
@@ -93,7 +97,8 @@ class Values:
             setattr(storage, _VALUE, KnownValue(real, borrowed=borrowed))
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """A fake tensor, perhaps a view, got the values of a real one of its shape and dtype."""
+        """Note that a fake tensor, perhaps a view, was given the content of a real one of its shape
+        and dtype."""
         self._own(tensor)
         known = self._of(tensor)
         if known is not None:
@@ -124,7 +129,8 @@ class Values:
     def keep(
         self, result: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        """What `compute` gave is the value of its outputs, but of those that are its inputs'."""
+        """Store the result of `compute` as the content of the outputs, except of those that are
+        inputs."""
         shared = {tensor.untyped_storage()._cdata for tensor in inputs}
         values = _tensors(result) if not isinstance(result, Computation) else []
         for number, tensor in enumerate(outputs):
@@ -138,35 +144,35 @@ class Values:
                 self.learn(tensor, values[number])
 
     def _own(self, tensor: torch.Tensor) -> None:
-        """What is about to be written in place is nobody else's."""
+        """Make sure that content that is about to be written in place belongs to nothing else."""
         value = _value_of(tensor)
         if value and value.lent:
             setattr(tensor.untyped_storage(), _VALUE, value.own())
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The storage was written with something unknown."""
+        """Forget a storage to which unknown values were written."""
         self.forget_storage(tensor.untyped_storage())
 
     def forget_storage(self, storage: torch.UntypedStorage) -> None:
-        """The same, of the storage itself."""
+        """The same for the storage itself."""
         if getattr(storage, _VALUE, None) is not None:
             setattr(storage, _VALUE, None)
         if getattr(storage, _BELOW, None) is not None:
             setattr(storage, _BELOW, None)
 
     def note_alike(self, tensor: torch.Tensor) -> None:
-        """What is known was worked out as if every rank had put in what this one did; so is what
-        will be computed from it."""
+        """Note that the content was computed as if every rank had contributed the same as this one;
+        then so is everything computed from it."""
         if value := _value_of(tensor):
             value.alike = True
 
     def as_if_alike(self, tensor: torch.Tensor) -> bool:
-        """Whether the known value rests on that."""
+        """Whether the known content depends on that."""
         value = _value_of(tensor)
         return value is not None and value.alike
 
     def note_origin(self, tensor: torch.Tensor, name: str) -> None:
-        """Remember which operator made a value that is not known."""
+        """Note which operator made a value that is not known."""
         setattr(tensor.untyped_storage(), _ORIGIN, name)
 
     def origin(self, tensor: torch.Tensor) -> str:
@@ -174,7 +180,7 @@ class Values:
         return getattr(tensor.untyped_storage(), _ORIGIN, "")
 
     def note_below(self, tensor: torch.Tensor, bound: int) -> None:
-        """Values that are not known are integers from 0 up to `bound`, which is none of them."""
+        """Note that unknown values are integers in [0, bound)."""
         setattr(tensor.untyped_storage(), _BELOW, bound)
 
     def below(self, tensor: torch.Tensor) -> int | None:
@@ -189,11 +195,11 @@ class Values:
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor] = (),
     ) -> Any:
-        """Run an operator for real on known inputs, or put that off (a `Computation`); None when an
-        input is unknown, or too large.
+        """Run an operator for real on known inputs, or defer it (a `Computation`). None if an input
+        is unknown or too large.
 
         `tensors` are the fake tensors among the arguments, `outputs` those that it made. In-place
-        operators change the known values of their arguments, which share storage with the known
+        operators change the known content of their arguments, which share storage with the known
         storage.
         """
         overwritten = args[0] if func in _OVERWRITES and args else None
@@ -234,8 +240,8 @@ class Values:
     def _absorbed(
         self, func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """What one operand decides, whatever is in the other: nothing is true and false. So a
-        generation ends at its greatest length, though nobody knows the tokens."""
+        """The result if one operand decides it, whatever the other is: nothing is true and false.
+        So a generation ends at its greatest length although its tokens are unknown."""
         absorbing = _ABSORBING.get(func)
         target = outputs[0] if outputs else args[0]
         if absorbing is None or target.numel() > _AT_ONCE:
@@ -260,8 +266,8 @@ class Values:
         written: torch.Tensor,
         inputs: list[tuple[KnownValue, torch.dtype, Place]],
     ) -> bool:
-        """Put off an operator in place; whether that can be done. What it leaves goes to a new
-        storage, so that what was put off before it reads the old one."""
+        """Defer an in-place operator; False if that is impossible. Its result goes to a new
+        storage, so that computations that were deferred before read the old one."""
         storage = written.untyped_storage()
         place, dtype, nbytes = _place(written), written.dtype, storage.nbytes()
         if call.blank is not None and nbytes != written.nbytes:
@@ -282,11 +288,11 @@ class Values:
 
 
 class _Slot(int):
-    """Stands for a tensor among the arguments of a call."""
+    """A placeholder for a tensor among the arguments of a call."""
 
 
 class _Call:
-    """An operator and its arguments, but for the tensors, which would be kept alive."""
+    """An operator and its arguments without the tensors, which would be kept alive."""
 
     def __init__(
         self,
@@ -298,7 +304,7 @@ class _Call:
     ) -> None:
         self.func = func
         self.blank: tuple[Any, ...] | None = None
-        """The geometry of the first tensor, where its values do not matter and are not given."""
+        """The geometry of the first tensor, where its content does not matter and is not given."""
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         slots = {id(tensor): _Slot(i) for i, tensor in enumerate(tensors)}
 
@@ -316,14 +322,15 @@ class _Call:
 
     @property
     def writes_first(self) -> bool:
-        """Whether its first argument is the one thing that it writes, and stays where it is."""
+        """Whether its first argument is the only one that it writes, and stays where it is."""
         arguments = self.func._schema.arguments
         written = [item.alias_info is not None and item.alias_info.is_write for item in arguments]
         kept = torch.Tag.inplace_view not in self.func.tags
         return written[0] and sum(written) == 1 and kept and type(self._args[0]) is _Slot
 
     def __call__(self, real: list[Any], *, whole: bool = False) -> Any:
-        """Run it on real tensors; None where it fails. `whole`: the blank one is among them."""
+        """Run it on real tensors; None if it fails. `whole`: whether the blank one is among
+        them."""
         if self.blank is not None and not whole:
             size, stride, dtype = self.blank
             real = [torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *real]
@@ -339,7 +346,7 @@ class _Call:
 
 
 _PUT_OFF: Any = object()
-"""What an operator in place gave, where it has not been run."""
+"""Returned for a deferred in-place operator, which has not been run."""
 
 
 def _value_of(tensor: torch.Tensor) -> KnownValue | None:
@@ -414,7 +421,8 @@ _ABSORBING = {
     aten.logical_or.default: True,
     aten.logical_or_.default: True,
 }
-"""What every element of an operand has to be for the result to be the same, whatever the other."""
+"""For each operator, the value that all elements of an operand must have for the result not to
+depend on the other operand."""
 
 _FACTORIES = {
     aten.arange.default,

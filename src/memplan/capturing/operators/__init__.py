@@ -1,1 +1,1 @@
-"""Operators that PyTorch's shape rules do not answer, or whose kernels take memory besides."""
+"""Operators that PyTorch's shape rules do not answer, or whose kernels need memory of their own."""

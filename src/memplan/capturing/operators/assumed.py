@@ -1,4 +1,4 @@
-"""What is taken of results that nobody knows, as soon as an operator gives them."""
+"""Assumptions about results of unknown content, made as soon as an operator returns them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_ROUTING_OPTIONS = 4096
 
 
 def assume_topk(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Unknown `topk` over few options is taken for a router's choice."""
+    """An unknown `topk` over few options is assumed to be a router's choice."""
     indices = result[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     scores = args[0]
@@ -30,7 +30,8 @@ def assume_topk(state: CaptureState, func: Any, args: Any, kwargs: Any, result: 
 
 
 def assume_routing_map(state: CaptureState, op: str, chosen: FakeTensor, top_k: int) -> None:
-    """A boolean map, rows x options, with `top_k` true elements a row that a router chooses."""
+    """Assume a boolean map, rows x options, in which a router chooses `top_k` options in each
+    row."""
     rows, options = chosen.shape[:-1], chosen.shape[-1]
     indices = _assumed_topk(torch.Size((*rows, top_k)), options, -1, state.routing)
     values = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(-1, indices, True)
@@ -49,7 +50,7 @@ def _say_assumed(state: CaptureState, op: str, options: int) -> None:
 
 
 def note_choice(place: int) -> Observer:
-    """The result at `place` has positions along `dim`, or in the whole tensor."""
+    """The result at `place` contains positions along `dim`, or in the whole tensor."""
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -61,7 +62,8 @@ def note_choice(place: int) -> Observer:
 
 
 def assume_uniform(value: int) -> Observer:
-    """The result is taken to hold one value: no number is NaN or infinite, all are finite."""
+    """The result is assumed to hold one value everywhere: no number is NaN or infinite, all are
+    finite."""
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if state.values.of(result) is None and result.numel() <= MAX_INTEGER_ELEMENTS:
@@ -71,8 +73,8 @@ def assume_uniform(value: int) -> Observer:
 
 
 def compared(value: int) -> Observer:
-    """Equality with itself, and difference from infinity: what `isfinite` comes as. Minus infinity
-    is what masks put there."""
+    """Comparisons with itself (equal) and with infinity (not equal), of which `isfinite` is made.
+    Minus infinity is what masks contain."""
     assume = assume_uniform(value)
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -83,7 +85,7 @@ def compared(value: int) -> Observer:
 
 
 def any_of_numbers(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Numbers that nobody knows are not all zero."""
+    """Unknown numbers are assumed not to be all zero."""
     if args[0].is_floating_point():
         state.values.note_origin(result, "all")
 

@@ -68,7 +68,7 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """The operator's own signature."""
+        """Run attention; the signature is the operator's own."""
         choice = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         dtype = str(query.dtype).removeprefix("torch.")
         shape = f"{dtype}, head size {query.shape[-1]}"
@@ -119,7 +119,7 @@ class Attention:
         is_causal: bool,
         enable_gqa: bool,
     ) -> Choice:
-        """Ask the table, with the switches that are in force now."""
+        """Choose the kernel by the table, with the switches in force."""
         dtypes = [str(t.dtype).removeprefix("torch.") for t in (query, key, value)]
         call = SdpaCall(
             q=tuple(query.shape),
@@ -165,7 +165,7 @@ class Attention:
 
 
 def _priority() -> tuple[str, ...] | None:
-    """The order that the script set with `sdpa_kernel(..., set_priority=True)`, if it did."""
+    """The order that the script has set with `sdpa_kernel(..., set_priority=True)`, if it has."""
     order = tuple(
         _PRIORITY[number] for number in torch._C._get_sdp_priority_order() if number in _PRIORITY
     )
@@ -198,7 +198,7 @@ def _flash(
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask becomes one that is added to the scores, in the query's dtype."""
+    """A boolean mask as one that is added to the scores, in the query's dtype."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero = torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device)
@@ -206,8 +206,9 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 
 
 def _aligned(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The kernel wants rows that begin at multiples of 8 columns (`preprocess_mask`): others are
-    padded, and sliced back. (Not those of 1,000 columns, PyTorch 2.11 on an H200.)"""
+    """A bias whose rows begin at multiples of 8 columns, as the kernel needs it
+    (`preprocess_mask`): others are padded, and sliced back. (Not for 1,000 columns, PyTorch 2.11 on
+    an H200.)"""
     *strides, last = bias.stride()
     if last == 1 and not any(stride % _MASK_MULTIPLE for stride in strides):
         return bias

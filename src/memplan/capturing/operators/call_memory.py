@@ -1,5 +1,5 @@
-"""What kernels of a card allocate for themselves in one call of an operator, by the rules that a
-capture has (`KernelMemory`), for a graph whose operators do not run."""
+"""The memory that CUDA kernels allocate for themselves in a single call of an operator, by the
+rules of captures (`KernelMemory`), for a graph whose operators do not run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _RECURRENT = {
 
 @dataclass(frozen=True)
 class CallMemory:
-    """Bytes beside an operator's results."""
+    """Bytes that a call needs beside the operator's results."""
 
     expected: int = 0
-    """Most at once, freed when it returns."""
+    """The most at once, freed when the call returns."""
     high: int = 0
-    """The same with the largest workspaces that a library may choose."""
+    """The same, with the largest workspaces that a library may choose."""
     kept: int = 0
-    """A library keeps it, once for each thread."""
+    """Bytes that a library keeps, once for each thread."""
 
 
 NOTHING = CallMemory()

@@ -1,4 +1,5 @@
-"""Operators whose result depends on values: answered from known values, else from an assumption."""
+"""Operators whose result depends on values: computed from known values, or else from an
+assumption."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ aten = torch.ops.aten
 
 MAX_READ_BACK = 1 << 20
 _MAX_MADE_UP = 1 << 16
-"""Elements of a tensor of unknown values that becomes a real one on the host: metrics do, weights
-stay fake, or the host would compute with them."""
+"""The most elements of a tensor of unknown content that becomes a real one on the host, such as a
+metric. Larger ones, such as weights, stay fake: the host would compute with them."""
 
 
 def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
@@ -33,7 +34,7 @@ def local_scalar(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_by_host(state: CaptureState, func: Any, *tensors: torch.Tensor) -> None:
-    """An operator that asks for no memory, but what comes next may hang on what it says."""
+    """Note an operator that allocates nothing, but whose answer decides what comes next."""
     read = state.numbers(tensors)
     if read:
         builder = state.recorder.builder
@@ -52,7 +53,7 @@ def equal(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def allclose(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
-    """`torch.allclose`: like a condition that holds, once its operands were compared."""
+    """`torch.allclose`: answered like a condition that holds, once its operands were compared."""
     compared = run_fake(state, aten.isclose.default, args, kwargs)
     known = state.values.of(compared)
     if known is not None:
@@ -61,7 +62,7 @@ def allclose(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def pack_padded(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`pack_padded_sequence`: the lengths are the host's, the batch sizes too."""
+    """`pack_padded_sequence`: lengths and batch sizes are on the host."""
     padded, lengths, batch_first = args
     if isinstance(lengths, FakeTensor):
         lengths = read_back(state, lengths)
@@ -118,7 +119,7 @@ def read_back(state: CaptureState, source: FakeTensor) -> torch.Tensor:
 
 
 def copy_into_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`real.copy_(fake)`: the real tensor gets what is known or assumed."""
+    """`real.copy_(fake)`: the real tensor gets the known or assumed content."""
     target, source = args[0], args[1]
     if isinstance(target, FakeTensor):
         return NotImplemented
@@ -130,15 +131,15 @@ def copy_into_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> An
 
 
 def from_values(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Operators whose result has a data-dependent shape: computed from values, known or assumed."""
+    """Operators whose result has a data-dependent shape: computed from known or assumed values."""
     replaced = [_with_values(state, func, item) for item in args]
     named = {name: _with_values(state, func, item) for name, item in kwargs.items()}
     return _made(state, func, args, kwargs, func(*replaced, **named))
 
 
 def counted(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`bincount`: values that are not known lie below `minlength`, where that is given. Whoever
-    gives it goes on with a result of that length, as confusion matrices do."""
+    """`bincount`: unknown values are assumed to be below `minlength`, where that is given. Code
+    that gives it, such as confusion matrices, needs a result of that length."""
     named = dict(zip(("self", "weights", "minlength"), args, strict=False)) | kwargs
     least, weights = named.get("minlength", 0), named.get("weights")
     if not least or state.values.of(named["self"]) is not None:
@@ -181,8 +182,8 @@ def _made(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -
 
 
 def boxes_kept(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """torchvision's non-maximum suppression, with what its kernel takes for itself: boxes in the
-    order of their scores, a bit for each pair of them (`csrc/ops/cuda/nms_kernel.cu`)."""
+    """torchvision's non-maximum suppression, with the memory of its kernel: boxes in the order of
+    their scores, and a bit for each pair of them (`csrc/ops/cuda/nms_kernel.cu`)."""
     boxes, scores = args[:2]
     if not isinstance(boxes, FakeTensor) or boxes.fake_device.type != state.device_type:
         return NotImplemented
@@ -204,7 +205,7 @@ def _with_values(state: CaptureState, func: Any, item: Any) -> Any:
 
 
 def values_of(state: CaptureState, func: Any, tensor: FakeTensor) -> torch.Tensor:
-    """The values of a tensor that decides a shape; assumed, and remembered, when unknown."""
+    """The content of a tensor that decides a shape; assumed, and remembered, if unknown."""
     value = state.values.of(tensor)
     if value is not None:
         return value
@@ -236,8 +237,8 @@ def _share(state: CaptureState) -> str:
 
 
 def masked_index(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing with boolean masks: they become index tensors, as the real kernel makes them; or a
-    mask and a number of the host are a fill, as there."""
+    """Indexing with boolean masks. They become index tensors, as in the real kernel; or, for a mask
+    and a number of the host, a fill."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
         return NotImplemented
@@ -287,13 +288,13 @@ def _is_mask(index: Any) -> bool:
 
 
 def masked_select(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`masked_select` is an index with the broadcast mask."""
+    """`masked_select`: an index with the broadcast mask."""
     tensor, mask = torch.broadcast_tensors(*args[:2])
     return masked_index(state, aten.index.Tensor, (tensor, [mask]), kwargs)
 
 
 def repeat_interleave(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The total of unknown repeats is taken as one each."""
+    """`repeat_interleave`: unknown repeats are assumed to be one each."""
     repeats = args[0]
     if kwargs.get("output_size") is not None or not isinstance(repeats, FakeTensor):
         return NotImplemented
@@ -304,7 +305,7 @@ def repeat_interleave(state: CaptureState, func: Any, args: Any, kwargs: Any) ->
 
 
 def unscale(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """GradScaler's check: the gradients are finite, so `found_inf` keeps the value it has."""
+    """GradScaler's check: the gradients are finite, so `found_inf` keeps its value."""
     found_inf = args[1]
     value = state.values.of(found_inf)
     result = run_fake(state, func, args, kwargs)
@@ -314,7 +315,7 @@ def unscale(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
-    """Nested tensors cannot be followed: a transformer encoder then keeps the padding."""
+    """Nested tensors cannot be followed, so a transformer encoder keeps the padding."""
     return False
 
 

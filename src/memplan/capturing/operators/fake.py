@@ -1,4 +1,4 @@
-"""One operator on fake tensors: its result, the memory that it asks for, and its values."""
+"""Runs one operator on fake tensors: its result, the memory that it allocates, and its values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_fake(
 ) -> Any:
     """Run an operator on fake tensors and record it.
 
-    `fakes` and `has_real`: what `tensors_among` says of the arguments, where that is known.
+    `fakes` and `has_real`: the result of `tensors_among` for the arguments, if known.
     """
     if fakes is None:
         fakes, has_real = tensors_among(args, kwargs)
@@ -106,7 +106,7 @@ def record_launch(
 ) -> None:
     """Record a kernel that is no operator of PyTorch's: it computes and allocates nothing.
 
-    `written` are those of its tensors that it writes. Raises EnoughSeen once all is over.
+    `written`: those of its tensors that it writes. Raises EnoughSeen once enough has been seen.
     """
     with state.lock:
         recorder, builder = state.recorder, state.recorder.builder
@@ -131,7 +131,7 @@ def record_launch(
 def forget_written(
     state: CaptureState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """What an operator writes to its arguments is not known."""
+    """Forget the content of arguments that an operator writes."""
     for tensor in written_among(func, args, kwargs):
         state.values.forget(tensor)
 
@@ -161,7 +161,7 @@ def _written_to(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `func` writes to its `out=`, by the rule of the operator that makes its result."""
+    """The result that `func` writes to its `out=`, by the rule of the operator that returns it."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     outs = [kwargs[name] for name in names]
     given = {name: item for name, item in kwargs.items() if name not in names}

@@ -1,4 +1,4 @@
-"""Operators without a shape rule: their results' shapes come from a small run on the host."""
+"""Operators without a shape rule: a small run on the host gives the shapes of their results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_BYTES = 64 << 20
 
 
 def run_on_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Fake results of an operator that PyTorch has no shape rule for.
+    """Fake results of an operator for which PyTorch has no shape rule.
 
-    One that only writes to its arguments gives those back. Any other runs on the CPU, on values
-    that are known or made up, if they are small. Returns NotImplemented when neither is possible.
+    An operator that only writes to its arguments returns those. Any other runs on the CPU, on known
+    or made-up values, if they are small. Returns NotImplemented if neither is possible.
     """
     returns = func._schema.returns
     if not returns:
@@ -66,7 +66,7 @@ def run_on_host(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _made_up(tensor: FakeTensor) -> torch.Tensor:
-    """Values that no decomposition or solver stumbles over: square matrices are invertible."""
+    """Made-up values that no decomposition or solver fails on: square matrices are invertible."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     value = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor.dtype)

@@ -1,7 +1,7 @@
 """Records the memory that CUDA kernels allocate for themselves, which no operator shows.
 
-The sizes come from the rules in `kernels`; this module only translates operators into the rules'
-terms and the rules' answers into events with provenance RULE.
+The sizes come from the rules in `kernels`. This module translates operators into the terms of the
+rules, and the rules' answers into events with provenance RULE.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class KernelMemory:
         self.profile = profile
         self._workspaces: set[tuple[int, int, int, str]] = set()
         self._tried: set[tuple[int, int, Direction, str]] = set()
-        """Convolutions whose plans `cudnn.benchmark` tried."""
+        """Convolutions whose plans `cudnn.benchmark` has tried."""
         self._device = 0
-        """Number in the trace of the device that the operator runs on."""
+        """Number in the trace of the device on which the operator runs."""
 
     def observers(self) -> dict[Any, Observer]:
         """Observers by operator."""
@@ -89,7 +89,7 @@ class KernelMemory:
         }
 
     def _on_device(self, observer: Observer) -> Observer:
-        """Fake tensors on the host go through kernels of the host."""
+        """An observer for tensors on the device only: host tensors go through host kernels."""
 
         def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             first = next(_tensors_of(args), None)
@@ -107,7 +107,7 @@ class KernelMemory:
     # Recording
 
     def add(self, scratches: Iterable[Scratch]) -> None:
-        """Record scratch memory of the operator that just ran, stage by stage."""
+        """Record scratch memory of the operator that has just run, stage by stage."""
         device = self._device
         rows = [row for row in scratches if row.high > 0]
         if not rows:
@@ -128,7 +128,7 @@ class KernelMemory:
             recorder.release(number, row.low, row.bytes, row.high, device)
 
     def scratch(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """What the rules of `kernels.scratch` say of an operator."""
+        """Record what the rules of `kernels.scratch` say about an operator."""
         tensors: list[torch.Tensor] = []
         other: dict[str, Any] = {}
         for position, argument in enumerate(func._schema.arguments):
@@ -158,7 +158,8 @@ class KernelMemory:
     def batch_norm(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        """Batch normalisation; a backward's first tensor is the gradient, cuDNN's the input."""
+        """Batch normalisation. The first tensor of a backward is the gradient; for cuDNN it is the
+        input."""
         backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
         x = args[1] if backward and not cudnn else args[0]
         training = True if backward and cudnn else bool(args[7] if backward else args[5])
@@ -174,7 +175,7 @@ class KernelMemory:
     # Matrix products
 
     def blas(self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """cuBLAS workspaces, once per thread and stream."""
+        """cuBLAS workspaces, once for each thread and stream."""
         name = f"aten.{func._schema.name.split('::')[1]}"
         tensors = [item for item in args if isinstance(item, torch.Tensor)]
         if any(tensor.numel() == 0 for tensor in tensors):
@@ -215,8 +216,8 @@ class KernelMemory:
     def convolution_backward(
         self, state: CaptureState, func: Any, args: Any, outputs: list[FakeTensor | None]
     ) -> list[int]:
-        """Record the outputs in the order in which the real backward makes them: the gradient of
-        the input and its workspace, of the weight and its workspace, of the bias."""
+        """Record the outputs in the order in which the real backward allocates them: the gradient
+        of the input and its workspace, that of the weight and its workspace, that of the bias."""
         grad, x, w, _bias_sizes, stride, padding, dilation, transposed, output_padding, groups = (
             args[:10]
         )
@@ -261,8 +262,9 @@ class KernelMemory:
         layout: torch.memory_format,
         operands: list[torch.Tensor],
     ) -> None:
-        """`layout` is what cuDNN wants; PyTorch's own kernels want contiguous operands
-        (`native/Convolution.cpp`, `native/cudnn/ConvShared.cpp`)."""
+        """Record a convolution. `layout` is the memory format that cuDNN wants; PyTorch's own
+        kernels want contiguous operands (`native/Convolution.cpp`,
+        `native/cudnn/ConvShared.cpp`)."""
         cudnn: Any = torch.backends.cudnn
         settings = ConvSettings(
             capability=self.profile.capability,
@@ -280,7 +282,8 @@ class KernelMemory:
         self.add([*copies(layout, operands), conv_workspace(conv, direction, settings)])
 
     def _try_plans(self, conv: Convolution, direction: Direction, settings: ConvSettings) -> None:
-        """The first call under `cudnn.benchmark`; each thread remembers the plans it found."""
+        """Record the first call under `cudnn.benchmark`; each thread remembers the plans that it
+        found."""
         trial = trial_workspace(conv, settings)
         call = (threading.get_ident(), self._device, direction, repr(conv))
         if trial is None or call in self._tried:
@@ -317,14 +320,14 @@ class KernelMemory:
     def efficient_outputs(
         self, state: CaptureState, func: Any, args: Any, outputs: Any
     ) -> list[int]:
-        """The two random-state scalars of the result lie on the host; the shape rule says that they
-        lie on the card."""
+        """The two random-state scalars of the result are on the host; the shape rule says that they
+        are on the card."""
         for scalar in outputs[2:]:
             scalar.fake_device = torch.device("cpu")
         return [state.record(output) for output in outputs[:2]]
 
     def cudnn_outputs(self, state: CaptureState, func: Any, args: Any, outputs: Any) -> list[int]:
-        """The random-state scalars are made before the rest."""
+        """The random-state scalars are allocated before the other outputs."""
         made = [one for one in outputs if isinstance(one, FakeTensor)]
         made.sort(key=lambda one: one.numel() > 1)
         return [state.record(output) for output in made]

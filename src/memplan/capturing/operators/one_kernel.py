@@ -1,9 +1,9 @@
 """Operators that CUDA runs as one kernel.
 
-Some of them a PyTorch without CUDA takes apart: where the device's backend has no kernel of its
-own, PyTorch falls back on a composition of other operators, whose intermediate results no GPU ever
-makes (six for each SiLU in the backward pass). Once the backend has one, autograd takes the
-operator whole. Multi-tensor operators in place are one kernel too, and ask for no memory.
+A PyTorch without CUDA takes some of them apart: where the device's backend has no kernel of its
+own, PyTorch runs a composition of other operators, with intermediate results that no GPU ever
+allocates (six for each SiLU in the backward pass). Once the backend has a kernel, autograd uses the
+operator as a whole. In-place multi-tensor operators are one kernel, too, and allocate nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _NAMES = ("_fused_rms_norm", "silu_backward", "mish_backward")
-"""All that `native_functions.yaml` gives both a composition and a kernel for CUDA."""
+"""All operators for which `native_functions.yaml` has both a composition and a CUDA kernel."""
 
 
 def in_place(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """An in-place operator on lists asks for no memory; only known values need a kernel."""
+    """In-place operators on lists allocate nothing; a kernel only runs for known values."""
     lists = [item for item in args if isinstance(item, (list, tuple))]
     tensors = [item for group in lists for item in group if isinstance(item, torch.Tensor)]
     known = state.values.knows

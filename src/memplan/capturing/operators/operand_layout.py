@@ -1,7 +1,7 @@
-"""How CUDA's kernels want their operands to lie in memory, and the copies of those that do not.
+"""The memory formats that CUDA kernels need, and the copies of operands with another one.
 
-The operators of the fake device are those of a PyTorch without CUDA, which takes operands as they
-lie.
+The operators of the fake device are those of a PyTorch without CUDA, which accepts operands in any
+format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def channels_last(tensor: torch.Tensor) -> bool:
-    """Whether it lies in channels last, and not as a contiguous tensor does, too."""
+    """Whether a tensor is in channels-last format, and not contiguous as well."""
     last = _LAST.get(tensor.dim())
     return (
         last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
@@ -42,7 +42,8 @@ def convolution_layout(x: torch.Tensor, w: torch.Tensor, _backend: Any) -> torch
 
 
 def copies(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> list[Scratch]:
-    """What a kernel copies, for as long as it runs, to have tensors in a memory format."""
+    """The copies that a kernel makes, for as long as it runs, to have tensors in a memory
+    format."""
     return [
         exactly("operand's copy", tensor.numel() * tensor.element_size())
         for tensor in tensors
@@ -92,8 +93,8 @@ def _batch_norm(
 
 
 def _suggests_last(tensor: torch.Tensor) -> bool:
-    """`is_channels_last_strides_2d` of `c10/core/MemoryFormat.h`: a weight of 1 by 1 that was moved
-    to channels last counts too, though it lies in memory as it did."""
+    """`is_channels_last_strides_2d` of `c10/core/MemoryFormat.h`: a weight of 1 by 1 that was
+    converted to channels last counts, too, although its memory is the same."""
     shape, stride = tensor.shape, tensor.stride()
     if tensor.dim() not in _LAST or not stride[1]:
         return False

@@ -1,8 +1,8 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device: cuDNN's fused stack, as on a real one.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device: cuDNN's fused kernels, as on a real one.
 
-PyTorch takes cuDNN in C++ (`native/cudnn/RNN.cpp`) after asking a device that is not there, and
-would fall back to one cell at a time. Here the module's operators go to `_cudnn_rnn` and its
-backward; sizes that cuDNN keeps to itself come from `kernels.rnn`.
+PyTorch chooses cuDNN in C++ (`native/cudnn/RNN.cpp`) by asking a device that is not there, and
+would run one cell at a time instead. Here the module's operators go to `_cudnn_rnn` and its
+backward. Sizes that cuDNN does not publish come from `kernels.rnn`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Recurrent:
     # cuDNN's operators
 
     def flatten(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> FakeTensor:
-        """All weights become views of one buffer; their own storages go."""
+        """All weights become views of one buffer; their own storages are freed."""
         weights: list[FakeTensor] = list(args[0])
         state.recorder.builder.begin_op(str(func), reads=[], stream=state.recorder.stream)
         buffer = self._empty([sum(w.numel() for w in weights)], weights[0])
@@ -156,7 +156,7 @@ class Recurrent:
         return buffer
 
     def forward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-        """Outputs and scratch in the order of `RNN.cpp`."""
+        """Outputs and scratch memory in the order of `RNN.cpp`."""
         x, weights, _stride, _buffer, hx, cx = args[:6]
         call = forward_call(args)
         batch_first = args[10] and not args[14]
@@ -182,7 +182,7 @@ class Recurrent:
         return (output.transpose(0, 1) if batch_first else output, hy, cy, reserve, buffer)
 
     def backward(self, state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-        """Gradients of input, state and weights; the weights' share one buffer."""
+        """Gradients of input, state and weights; those of the weights share one buffer."""
         x, weights, _stride, _buffer, hx, cx, output, grad_output = args[:8]
         call = backward_call(args)
         batch_first = args[14] and not args[18]
@@ -212,7 +212,7 @@ class Recurrent:
     # Parts
 
     def _buffer(self, weights: list[FakeTensor], count: int) -> FakeTensor:
-        """The flat buffer of the weights: the one that they are views of, else a copy."""
+        """The flat buffer of the weights: the one of which they are views, or else a copy."""
         if len({weight.untyped_storage()._cdata for weight in weights}) == 1:
             shared: Any = weights[0].as_strided((count,), (1,), 0)
             return shared  # type: ignore[no-any-return]
@@ -288,7 +288,7 @@ def _call(args: Sequence[Any], x: torch.Tensor, batch_sizes: Sequence[int]) -> r
 
 
 def _copy_of(name: str, tensor: torch.Tensor) -> list[Scratch]:
-    """What `tensor.contiguous()` takes."""
+    """The memory of `tensor.contiguous()`."""
     if tensor.is_contiguous():
         return []
     return [exactly(name, math.prod(tensor.shape) * tensor.element_size())]

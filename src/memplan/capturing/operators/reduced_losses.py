@@ -1,8 +1,8 @@
-"""Losses that are one number, and keep the memory of all numbers that they were reduced from.
+"""Losses that are one number, but keep the memory of the values that were reduced to it.
 
-PyTorch's kernels ask for a result of the inputs' shape and make it a number afterwards (`resize_`),
-on the CPU and on CUDA (`Loss.cpp`, `BinaryOps.cpp`, `cuda/Loss.cu`). The shape functions of
-PyTorch say that the result has the memory of one number.
+PyTorch's kernels allocate a result of the inputs' shape and make it one number afterwards
+(`resize_`), on the CPU and on CUDA (`Loss.cpp`, `BinaryOps.cpp`, `cuda/Loss.cu`). PyTorch's shape
+functions say that the result has the memory of one number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEEPING = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES)
 
 
 def kept_bytes(func: Any, args: Any, result: Any) -> int:
-    """The bytes of the storage of such a loss; 0 for any other result."""
+    """Bytes of the storage of such a loss; 0 for any other result."""
     if func not in _KEEPING or result.dim():
         return 0
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)

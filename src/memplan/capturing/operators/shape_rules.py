@@ -19,7 +19,8 @@ aten = torch.ops.aten
 
 
 def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The CUDA kernel of `_grouped_mm` takes float32 and float16 too; the shape rule only bf16."""
+    """The CUDA kernel of `_grouped_mm` also accepts float32 and float16; the shape rule only
+    bf16."""
     dtype = args[0].dtype
     if dtype == torch.bfloat16:
         return NotImplemented
@@ -42,7 +43,8 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
+    """`native/cuda/RNN.cu`: the new state, and five values for each hidden unit for the
+    backward."""
     hx = args[2]
     hidden = run_fake(state, aten.empty_like.default, (hx,), {})
     workspace = run_fake(state, aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
@@ -50,7 +52,8 @@ def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of both gates, of the state, and of the biases as sums of the gates' gradients."""
+    """Gradients of both gates, of the state, and of the biases, which are sums of the gates'
+    gradients."""
     grad, workspace, has_bias = args
     rows, units = workspace.shape[0], workspace.shape[1] // 5
     shape = [rows, 3 * units]
@@ -63,8 +66,8 @@ def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) ->
 
 
 def no_cudnn_ctc(state: CaptureState, func: Any, args: Any, kwargs: Any) -> bool:
-    """cuDNN's loss wants 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`); what
-    it takes is not public, so PyTorch's own kernel stands for it."""
+    """cuDNN's loss needs 32-bit targets on the host and blank 0 (`native/cudnn/LossCTC.cpp`). Its
+    memory is not published, so PyTorch's own kernel is used in its place."""
     return False
 
 
@@ -79,8 +82,8 @@ def ctc_loss(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/BatchLinearAlgebra.cpp`: on CUDA the driver is `gels`, which tells no rank and no
-    singular values. Solution and residuals lie in one matrix, as high as the higher operand."""
+    """`native/BatchLinearAlgebra.cpp`: on CUDA the driver is `gels`, which returns no rank and no
+    singular values. Solution and residuals share one matrix, as high as the higher operand."""
     a, b = args[:2]
     rows, columns = a.shape[-2:]
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
@@ -102,7 +105,7 @@ def least_squares(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any
 
 
 def copy_into_gather(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """FSDP2 gathers shards that lie on the host too (loaded by `assign=True`): its kernel copies
+    """FSDP2 also gathers shards that are on the host (loaded by `assign=True`): its kernel copies
     from there, without memory of its own."""
     shards, output = args[0], args[1]
     there = [tensor for tensor in shards if tensor.device == output.device]
@@ -128,7 +131,7 @@ def install(patches: Patches, state: CaptureState) -> None:
 
 
 def ctc_loss_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient; the kernel's beta is scratch."""
+    """The gradient; the kernel's beta is scratch memory."""
     gradient = run_fake(state, aten.empty_like.default, (args[1],), {})
     observer = state.observers.get(func)
     if observer is not None:

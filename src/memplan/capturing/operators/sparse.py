@@ -1,9 +1,9 @@
 """Sparse tensors in coordinates (COO): an operator is what its CUDA kernel does to their parts.
 
-A sparse tensor has no storage of its own: it is `indices`, int64 [sparse dimensions, nnz], and
-`values`, [nnz, dense dimensions…]. Both are tensors like all others, so their memory is followed as
-theirs is; PyTorch's fake sparse tensor only holds them together. Sources under pytorch
-`aten/src/ATen/native/sparse/`.
+A sparse tensor has no storage of its own. It consists of `indices`, int64 [sparse dimensions, nnz],
+and `values`, [nnz, dense dimensions…]. Both are ordinary tensors, and so is their memory; PyTorch's
+fake sparse tensor only holds them together. Sources are under `aten/src/ATen/native/sparse/` in
+PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (
     *("_indices", "indices", "_values", "values", "_nnz", "is_coalesced", "_coalesced_"),
     *("sparse_dim", "dense_dim", "_dimI", "_dimV"),
 )
-"""They ask for nothing: PyTorch's own rules hold."""
+"""They allocate nothing, so PyTorch's own rules apply."""
 
 
 def is_sparse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def is_sparse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def run_sparse(state: CaptureState, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """An operator with a sparse argument. Raises CaptureError for one that has no rule."""
+    """Run an operator with a sparse argument. Raises CaptureError for one without a rule."""
     name = func._opname
     if name in _PLAIN:
         return state.fake_mode.dispatch(func, (), args, kwargs)
@@ -50,14 +50,14 @@ def run_sparse(state: CaptureState, func: Any, args: tuple[Any, ...], kwargs: An
 
 
 def of_parts(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """A sparse tensor is made."""
+    """Make a sparse tensor from its parts."""
     state.has_sparse = True
     args, kwargs, _ = state.without_real(args, kwargs)
     return state.fake_mode.dispatch(func, (), args, kwargs)
 
 
 def embedding_bag_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/EmbeddingBag.cpp`: with `sparse`, what CUDA calls is made of other operators."""
+    """`native/EmbeddingBag.cpp`: with `sparse`, the CUDA function is made of other operators."""
     gradient, indices, offsets, bags, sizes, _, rows, by_frequency, mode, sparse, *rest = args
     if not sparse:
         return NotImplemented
@@ -92,8 +92,8 @@ def _empty(state: CaptureState, like: Any, *shape: int, dtype: torch.dtype | Non
 
 
 def _coalesce(state: CaptureState, func: Any, args: Any, _kwargs: Any) -> Any:
-    """`cuda/SparseCUDATensor.cu`: the indices are sorted with their order by a merge sort, which
-    takes a copy of both; the result keeps the storage of all of them."""
+    """`cuda/SparseCUDATensor.cu`: indices and their order are sorted by a merge sort, which needs a
+    copy of both; the result keeps the storage of all indices."""
     source = args[0]
     indices, values = _parts(state, source)
     dims, nnz = indices.shape
@@ -121,8 +121,9 @@ def _coalesced(state: CaptureState, func: Any, source: Any) -> Any:
 
 
 def _clone(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`clone` and `to`. A gradient that nobody else holds becomes its parameter's without a copy
-    (`torch/csrc/autograd/functions/accumulate_grad.h`); under a dispatch mode the engine clones."""
+    """`clone` and `to`. A gradient that nothing else holds becomes its parameter's without a copy
+    (`torch/csrc/autograd/functions/accumulate_grad.h`); under a dispatch mode the engine clones
+    it."""
     source = args[0]
     indices, values = _parts(state, source)
     in_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -141,8 +142,8 @@ def _detach(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _mask(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
-    """`SparseTensor.cpp`, `SparseTensorMath.cpp`: the elements of a dense tensor that a sparse one
-    has, times ones."""
+    """`SparseTensor.cpp`, `SparseTensorMath.cpp`: those elements of a dense tensor that a sparse
+    one has, times ones."""
     dense, mask = args[:2]
     indices = _parts(state, mask)[0]
     ones = run_fake(state, aten.ones.default, ([1],), {"device": dense.device})
@@ -153,7 +154,7 @@ def _mask(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _add(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`cuda/SparseCUDATensorMath.cu`: rows into a dense tensor; two sparse ones are joined."""
+    """`cuda/SparseCUDATensorMath.cu`: add rows to a dense tensor, or join two sparse ones."""
     left, right = args[:2]
     alpha = kwargs.get("alpha", 1)
     in_place = func._opname == "add_"
@@ -204,7 +205,7 @@ def _scaled(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _transposed(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any:
-    """`native/TensorShape.cpp`: a clone whose indices are swapped."""
+    """`native/TensorShape.cpp`: a clone with swapped indices."""
     indices, values = _parts(state, args[0])
     if indices.shape[0] != 2 or args[0].dim() != 2:
         return NotImplemented
@@ -214,7 +215,7 @@ def _transposed(state: CaptureState, _func: Any, args: Any, _kwargs: Any) -> Any
 
 def _product(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`mm` and `addmm` in `cuda/SparseCUDATensorMath.cu`: for cuSPARSE the coordinates become
-    compressed rows of int32, and the result's columns lie together until it is copied."""
+    compressed rows of int32, and the result is in column-major order until it is copied."""
     matrix, dense = args[-2:] if func._opname == "mm" else args[1:3]
     if matrix.layout is torch.strided or dense.layout is not torch.strided:
         return NotImplemented
@@ -237,7 +238,7 @@ def _product(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_each(state: CaptureState, func: Any, args: Any, kwargs: Any) -> None:
-    """`_foreach_…_` goes from tensor to tensor (`native/ForeachOpsKernels.cpp`)."""
+    """`_foreach_…_` runs tensor by tensor (`native/ForeachOpsKernels.cpp`)."""
     one = getattr(aten, func._opname.removeprefix("_foreach_"))
     with state.mode:
         for i in range(len(args[0])):
@@ -245,7 +246,7 @@ def _of_each(state: CaptureState, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _norm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`SparseTensorMath.cpp`: of the values, once equal indices are added up."""
+    """`SparseTensorMath.cpp`: the norm of the values, once those with equal indices are added."""
     source = _coalesced(state, func, args[0])
     return run_fake(state, func, (_parts(state, source)[1], *args[1:]), kwargs)
 

@@ -1,1 +1,1 @@
-"""The job's training steps, and when enough of them has been seen."""
+"""Follows the job's training steps, and decides when enough of them have been seen."""

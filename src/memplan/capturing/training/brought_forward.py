@@ -1,9 +1,9 @@
-"""What a script's loop does every so many steps, brought forward to the end of a capture.
+"""Brings what a script's loop does every so many steps forward to the end of a capture.
 
-`if step % 1000 == 0: evaluate()` is reached after hours. So the counter in the frame of the loop
-that trains is set to a value for which such conditions hold, once enough steps were seen and the
-loader runs dry. Only conditions count that stand behind the optimizer step in the same turn of the
-loop, in a file of the job's own, and that do nothing but compute with counters.
+`if step % 1000 == 0: evaluate()` is reached after hours. So once enough steps were seen and the
+loader runs dry, the counter in the frame of the training loop is set to a value for which such
+conditions hold. Only conditions count that come after the optimizer step in the same turn of the
+loop, in a file of the job's own, and that only compute with counters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def bring_forward(frame: FrameType | None) -> int:
 
 
 def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:
-    """Conditions that come in this turn of the innermost loop, by the counter that they divide."""
+    """Conditions that still come in this turn of the innermost loop, by the counter that they
+    divide."""
     tree = _parsed(frame.f_code.co_filename)
     line = frame.f_lineno
     loops = [one for one in ast.walk(tree) if isinstance(one, ast.For | ast.While)]
@@ -76,7 +77,7 @@ def _function(tree: ast.Module, frame: FrameType) -> ast.FunctionDef | ast.Async
 
 
 def _divided(test: ast.expr) -> str | None:
-    """The counter whose remainder a condition asks for; None for one that does more."""
+    """The counter whose remainder a condition tests; None for a condition that does more."""
     nodes = list(ast.walk(test))
     if not all(isinstance(node, _ARITHMETIC) for node in nodes):
         return None
@@ -93,7 +94,7 @@ def _value(frame: FrameType, name: str) -> Any:
 
 
 def _set(frame: FrameType, name: str, tests: list[ast.If]) -> int:
-    """A value of the counter for which most of the conditions hold. Returns how many do."""
+    """Set the counter to a value for which most of the conditions hold. Returns how many do."""
     now = int(_value(frame, name))
 
     def holds(value: int) -> int:

@@ -35,12 +35,12 @@ from memplan.types.deadline import Deadline
 _BATCHES_AFTER = 3
 _SECONDS_AFTER = 20.0
 _STEPS_AHEAD = 1
-"""Optimizer steps on batches that were fetched before the loader ran dry: Accelerate's loaders look
-one batch ahead, to know the last one when they give it out."""
+"""Optimizer steps that may follow once the loader ran dry, on batches that were fetched before:
+Accelerate's loaders fetch one batch ahead, so that they know the last one when they return it."""
 _FORWARDS_AHEAD = 8
-"""The same, where a step is not completed."""
+"""The same for forward passes where no step is completed."""
 _MORE = 1 << 20
-"""Bytes that are worth another look."""
+"""A training that needs so many bytes more is followed, too."""
 _MOST_TRAININGS = 8
 
 
@@ -48,7 +48,7 @@ class Ending:
     """Decides when the script has shown enough, and stops it."""
 
     def __init__(self, state: CaptureState, draws: HostDraws, scan_seconds: float = 0.0) -> None:
-        """`scan_seconds`: for reading loaders ahead; 0: none is."""
+        """`scan_seconds`: time for reading loaders ahead; 0 for none."""
         self.state = state
         self.whole_run = WholeRun(scan_seconds, state.recorder, draws) if scan_seconds else None
         self.inputs = InputTimes()
@@ -56,35 +56,36 @@ class Ending:
         self.later = LaterEpochs()
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last: weakref.ref[Any] | None = None
-        """The iterator that was read last."""
+        """The iterator that was last read."""
         self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._deadline: Deadline | None = None
         self._dry: weakref.WeakSet[Any] = weakref.WeakSet()
         self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Bytes, when a loader was last asked for a batch."""
+        """Bytes in use when each loader was last asked for a batch."""
         self._kept = ""
-        """What a loader's batches leave behind, in words, as long as it is being read."""
+        """What a loader's batches leave behind, in words, while it is being read."""
         self._most = (0, 0)
-        """Bytes when a backward pass began, before the loaders ran dry: all, and those that the
+        """Bytes when a backward pass began, before the loaders ran dry: in all, and those that the
         forward passes since the last one had added."""
         self._forward_from: int | None = None
-        """Bytes when they began."""
+        """Bytes when these forward passes began."""
         self._trainings = 1
         self._unread: dict[int, int] = {}
-        """Batches of the data loaders that the script made and has not read yet, by identity: they
-        may be gone when the script is."""
+        """Numbers of batches of loaders that the script created but has not read yet, by identity:
+        the loaders may be gone when the script is."""
         self._largest = 0
         """The size of the largest batch of the loaders that it has read."""
         self.another_training: Callable[[], None] = lambda: None
-        """Called when one begins."""
+        """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
-        """Bytes of parameters that one which has not stepped has more than those before."""
+        """Bytes of parameters that an optimizer which has not stepped yet has beyond those of
+        earlier ones."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
         self._evaluated = False
         self._opened_another = False
-        """A loader has given batches that was not being read when all ran dry."""
+        """Whether a loader has given batches that was not being read when all ran dry."""
         self._brought = False
         self._steps_left = _STEPS_AHEAD
         self._forwards_left = _FORWARDS_AHEAD
@@ -149,8 +150,8 @@ class Ending:
         observer.on_backward(self._before_backward)
 
     def look_ahead(self, steps: int, *, last: bool) -> None:
-        """So many steps were done: with the last of those that are never like others, see what the
-        loader that was read last has to give."""
+        """To be called after so many steps. With the last of the steps that differ from others,
+        read the loader ahead that was last read."""
         iterator = self._last() if self._last is not None else None
         if self.whole_run is not None and iterator is not None:
             self.whole_run.stepped(iterator)
@@ -176,8 +177,9 @@ class Ending:
         return batch
 
     def begin(self, *, at_once: bool, steps: int) -> None:
-        """Enough training steps were seen, `steps` of them: batches of other sizes, where there
-        are some; then drain the loaders being read, or stop right here."""
+        """To be called when enough training steps were seen, `steps` of them. Batches of other
+        sizes come next, if there are any; then the loaders being read run dry, or the script is
+        stopped here."""
         self.inputs.keep()
         if at_once or not self._reading:
             self.stop()
@@ -189,7 +191,7 @@ class Ending:
             self._bring_forward()
 
     def _bring_forward(self) -> None:
-        """What the loop that trains does every so many steps."""
+        """Bring forward what the training loop does every so many steps."""
         if not self._brought:
             self._brought = True
             bring_forward(sys._getframe(1))
@@ -201,7 +203,7 @@ class Ending:
         self.state.on_real_op = self._watch_time
 
     def model_runs(self, *, training: bool) -> None:
-        """One that no other module called, which asks for memory of the device or has some."""
+        """To be called for a root module that allocates on the device or has memory there."""
         if training and self._forward_from is None:
             self.state.recorder.flush()
             self._forward_from = self.state.recorder.live_bytes
@@ -232,7 +234,7 @@ class Ending:
         return nullcontext()
 
     def _train_no_more(self) -> None:
-        """Another epoch has begun, like those before: let the script run through the rest."""
+        """Another epoch has begun, like those before: let the script go through the rest."""
         if self.whole_run is not None or not self._opened_another:
             self.stop()
         if not self.later.begun:
@@ -241,12 +243,13 @@ class Ending:
             self._steps_left, self._forwards_left = _STEPS_AHEAD, _FORWARDS_AHEAD
 
     def _is_more(self, held: tuple[int, int]) -> bool:
-        """Whether this training needs more than those before, or will once it has its state."""
+        """Whether this training needs more memory than those before, or will once it has its
+        optimizer state."""
         more = any(now > most + _MORE for now, most in zip(held, self._most, strict=True))
         return more or self.optimizer_grows() > _MORE
 
     def _train_on(self) -> None:
-        """This training holds more than what was seen: no end before that is seen too."""
+        """Follow a training that needs more memory than what was seen until its end."""
         if self._trainings == _MOST_TRAININGS:
             self.state.assumptions.add(
                 "trainings",
@@ -265,7 +268,8 @@ class Ending:
         self.another_training()
 
     def after_step(self) -> None:
-        """An optimizer stepped, though enough was seen: on a batch in hand, or in another epoch."""
+        """To be called when an optimizer stepped although enough was seen: on a batch in hand, or
+        in another epoch."""
         if not self.draining:
             if self.whole_run is not None and self.whole_run.all_run:
                 self._drain()
@@ -281,12 +285,13 @@ class Ending:
             self.stop()
 
     def _watch_time(self) -> None:
-        """What the host computes after the epoch (weights merged for a checkpoint) has an end."""
+        """Bound the time that the host computes after the epoch, for example merging weights for a
+        checkpoint."""
         if self._deadline is not None and self._deadline.passed:
             self.stop()
 
     def stop(self) -> None:
-        """Raises EnoughSeen, here and at every operator that the script may still try."""
+        """Raise EnoughSeen here, and at every operator that the script may still try."""
         if self._kept:
             self.state.assumptions.add("growth", self._kept)
             self._kept = ""
@@ -295,11 +300,12 @@ class Ending:
         raise EnoughSeen
 
     def cut_off(self) -> None:
-        """The script failed in an epoch without batches: what follows was not seen."""
+        """Note that the script failed in an epoch without batches, so that what follows was not
+        seen."""
         self.state.recorder.finished = True
 
     def _allow(self, loader: Any) -> None:
-        """Raises StopIteration for a loader that has given enough."""
+        """Raise StopIteration for a loader that has given enough."""
         if not self._is_another(loader):
             raise StopIteration
         self._opened_another = True
@@ -315,7 +321,7 @@ class Ending:
         )
 
     def _is_another(self, loader: Any) -> bool:
-        """Whether it was not being read when all ran dry."""
+        """Whether a loader was not being read when all ran dry."""
         if loader in self._reading and loader not in self._batches:
             self._reading.discard(loader)
             self._dry.add(loader)
@@ -360,7 +366,7 @@ class Ending:
 
     @property
     def saw_evaluation(self) -> bool:
-        """Whether anything ran without gradients, on batches of another loader, since the loaders
+        """Whether anything ran without gradients on batches of another loader since the loaders
         began to run dry."""
         return self._evaluated and self._opened_another
 

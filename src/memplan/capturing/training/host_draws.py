@@ -1,11 +1,11 @@
-"""Random numbers that initialisers draw on the host, drawn although no parameter has data.
+"""Draws the random numbers that initialisers draw on the host, although parameters have no data.
 
-The order of a data loader follows from PyTorch's generator as the script has seeded it, and from
-how many numbers the model's initialisers have drawn since. Nobody sees those: they are drawn into a
-small tensor. How many a call takes does not change when it is made in pieces of a multiple of 16
+The order of a data loader depends on PyTorch's generator: on the script's seed, and on how many
+numbers the model's initialisers have drawn since. Nobody needs these numbers, so they are drawn
+into a small tensor, in pieces. In pieces of a multiple of 16 a call draws as many as in one piece
 (`aten/src/ATen/native/cpu/DistributionTemplates.h`), except where a tensor is not contiguous.
-`trunc_normal_` draws again what falls outside, so it runs on real numbers. Of any other operator
-that takes random numbers it is only noted that they were not drawn.
+`trunc_normal_` draws again for numbers outside its range, so it runs on real numbers. For any other
+operator that draws it is only noted that it did not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _WHOLE = (
 )
 _PIECE = 1 << 16
 _MOST = 1 << 29
-"""Numbers: 9 s in float32, 17 s in bfloat16, 54 s in float64 on a busy machine."""
+"""The most numbers that are drawn: 9 s in float32, 17 s in bfloat16, 54 s in float64 on a busy
+machine."""
 _MOST_AT_ONCE = 1 << 24
 _MOST_SPAN_BYTES = 1 << 28
 """The most bytes of a tensor that is not contiguous: one like it is created."""
@@ -42,7 +43,7 @@ _MOST_SPAN_BYTES = 1 << 28
 
 @cache
 def _others_that_draw() -> list[Any]:
-    """Operators of PyTorch that take random numbers and are not drawn here."""
+    """Operators of PyTorch that draw random numbers and are not replayed here."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
@@ -56,11 +57,12 @@ def _others_that_draw() -> list[Any]:
 
 
 class HostDraws:
-    """What a capture's fake tensors on the host would have drawn."""
+    """Draws what a capture's fake tensors on the host would have drawn."""
 
     def __init__(self) -> None:
         self.missed = False
-        """Whether some were not drawn, so that the generator is not as the job has it."""
+        """Whether some numbers were not drawn, so that the generator's state differs from the
+        job's."""
         self._left = _MOST
 
     def install(self, patches: Patches, state: CaptureState) -> None:

@@ -1,8 +1,8 @@
-"""What data loaders take for a batch, measured once the job is over.
+"""Measures the time of data loaders for a batch, once the job is over.
 
-While a job is captured, what it does on the CPU passes through the capture, which slows it, or is
-done in workers, where nobody watches. So each loader that fed the steps that repeat is asked for a
-few batches more when the capture is over, in this process and at full speed.
+During a capture, work on the CPU goes through the capture, which slows it, or happens in workers,
+where it is not watched. So each loader that fed the steady steps is asked for a few more batches
+when the capture is over, in this process and at full speed.
 """
 
 from __future__ import annotations
@@ -87,16 +87,17 @@ class InputTimes:
         """How many batches are taken in each step, by identity of the dataset and number of
         workers."""
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Iterators of loaders. Kept alive, a dataset on the card would be, too."""
+        """Iterators of loaders. They are not kept alive, because a dataset may be on the card."""
         self._loaders: dict[tuple[int, int], _Loader] = {}
 
     def gave(self, reading: Any, step: int) -> None:
-        """A loader's iterator gave a batch after so many optimizer steps."""
+        """Note that a loader's iterator gave a batch after so many optimizer steps."""
         self._reading.add(reading)
         self._batches[id(reading._dataset), reading._num_workers][step] += 1
 
     def keep(self) -> None:
-        """Enough steps were seen: from now on, what is being read stays to be measured."""
+        """From now on keep the iterators that are being read, to measure them: enough steps were
+        seen."""
         for reading in self._reading:
             self._loaders[id(reading._dataset), reading._num_workers] = _Loader(reading)
 
@@ -127,7 +128,7 @@ class InputTimes:
 
 
 class _TooLongError(BaseException):
-    """A dataset waits for what the job, which has ended, would have given it."""
+    """A dataset waits for something that the job, which has ended, would have given it."""
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,15 +1,15 @@
-"""Forwards without gradients that repeat: an evaluation's batches, the steps of a sampler.
+"""Recognises repeated forwards without gradients: an evaluation's batches, the steps of a sampler.
 
-The loop around them is the script's and runs. But once one module's calls in a row asked for the
-same memory, from the same number of bytes alive on, the next ones are answered with outputs like
-the last one's, and nothing of them is recorded but these. At distances that double a call is run
-all the same, and must be like the others; else all are run again.
+The loop around them is the script's, and it runs. But once a module's calls in a row asked for the
+same memory, from the same number of bytes in use on, the next ones are answered with results like
+the last one's, and only these are recorded. After distances that double a call is run all the same,
+and must be like the others; otherwise all are run again.
 
-That is sound as long as a call does nothing but make its outputs, which is looked for rather than
-hoped for. No attribute of the module or of one below it has changed and there are no hooks; no
-tensor from before was written; nobody looked at a value, so that no shape and no branch hangs on
-one; what the call asked for and did not return was gone before the next; no other process, stream
-or real tensor had a part in it. Anything else is run.
+This is sound as long as a call only computes its results, and that is checked: no attribute of the
+module or its submodules has changed, and there are no hooks; no tensor from before was written; no
+value was read, so that no shape and no branch depends on one; memory that the call asked for and
+did not return was freed before the next; no other process, stream or real tensor took part. Any
+other call is run.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _ALIKE = 4
-"""Calls in a row that must be alike before one is not run."""
+"""After so many equal calls in a row, a call is not run."""
 _ALIKE_IN_STEPS = 32
-"""The same between steps that train: no teacher, nor what a step itself samples, is called so often
-in a row, and a step is compared, planned and timed by what it ran."""
+"""The same between training steps. Neither a teacher nor a step's own sampling is called so often
+in a row; a step is compared, planned and timed by what it runs."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, deque)
 _OP = "memplan.repeated_forward"
 
 
 class _Plain(NamedTuple):
-    """What is no tensor among what a call returned."""
+    """A result of a call that is no tensor."""
 
     value: object
 
 
 class _Output(NamedTuple):
-    """A tensor among it."""
+    """A tensor among the results of a call."""
 
     storage: int
-    """Which of the storages made for the outputs."""
+    """Number of its storage among those made for the outputs."""
     nbytes: int
     dtype: torch.dtype
     device: torch.device
@@ -74,31 +74,31 @@ class _Before(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """All that is compared of a call."""
+    """Everything that is compared between calls."""
 
     before: _Before
     live_bytes: int
-    """When it began."""
+    """Bytes in use when it began."""
     requests: bytes
     outputs: tuple[_Output | _Plain, ...]
     spec: pytree.TreeSpec
     work: tuple[int, int]
-    """Operations, and bytes moved."""
+    """FLOPs, and bytes moved."""
 
 
 @dataclass
 class _Row:
-    """Calls in a row that were alike."""
+    """Equal calls in a row."""
 
     seen: _Seen
     alike: int = 1
     distance: int = 1
-    """How many are answered before the next one is run."""
+    """How many calls are answered before the next one is run."""
     answered: int = 0
 
     def foresees(self, before: _Before, live_bytes: int, enough: int) -> bool:
-        """Whether a call that finds this need not be run. From fewer bytes on it reaches no
-        higher."""
+        """Whether a call that finds this need not be run. With fewer bytes in use at its beginning,
+        its peak is not higher."""
         known = self.alike >= enough and self.answered < self.distance
         return known and before == self.seen.before and live_bytes <= self.seen.live_bytes
 
@@ -115,8 +115,8 @@ class Repeats:
         self._calls: Counter[str] = Counter()
 
     def over(self) -> None:
-        """Something else ran: a forward with gradients, an optimizer. What is to come is seen
-        anew."""
+        """To be called when something else ran: a forward with gradients, an optimizer. Counting
+        begins anew."""
         self._rows.clear()
 
     def call(
@@ -128,8 +128,8 @@ class Repeats:
         *,
         in_steps: bool,
     ) -> Any:
-        """What `run()` returns, which calls `module` with these arguments; or its like. `in_steps`:
-        between steps that train."""
+        """The result of `run()`, which calls `module` with these arguments, or a similar one.
+        `in_steps`: whether the call is between training steps."""
         recorder = self.state.recorder
         state, key = _state_of(module), _key_of(module, args, kwargs)
         if state is None or key is None or recorder.finished:
@@ -157,7 +157,7 @@ class Repeats:
         return result
 
     def notes(self) -> list[str]:
-        """What a reader should know."""
+        """Notes for the answer."""
         return [
             f"{count} of {self._calls[name]} forwards of {name} without gradients were not run: "
             "they would have repeated the one before"
@@ -179,7 +179,7 @@ class Repeats:
     def _observe(
         self, module: torch.nn.Module, before: _Before, run: Callable[[], Any]
     ) -> tuple[Any, _Seen | None]:
-        """The result of a call that is run; and what it did, if it only made that."""
+        """The result of a call that is run; and what it did, if it only computed that result."""
         state = self.state
         recorder, builder = state.recorder, state.recorder.builder
         start, newest, live = len(builder), builder.newest_storage, recorder.live_bytes
@@ -208,7 +208,7 @@ class Repeats:
             self._disturbed = True
 
     def _outputs(self, leaves: list[Any], newest: int) -> tuple[_Output | _Plain, ...] | None:
-        """What is needed to make their likes; None where that is not known."""
+        """What is needed to make similar results; None if that is not known."""
         made: dict[int, torch.dtype] = {}
         outputs: list[_Output | _Plain] = []
         for leaf in leaves:
@@ -275,7 +275,8 @@ class Repeats:
 
 
 def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:
-    """Equal for calls with arguments of the same kind; None for those that cannot be compared."""
+    """A key that is equal for calls with arguments of the same kind; None for arguments that cannot
+    be compared."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kinds: list[object] = [id(module), repr(spec)]
     for leaf in leaves:
@@ -294,8 +295,8 @@ def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:
 
 
 def _state_of(root: torch.nn.Module) -> object:
-    """What a module and those below it hold, as far as Python shows it; None for one with hooks, or
-    that is compiled, for these may do anything."""
+    """The state of a module and its submodules, as far as Python shows it. None for a module with
+    hooks or a compiled one, which may do anything."""
     if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
         return None
     state: list[object] = []
@@ -312,7 +313,7 @@ def _state_of(root: torch.nn.Module) -> object:
 
 
 def _token(value: object) -> object:
-    """Differs where an attribute was replaced, counted up or appended to."""
+    """A token that changes where an attribute is replaced, counted up or appended to."""
     if isinstance(value, _PLAIN):
         return type(value), value
     return id(value), len(value) if isinstance(value, _CONTAINERS) else 0

@@ -1,9 +1,10 @@
-"""The batches that a data loader will give, read ahead without the model by a copy of the process.
+"""Reads the batches that a data loader will give ahead, without the model, in a copy of the
+process.
 
 The copy is forked before the loader gives its first batch. So it reads the script's own data in the
-script's own order (tokenizer, sampler, collator, random generators are as the job has them), and
-nothing that it does to them is seen by the job. It waits until its answer is wanted, and ends with
-the capture if that is never.
+script's own order (tokenizer, sampler, collator and random generators are as in the job), and the
+job notices nothing of it. It waits until its answer is wanted, and ends with the capture if that
+never happens.
 """
 
 from __future__ import annotations
@@ -28,33 +29,34 @@ import torch
 from memplan.capturing.training.host_draws import HostDraws
 
 _MOST_KEPT = 48
-"""Batches of different sizes that are kept while the loader is read."""
+"""The most batches of different sizes that are kept while the loader is read."""
 _MOST_DIMS = 4
 _ALIGNED = {1: 1, 2: 16, 3: 1, 4: 8}
 """For each place among the batches of middle size, the largest power of two that divides its
 width."""
 _MOST_DRAWN = 1_000_000
-"""Batches that a sampler is asked for when its epoch is cut short."""
+"""The most batches that a sampler is asked for when its epoch is cut short."""
 _NO_SEED = 1 << 32
 _GO = b"."
 
 
 @dataclass
 class Scan:
-    """What a loader gives."""
+    """The batches of a loader."""
 
     sizes: list[int] = field(default_factory=list)
     """Bytes of each batch, in order."""
     widths: list[int] = field(default_factory=list)
-    """The largest dimension of a tensor of each."""
+    """The largest tensor dimension of each batch."""
     dims: list[list[int]] = field(default_factory=list)
-    """See `Batches`."""
+    """As `Batches.dims`."""
     complete: bool = False
-    """Whether the loader came to its end."""
+    """Whether the loader was read to its end."""
     failed: str = ""
-    """Why it did not, where it failed."""
+    """Why it was not, if it failed."""
     generators: Any = None
-    """How the process's random generators are behind the last batch; None where it was not read."""
+    """The state of the process's random generators behind the last batch; None if it was not
+    read."""
     kept: dict[int, bytes] = field(default_factory=dict)
     """Some batches, pickled, by number: the largest, the smallest, the widest and others."""
 
@@ -67,9 +69,9 @@ class Scan:
         return int(np.argmax(self.sizes))
 
     def spread(self, count: int) -> list[int]:
-        """Numbers of batches to look at: the largest, the smallest, the widest, and of the rest
-        some whose sizes are spread as those of all batches are, and whose widths are multiples of
-        different powers of two: kernels run other operators where operands are aligned."""
+        """Numbers of batches to capture: the largest, the smallest, the widest, and some others.
+        Their sizes are spread as those of all batches are, and their widths are multiples of
+        different powers of two, because kernels run other operators for aligned operands."""
         sizes = np.array(self.sizes)
         known = np.array(sorted(self.kept))
         wanted = np.quantile(sizes, np.linspace(0, 1, count + 2))
@@ -85,7 +87,7 @@ class Scan:
 
 
 class LoaderScan:
-    """A copy of this process that stands before a loader's first batch."""
+    """A copy of this process that waits before a loader's first batch."""
 
     def __init__(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> None:
         """`read`: PyTorch's own `DataLoader.__iter__`."""
@@ -103,7 +105,7 @@ class LoaderScan:
         os.close(answer)
 
     def result(self, seconds: float) -> Scan:
-        """What was read until the loader's end, or for so many seconds."""
+        """What was read until the loader's end, or within so many seconds."""
         self.answered = True
         answer = b""
         with _offsets_kept(), suppress(BrokenPipeError):
@@ -172,8 +174,8 @@ def _read(loader: Any, read: Callable[[Any], Iterator[Any]], until: float) -> Sc
 
 
 def draws_anew(loader: Any, draws: HostDraws) -> bool:
-    """Whether the order in which the job reads a loader is not known. PyTorch's own generator has
-    53 random bits for a seed until a script gives it one."""
+    """Whether the order in which the job reads a loader cannot be known. PyTorch's own generator
+    has a seed of 53 random bits until a script seeds it."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
     drawn = any(getattr(one, "generator", loader) is None for one in samplers)
@@ -181,8 +183,8 @@ def draws_anew(loader: Any, draws: HostDraws) -> bool:
 
 
 def run_dry(iterator: Any, scan: Scan | None) -> None:
-    """An epoch ends that was not read to its end: the generators that it draws from are as if it
-    had been, so that the next one has the order that it will have."""
+    """End an epoch that was not read to its end: set the generators as if it had been, so that the
+    next epoch has its true order."""
     with suppress(Exception):  # whatever a sampler of the script's own does
         # To its end, where a random sampler draws once more.
         most = min(len(iterator._index_sampler), _MOST_DRAWN)
@@ -204,7 +206,7 @@ def _different(shapes: list[array[int]]) -> list[list[int]]:
 
 
 def _alignment(width: int) -> int:
-    """The largest power of two that divides it."""
+    """The largest power of two that divides a width."""
     return width & -width
 
 
@@ -228,7 +230,7 @@ def _keep(found: Scan, number: int, batch: Any) -> None:
 
 
 class _Sizes(pickle.Pickler):
-    """Bytes of a batch, whatever it is made of: what pickle finds in it, it is asked about."""
+    """Counts the bytes of a batch of any kind, from the objects that pickle finds in it."""
 
     def __init__(self) -> None:
         self._rest = io.BytesIO()

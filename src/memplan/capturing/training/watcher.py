@@ -1,4 +1,5 @@
-"""Optimizer steps: where they begin and end, what they hold, and when enough has been seen."""
+"""Follows optimizer steps: where they begin and end, what they allocate, and when enough have been
+seen."""
 
 from __future__ import annotations
 
@@ -24,29 +25,32 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_STEPS = 16
 _LONG_STEP = 20_000
-"""Events of a step that need not be run a third time, if the second is like the first."""
+"""A step of so many events need not run a third time if the second is like the first."""
 _PATIENCE_SECONDS = 60.0
-"""After this long, fewer steps than that must do."""
+"""After this long, fewer steps suffice."""
 _STATE_STEPS = 2
-"""Steps before one can be steady: the first makes the optimizer state, the second is compared."""
+"""The first steps are never steady: the first creates the optimizer state, with the second others
+are compared."""
 _WORTH_SAYING = 1 << 20
-"""Bytes of parameters."""
+"""Parameters without a gradient are reported from so many bytes on."""
 _LONGEST_ROUND = 5
-"""Steps of the first optimizer for one of another: five of a critic for one of a generator."""
+"""The most steps of the first optimizer for one of another: five of a critic for one of a
+generator."""
 _MOST_OTHERS = 16
-"""Steps of one optimizer after the last of another that has trained something else, and is done."""
+"""So many steps of one optimizer after the last of another, which has trained something else, mean
+that the other is done."""
 
 
 class StepWatcher:
     """Follows calls of `Optimizer.step`.
 
     A step is everything between the ends of two calls of the first optimizer that stepped, or of
-    the next, once that steps no more. It is
-    steady when it asked for the same bytes on the same streams in the same order as the one before
-    (and let go of them in whatever order), or the last few did as the few before them: another
-    optimizer may step every other time. The first makes the optimizer's state and is like no
-    other, so that takes three; of a long one (many micro-batches) the second will do, where its
-    passes asked for what those of the first did and it left as much alive.
+    the next one once that steps no more. It is steady if it asked for the same bytes on the same
+    streams in the same order as the step before, and released them in any order. Or the last few
+    steps did so as the few before them, because another optimizer may step every other time. The
+    first step creates the optimizer's state and differs from all others, so three steps are needed.
+    For a long step (many micro-batches) two suffice, if the passes of both asked for the same
+    memory and left as much alive.
     """
 
     def __init__(self, state: CaptureState, max_steps: int | None, ending: Ending | None) -> None:
@@ -61,13 +65,13 @@ class StepWatcher:
         self._made: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._any_made = False
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """How often each has stepped, also inside another that wraps it."""
+        """How often each optimizer has stepped, also inside another one that wraps it."""
         self._updated: set[int] = set()
         """Parameters that had a gradient when an optimizer stepped."""
         self._first: int | None = None
         """The optimizer whose steps count."""
         self._others: Counter[int] = Counter()
-        """Steps of each other one since."""
+        """Steps of each other optimizer since."""
         self._start = 0
         self._passes: tuple[int, int] | None = None
         """The events of the forward and backward passes of the current step, as far as known."""
@@ -76,11 +80,11 @@ class StepWatcher:
         self._history: deque[tuple[bytes, int]] = deque(maxlen=2 * _LONGEST_ROUND + 1)
         """For each of the last steps a digest of its requests, and the bytes alive at its end."""
         self._round = 0
-        """The last so many steps repeat what came before them; 0 while they do not."""
+        """The last so many steps repeat those before them; 0 while they do not."""
         self._kept = 0
         self._grew_in = 0
         self._most_trained = 0
-        """Bytes of the parameters of an optimizer that has stepped."""
+        """The most bytes of parameters of an optimizer that has stepped."""
         self._before_this = 0
         """Steps of the trainings before this one."""
         if ending is not None:
@@ -164,11 +168,11 @@ class StepWatcher:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether the job has made an optimizer of PyTorch's: then only its steps count."""
+        """Whether the job has created an optimizer of PyTorch's: then only its steps count."""
         return self._first is not None or self._any_made
 
     def updated_by_hand(self) -> None:
-        """The script has updated weights itself: a step ends."""
+        """The script has updated weights itself: this ends a step."""
         self._complete()
 
     def forward(self, begun: int) -> None:
@@ -177,7 +181,7 @@ class StepWatcher:
             self._passes = begun, begun
 
     def replayed(self) -> None:
-        """A CUDA graph that holds an optimizer step ran again."""
+        """A CUDA graph that contains an optimizer step ran again."""
         self._complete()
 
     def _complete(self) -> None:
@@ -224,9 +228,9 @@ class StepWatcher:
         return 0
 
     def _second_is_like_the_first(self) -> bool:
-        """Whether the passes of the second step allocated what those of the first did, but for what
-        was made there to last (gradients that are zeroed in place, a gradient scaler's tensors,
-        library workspaces), and whether as much was alive in the end."""
+        """Whether the passes of the second step asked for the same memory as those of the first,
+        except for what the first allocated for good (gradients that are zeroed in place, a gradient
+        scaler's tensors, library workspaces), and whether as much was alive at the end."""
         (_, before), (_, after) = self._history
         first, second = self._earlier_passes, self._passes
         if first is None or second is None or before != after:
@@ -235,8 +239,9 @@ class StepWatcher:
         return builder.allocations(*second) == builder.allocations(*first, gone_by=len(builder))
 
     def _waiting(self) -> int:
-        """Parameters on the device of optimizers that have not stepped twice: the first step makes
-        the state, beside which the second is taken. Those that another one updates do not count."""
+        """Number of parameters on the device of optimizers that have not stepped twice. The first
+        step creates the state, and the second runs beside it. Parameters that another optimizer
+        updates do not count."""
         late = [one for one in self._made if self._stepped.get(one, 0) < _STATE_STEPS]
         if not late:
             return 0
@@ -255,8 +260,8 @@ class StepWatcher:
         )
 
     def _without_gradient(self) -> tuple[int, int]:
-        """Parameters on the device that an optimizer has stepped without a gradient of theirs each
-        time, and their bytes: there may be gradients and state of them later."""
+        """Number and bytes of parameters on the device that never had a gradient when their
+        optimizer stepped: later they may have gradients and state."""
         found = {
             id(parameter): parameter.numel() * parameter.element_size()
             for one in self._stepped
@@ -269,12 +274,12 @@ class StepWatcher:
         return len(found), sum(found.values())
 
     def _growth(self) -> int:
-        """Bytes that the last round of steps kept, of each step."""
+        """Bytes that each step of the last round kept."""
         alive = [nbytes for _, nbytes in self._history]
         return (alive[-1] - alive[-1 - self._round]) // self._round
 
     def _seen_enough(self) -> bool:
-        """Whether more steps would show nothing new; says why in `stop_reason`."""
+        """Whether more steps would show nothing new; `stop_reason` says why."""
         if self.max_steps is not None:
             if self.completed < self.max_steps:
                 return False
@@ -334,17 +339,17 @@ class StepWatcher:
 
     @property
     def repeats(self) -> tuple[int, int] | None:
-        """First and one past the last of the steps that a longer run is taken to repeat; None where
-        none are known, or the job ended by itself."""
+        """The first, and one past the last, of the steps that a longer run is assumed to repeat;
+        None where none are known, or the job ended by itself."""
         return self._last_round if self.enough or self.ending is None else None
 
     def _on_default_stream(self) -> bool:
-        """Whether this is the job proper: the steps before a CUDA graph is captured, three and
-        more, run on another stream and look steady."""
+        """Whether this is the job proper. Before a CUDA graph is captured, three or more steps run
+        on another stream, and would look steady."""
         return self.state.context.outer_stream == 0
 
     def notes(self) -> list[str]:
-        """What a reader should know about the steps that were seen."""
+        """Notes about the steps that were seen."""
         if self.enough and self.max_steps is None:
             seen = self.ending is not None and self.ending.saw_evaluation
             later = [] if seen else ["an evaluation in mid-epoch"]
@@ -379,7 +384,7 @@ class StepWatcher:
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an optimizer keeps for a parameter, those in lists (L-BFGS) included."""
+    """The tensors that an optimizer keeps for a parameter, also those in lists (L-BFGS)."""
     for value in state.values() if isinstance(state, dict) else ():
         for item in value if isinstance(value, list) else (value,):
             if isinstance(item, torch.Tensor):
@@ -391,14 +396,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class HandUpdates:
-    """Looks for weights that a script updates itself, without an optimizer of PyTorch's.
+    """Finds updates of weights by a script itself, without an optimizer of PyTorch's.
 
-    An update happened where a forward pass reads what was computed from the gradients of the
-    backward pass before it, whatever the script did in between: in place on `p.data` or below
-    `no_grad`, by multi-tensor operators, or by making new weights. It is looked for where the next
+    An update has happened if a forward pass reads values that were computed from the gradients of
+    the backward pass before it, whatever the script did in between: in place on `p.data` or under
+    `no_grad`, by multi-tensor operators, or by creating new weights. This is checked where the next
     backward pass begins, among the operators recorded since the last one, and ends a step there. In
-    a job that makes an optimizer of PyTorch's, that one's steps count and nothing is looked for:
-    gradients of gradients and accumulated ones would be taken for updates.
+    a job with an optimizer of PyTorch's, only the optimizer's steps count and nothing is checked:
+    gradients of gradients and accumulated ones would look like updates.
     """
 
     def __init__(self, state: CaptureState, steps: StepWatcher) -> None:
@@ -416,7 +421,7 @@ class HandUpdates:
 
     def look(self, *, at_end: bool) -> None:
         """End a step where weights were updated since the last backward pass. `at_end`: no forward
-        pass will read them; it is enough that older memory was written."""
+        pass will read them, so it is enough that older memory was written."""
         if self._since is None or self._steps.has_optimizers:
             return
         # Without modules nothing tells a forward pass from what is around it.

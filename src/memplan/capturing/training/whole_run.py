@@ -1,8 +1,8 @@
-"""The batches of a whole run: its longest ones are given to the job while it is captured.
+"""Gives the job the longest batches of its whole run while it is captured.
 
-A capture sees the first batches that a loader gives. Where these are not alike, the loader is read
-ahead (`scan`), and the job gets the largest of its batches until its steps repeat, and then one of
-each of some other sizes: from these the simulator makes up the steps of all (`simulate.batches`).
+A capture sees the first batches of a loader. Where batches differ, the loader is read ahead
+(`scan`). The job gets the largest batch until its steps repeat, and then one batch of each of some
+other sizes; from these the simulator makes up the steps on all batches (`simulate.batches`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from memplan.capturing.recording.recorder import Recorder
 
 STEPS = 2
-"""Steps of a training before loaders are read ahead: the first is like no other."""
+"""Steps of a training before loaders are read ahead: the first step differs from all others."""
 _MOST_LOADERS = 16
-"""Copies of the process that wait at one time."""
+"""The most copies of the process that wait at one time."""
 _SIZES = 5
-"""Batches of other sizes, beside the largest, the smallest and the widest."""
+"""Number of batches of other sizes, beside the largest, the smallest and the widest."""
 _TURNS = 2
-"""The same, of a loop that evaluates: a turn may generate many tokens."""
+"""The same for a loop that evaluates, where a turn may generate many tokens."""
 
 
 class WholeRun:
-    """Reads loaders ahead, and says which batches the job gets."""
+    """Reads loaders ahead, and decides which batches the job gets."""
 
     def __init__(self, seconds: float, recorder: Recorder, draws: HostDraws) -> None:
-        """`seconds`: for all loaders together."""
+        """`seconds`: time for all loaders together."""
         self._seconds = seconds
         self._recorder = recorder
         self._draws = draws
@@ -45,22 +45,22 @@ class WholeRun:
         self._loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         """Loaders by iterator."""
         self._given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Batches that an iterator gave since the last step."""
+        """Number of batches that an iterator gave since the last step."""
         self._each: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Batches of each loader in the step before: a loop may have fetched one ahead of the first
         step."""
         self._feed: tuple[Any, Feed | Turns] | None = None
         self._compared: WeakSet[Any] = WeakSet()
-        """Iterators that gave their largest batch before their own."""
+        """Iterators that gave their largest batch before their own first one."""
         self._total = 0
-        """Batches that the first steps took or fetched."""
+        """Number of batches that the first steps took or fetched."""
         self.fetches_ahead = False
-        """Whether the loop that trains has a batch in hand when a step ends."""
+        """Whether the training loop has a batch in hand when a step ends."""
         self.notes: list[str] = []
         self.batches: list[Batches] = []
 
     def opened(self, loader: Any, read: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator of a loader, as `read` (PyTorch's own) makes it."""
+        """An iterator of a loader, created by `read` (PyTorch's own)."""
         known = self._ahead.get(loader)
         if (known is None or known.answered) and len(self._ahead) < _MOST_LOADERS:
             self._ahead[loader] = LoaderScan(loader, read)
@@ -81,7 +81,7 @@ class WholeRun:
         self._total += given
 
     def look_ahead(self, iterator: Any, steps: int) -> None:
-        """The job has done so many steps on the batches of an iterator: what comes?"""
+        """The job has done so many steps on the batches of an iterator: find out what comes."""
         each = self._each[iterator]
         self.fetches_ahead = self._total > each * STEPS
         found = self._scanned(iterator, "the data loader", "the largest (number {}) was given")
@@ -101,7 +101,7 @@ class WholeRun:
             )
 
     def evaluates(self, iterator: Any) -> None:
-        """Another loader is read, after the training: the largest of its batches comes first."""
+        """Another loader is read after the training: its largest batch comes first."""
         name = "another data loader"
         found = self._scanned(iterator, name, "the largest (number {}) and others were given")
         if found is not None:
@@ -119,14 +119,15 @@ class WholeRun:
             self._feed = iterator, Turns(found, run, self._recorder, self.fetches_ahead)
 
     def trains(self) -> None:
-        """What seemed an evaluation is another training: its first steps are on its own batches."""
+        """What seemed an evaluation is another training, whose first steps are on its own
+        batches."""
         self._total = 0
         if self._feed is not None and isinstance(self._feed[1], Turns):
             self._feed = None
             self.batches.pop()
 
     def _scanned(self, iterator: Any, name: str, given: str) -> Scan | None:
-        """What an iterator has, where its batches differ."""
+        """The scan of an iterator whose batches differ; else None."""
         found = self._result(iterator)
         if found is None or not found.sizes:
             return None
@@ -162,7 +163,7 @@ class WholeRun:
         return self._feed is not None and isinstance(self._feed[1], Feed)
 
     def ran_dry(self, iterator: Any) -> None:
-        """An iterator gives no more, though it has not given all."""
+        """An iterator gives no more although it has not given all."""
         run_dry(iterator, self._read.get(iterator))
 
     def given(self, iterator: Any) -> Any:
@@ -183,7 +184,7 @@ class WholeRun:
         return isinstance(feed, Feed) and feed.exhausted and not self.fetches_ahead
 
     def others(self, step: int) -> None:
-        """The steps on the largest batch repeat, after so many: now those of other sizes."""
+        """The steps on the largest batch repeat after so many; those of other sizes come next."""
         assert self._feed is not None and isinstance(self._feed[1], Feed)
         feed, run = self._feed[1], self.batches[-1]
         feed.go_on()
@@ -195,8 +196,8 @@ class Turns:
     events at which each was asked for."""
 
     def __init__(self, found: Scan, run: Batches, recorder: Recorder, ahead: bool) -> None:
-        """`ahead`: the loop, like the one that trains, has a batch in hand when it asks for one: a
-        last one ends the turn of the one before."""
+        """`ahead`: like the training loop, the loop has a batch in hand when it asks for one, so
+        that a last batch ends the turn of the one before."""
         self._run, self._recorder = run, recorder
         self._scan = found
         others = [one for one in found.spread(_TURNS) if one != found.largest]
@@ -213,10 +214,11 @@ class Turns:
 
 
 class Feed:
-    """The largest batch again and again, and once told so each of some others, and no more."""
+    """Gives the largest batch again and again; once told so, one of each of some other sizes, and
+    then no more."""
 
     def __init__(self, found: Scan, each: int, ahead: bool) -> None:
-        """`each`: batches that a step takes; `ahead`: one is in hand when a step ends."""
+        """`each`: batches that a step takes. `ahead`: whether one is in hand when a step ends."""
         self._scan, self._each = found, each
         # A loop that fetches a batch ahead mixes two sizes in the first of two steps.
         self.units_each = 2 if ahead and each > 1 else 1
