@@ -30,8 +30,6 @@ one."""
 
 @dataclass(frozen=True)
 class KeepSet:
-    """One answer."""
-
     proposals: tuple[Selection, ...]
     """The same values dropped, grouped in several ways. Empty where none was found in time."""
     bound: float

@@ -24,5 +24,4 @@ _NORMS = ("multi_tensor_l2norm", "multi_tensor_unscale_l2norm")
 
 
 def functions() -> dict[str, ExtensionFunction]:
-    """All of them, by name."""
     return kernels(_rule, "transformer_engine", in_place=_IN_PLACE, norms=_NORMS)
