@@ -113,6 +113,7 @@ def test_a_plan_for_other_arguments_sets_none() -> None:
             ("trainer.accumulate_grad_batches", 3),
         ),
         ("", ("accumulate_grad_batches.trainer=3",), None),
+        ('add_argument("-g", "--grad-accum", type=int)', ("-g", "4"), ("-g", 4)),
         ('add_argument("--steps", default=4)', (), None),
     ],
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import msgspec
 import pytest
-from rich.console import Console
 
 from memplan.estimation import estimate
 from memplan.report.plot import memory_plot
-from memplan.report.terminal import estimate_lines, print_estimate
+from memplan.report.terminal import estimate_lines
 from memplan.report.text import step_text
 from memplan.types.device import find_profile
 from memplan.types.estimate import (
@@ -75,27 +72,6 @@ def test_figures_stay_within_the_width(answer: Estimate, width: int, ascii_only:
 def test_plain_ascii_where_nothing_else_prints(answer: Estimate) -> None:
     foreign = msgspec.structs.replace(answer, notes=["Größe"])
     assert text(foreign, ascii_only=True).isascii()
-
-
-def test_an_ascii_stream_gets_ascii(answer: Estimate) -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    print_estimate(answer, Console(file=stream, width=80), next_command="x")
-    stream.flush()
-    assert raw.getvalue().decode("ascii").startswith("peak 1.1 GiB")
-
-
-def test_no_color_means_no_escapes(answer: Estimate, monkeypatch: pytest.MonkeyPatch) -> None:
-    def printed() -> str:
-        out = io.StringIO()
-        print_estimate(answer, Console(file=out, width=80, force_terminal=True))
-        return out.getvalue()
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b[1;32m" in printed()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "32m" not in printed()
 
 
 def test_a_hostile_name_cannot_move_the_cursor(answer: Estimate) -> None:

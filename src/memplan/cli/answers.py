@@ -6,19 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.cli.files import input_path
+from memplan.cli.files import input_path, is_json
 from memplan.fit.answer import Fit
 from memplan.types.errors import FormatError
 from memplan.types.estimate import Estimate
 
 MADE_BY = "memplan estimate -o job.trace SCRIPT writes a trace, --json > job.json an answer"
 _LARGEST = 512 << 20
-
-
-def is_json(path: Path) -> bool:
-    """Whether the file begins as a JSON object does."""
-    with path.open("rb") as file:
-        return file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
 
 
 def read_json_answer(path: Path) -> Estimate | Fit:

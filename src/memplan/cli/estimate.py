@@ -137,6 +137,6 @@ def _count(text: str) -> int:
 
 
 def _print(result: Estimate, hint: str) -> None:
-    from memplan.report.terminal import print_estimate
+    from memplan.report.terminal import estimate_lines
 
-    write_report(lambda console: print_estimate(result, console, next_command=hint))
+    write_report(lambda width, ascii_only: estimate_lines(result, width, ascii_only, hint))

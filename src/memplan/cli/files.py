@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from memplan.types.plan import Plan
 
 _LONGEST_SHOWN = 80
+_BEGINNING = 4096
+"""Bytes that tell JSON from a trace."""
 
 
 def output_path(text: str, *, force: bool, reads: str = "") -> Path:
@@ -43,6 +46,12 @@ def input_path(
     if path.exists() and not path.is_dir():
         what = "is not a regular file"
     raise UsageError(f"{text} {what}", made_by)
+
+
+def is_json(path: Path) -> bool:
+    """Whether the file begins as a JSON object does."""
+    with path.open("rb") as file:
+        return file.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
 
 
 def _named(text: str) -> Path:

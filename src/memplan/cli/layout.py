@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         write_answer(_text(problem, answer, capacity, seconds))
     if isinstance(answer, Infeasible):
         return EXIT_NO
-    found = layout is not None and (capacity is None or layout.height <= capacity)
+    assert layout is not None  # the first is made whatever the time
+    found = capacity is None or layout.height <= capacity
     return EXIT_YES if found else _EXIT_NO_ANSWER
 
 
@@ -162,8 +163,7 @@ def _text(problem: Problem, answer: Solution[Layout], capacity: int | None, seco
     layout, bound = answer.best, _bound(answer)
     if isinstance(answer, Infeasible):
         return _refusal(problem, answer, capacity)
-    if layout is None:
-        return f"no layout found in {seconds:.1f} s; none is lower than {_size(bound)}\n"
+    assert layout is not None
     if layout.height <= bound:
         quality = "the least possible"
     else:

@@ -62,7 +62,6 @@ class Call(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         raise NotImplementedError
 
     def shortened(self, answer: Any) -> Any:
-        """What is returned of an answer."""
         return answer
 
 

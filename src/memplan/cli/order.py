@@ -9,7 +9,6 @@ step in its order. Ctrl-C ends the search with the best so far.
 from __future__ import annotations
 
 import argparse
-import codecs
 import functools
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +16,7 @@ import msgspec
 
 from memplan import __version__
 from memplan.cli.command import EXIT_YES, positive_seconds
-from memplan.cli.files import input_path
+from memplan.cli.files import input_path, is_json
 from memplan.cli.layout import interrupts_end, status
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.errors import FormatError
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 TAKES_PROGRAM = False
 _TIMEOUT = 60.0
 _LAYOUT_SECONDS = 10.0
-_LOOKED_AT = 4096
-"""Bytes that tell a graph file from a trace."""
 _MADE_BY = "memplan estimate -o job.trace SCRIPT writes a trace; docs/order.md tells of graph files"
 
 
@@ -135,13 +132,13 @@ def _load(path: Path) -> tuple[Graph, str | None, str | None]:
     card."""
     from memplan.types.trace_file import MAGIC, load_trace
 
-    with path.open("rb") as file:
-        head = file.read(_LOOKED_AT)
-    if head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+    if is_json(path):
         from memplan.types.graph_file import load_graph
 
         return load_graph(path), None, None
-    if not head.startswith(MAGIC[:1]):
+    with path.open("rb") as file:
+        is_trace = file.read(1) == MAGIC[:1]
+    if not is_trace:
         raise FormatError(f"{path} is neither a memplan trace nor a graph file", _MADE_BY)
     from memplan.phases.op_graph import op_graph
 

@@ -28,7 +28,8 @@ def lay_out(graph: Graph, order: I64, *, deadline: Deadline) -> OrderLayouts:
 def _laid(graph: Graph, order: I64, deadline: Deadline) -> LaidOut:
     problem, always = _problem(graph, order)
     layout = minimise(problem, deadline=deadline, within=WITHIN).best
-    height = always + (layout.height if layout is not None else int(problem.size.sum()))
+    assert layout is not None  # no address is fixed, and the first is made whatever the time
+    height = always + layout.height
     load = always + problem.max_load
     return LaidOut(height_bytes=height, max_load_bytes=load, fragmentation=_below(load, height))
 

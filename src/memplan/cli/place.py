@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memplan.cli.command import EXIT_NO, EXIT_YES, positive
-from memplan.cli.files import input_path
+from memplan.cli.files import input_path, is_json
 from memplan.cli.streams import write_answer, write_json
 from memplan.types.device import find_profile
 from memplan.types.errors import InfeasibleError, UsageError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TAKES_PROGRAM = False
 FORMATS = ("text", "json", "slurm", "kubernetes", "dra", "kueue", "skypilot", "hami", "kai")
-_LARGEST_ANSWER = 64 << 20
 _OBJECT_NAME = re.compile(r"(?=.{1,63}$)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
@@ -73,10 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _demand(path: Path) -> Demand:
     from memplan.placement.place import demand_of_answer, demand_of_trace
 
-    with path.open("rb") as file:
-        head = file.read(1)
-        if head == b"{":
-            return demand_of_answer(head + file.read(_LARGEST_ANSWER))
+    if is_json(path):
+        return demand_of_answer(path.read_bytes())
     from memplan.types.trace_file import load_trace
 
     return demand_of_trace(load_trace(path))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from memplan.cli.answers import is_json, read_json_answer
+from memplan.cli.answers import read_json_answer
+from memplan.cli.files import is_json
 from memplan.fit.answer import Alternative, Fit, Lever
 from memplan.fit.text import change_text, percent, verdict
 from memplan.report.html.page import Frontier, Page, Point, across, estimate_page, height, scale

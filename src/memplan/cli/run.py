@@ -42,8 +42,6 @@ _USAGE = "memplan run --plan job.plan train.py"
 
 
 class NotStartedError(MemplanError):
-    """The script was not started."""
-
     exit_code = EXIT_NOT_STARTED
 
 

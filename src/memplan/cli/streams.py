@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from memplan.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
 
@@ -42,24 +41,18 @@ def write_json(value: object) -> None:
     write_answer(text + "\n")
 
 
-def write_report(render: Callable[[Console], None]) -> None:
-    """Let `render` print to a console that has stdout's width, colours and character set."""
+def write_report(lines_of: Callable[[int, bool], Iterable[Text]]) -> None:
+    """Write the lines of a report for stdout's width, and whether it takes ASCII alone; in its
+    colours."""
     from rich.console import Console
 
-    console = Console(file=sys.stdout)
-    # Captured first: rich ends the process on a broken pipe.
-    with console.capture() as capture:
-        render(console)
-    write_answer(capture.get())
-
-
-def write_lines(lines: Iterable[Text]) -> None:
-    """Write a report's lines; in ASCII where stdout takes no more."""
     from memplan.report.text import in_ascii
 
-    def render(console: Console) -> None:
-        ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-        for line in lines:
+    console = Console(file=sys.stdout)
+    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
+    # Captured first: rich ends the process on a broken pipe.
+    with console.capture() as capture:
+        for line in lines_of(console.width, ascii_only):
             console.print(
                 in_ascii(line) if ascii_only else line,
                 no_wrap=True,
@@ -67,5 +60,9 @@ def write_lines(lines: Iterable[Text]) -> None:
                 crop=False,
                 highlight=False,
             )
+    write_answer(capture.get())
 
-    write_report(render)
+
+def write_lines(lines: Iterable[Text]) -> None:
+    """Write the lines of a report that are the same for every width."""
+    write_report(lambda _width, _ascii_only: lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memplan.capturing.options import ScriptTarget
@@ -14,7 +15,6 @@ from memplan.cli.launchers.read import read_launch
 from memplan.fit.options import plain_name
 from memplan.sweep.grid import (
     Dimension,
-    ScriptOption,
     changed_words,
     combinations,
     find_script_option,
@@ -119,10 +119,10 @@ def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Ch
     given = [word.partition("=")[0] for word in launch.before if word.startswith("-")]
     spelled = next((word for word in reversed(given) if plain_name(word) == wanted), None)
     if spelled is not None:
-        return lambda now, value: _with_before(now, changed_words(now.before, spelled, value))
+        return lambda now, value: replace(now, before=changed_words(now.before, spelled, value))
     found = find_script_option(launch.target, dimension.name)
     if found is not None:
-        return lambda now, value: _with_program(now, found, value)
+        return lambda now, value: replace(now, target=found.changed(now.target, value))
     for place in range(len(launch.before)):
         for option in _spellings(dimension.name):
             words = _inserted(launch.before, place, option, dimension.values[0])
@@ -142,7 +142,7 @@ def _spellings(name: str) -> list[str]:
 def _inserting(launcher: str, option: str) -> Change:
     def change(now: Launch, value: str) -> Launch:
         place = now.before.index(launcher)
-        return _with_before(now, _inserted(now.before, place, option, value))
+        return replace(now, before=_inserted(now.before, place, option, value))
 
     return change
 
@@ -157,15 +157,6 @@ def _reads_as(before: tuple[str, ...], launch: Launch, gpus_per_node: int | None
         return read_launch(_program(words), gpus_per_node).target == launch.target
     except UsageError:
         return False
-
-
-def _with_before(launch: Launch, before: tuple[str, ...]) -> Launch:
-    return Launch(launch.target, launch.layers, before, launch.world)
-
-
-def _with_program(launch: Launch, option: ScriptOption, value: str) -> Launch:
-    target = option.changed(launch.target, value)
-    return Launch(target, launch.layers, launch.before, launch.world)
 
 
 def _program(words: list[str]) -> ScriptTarget:

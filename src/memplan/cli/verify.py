@@ -20,7 +20,7 @@ import msgspec
 
 from memplan.capturing.options import ScriptTarget
 from memplan.cli.command import EXIT_NO, EXIT_YES, positive
-from memplan.cli.files import input_path, read_plan
+from memplan.cli.files import input_path, is_json, read_plan
 from memplan.cli.job import add_packages_option, read_job
 from memplan.cli.machine import machine_gpu, machine_profile
 from memplan.cli.program import check_program, split_program
@@ -98,9 +98,7 @@ def _foreseen(
     path: Path, args: argparse.Namespace, profile: DeviceProfile
 ) -> tuple[Trace, Estimate, Path | None]:
     """The captured job, its estimate for this card, and the plan if the file is one."""
-    with path.open("rb") as file:
-        is_plan = file.read(1) == b"{"
-    if is_plan:
+    if is_json(path):  # a plan
         from memplan.worker.captures import RankCapture
 
         plan = read_plan(str(path))

@@ -22,10 +22,6 @@ from memplan.types.trace import PAGE_LOCKED, EventKind, HostEventKind, Phase, Ro
 
 SMALLEST = 1 << 20
 """Bytes of a weight that goes to the host (`runtime.frozen`)."""
-_CAUTION = 1.1
-"""More bytes than are missing go to the host, by this factor: fragmentation stays."""
-_MOSTLY = 0.8
-"""A share from which on all of it goes."""
 _WORTH = 0.01
 """Frozen weights with a smaller share of what the job needs are not moved."""
 _HIDDEN = 0.5
@@ -61,18 +57,11 @@ def hides(state: State) -> bool:
 
 def _shares(state: State, sizes: list[int]) -> tuple[float, float]:
     """The share of frozen weights to begin with, 0 for none, and the largest."""
-    trace, most, total = state.captured.trace, state.host_left, sum(sizes)
-    largest = 1.0 if most is None or not total else min(1.0, most / total)
-    if (
-        total < _WORTH * state.needed
-        or not largest
-        or trace.meta.regions
-        or state.plan.regions is not None
-    ):
-        return 0.0, largest
+    compiled = state.captured.trace.meta.regions or state.plan.regions is not None
+    if compiled or sum(sizes) < _WORTH * state.needed:
+        return 0.0, 0.0
     missing = state.needed - state.job.profile.total_memory_bytes + 2 * max(sizes)
-    share = _CAUTION * missing / total
-    return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
+    return state.shares_for_host(sum(sizes), missing)
 
 
 def _tried(state: State, share: float, ahead: int) -> State:

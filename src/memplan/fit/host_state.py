@@ -11,10 +11,6 @@ from memplan.types.errors import NoAnswerError
 from memplan.types.plan import StatePart
 from memplan.types.trace import EventKind, Role, Trace
 
-_CAUTION = 1.1
-"""More bytes of state than are missing go to the host, by this factor: fragmentation stays."""
-_MOSTLY = 0.8
-"""A share from which on all of it goes."""
 _QUICK = 0.02
 """This lever is tried early if it adds at most this share of the step's time."""
 
@@ -51,12 +47,8 @@ def is_quick(state: State) -> bool:
 def _shares(state: State) -> tuple[int, float, float]:
     """Bytes of state; the share of it to begin with, 0 for none, and the largest."""
     total = state_bytes(state.captured.trace)
-    most = state.host_left
-    largest = 1.0 if most is None or not total else min(1.0, most / total)
-    if not total or not largest:
-        return total, 0.0, largest
-    share = _CAUTION * (state.needed - state.job.profile.total_memory_bytes) / total
-    return total, min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
+    missing = state.needed - state.job.profile.total_memory_bytes
+    return total, *state.shares_for_host(total, missing)
 
 
 def _tried(state: State, total: int, share: float) -> State:

@@ -11,6 +11,7 @@ from memplan.fit.options import (
     Declared,
     NumericOption,
     declared_options,
+    find_value,
     given_options,
     plain_name,
 )
@@ -83,19 +84,8 @@ def find_knobs(program: ScriptTarget) -> list[Knob]:
 
 def find_accumulation(program: ScriptTarget) -> NumericOption | None:
     """The option that says how many batches make an update, and its value."""
-    declared = [one for one in declared_options(program) if _accumulates(one.names)]
-    known = {option for one in declared for option in one.names}
-    found = None
-    for option, text in given_options(program.argv):
-        if (option in known or _accumulates([option])) and text.isdecimal() and int(text) > 0:
-            found = NumericOption(option, int(text))
-    if found is None and declared and declared[0].default > 0:
-        found = NumericOption(declared[0].longest, declared[0].default)
-    return found
-
-
-def _accumulates(options: list[str]) -> bool:
-    return not _ACCUMULATION.isdisjoint(plain_name(_last_part(option)) for option in options)
+    found = find_value(program, _ACCUMULATION)
+    return found if found is not None and found.value > 0 else None
 
 
 def _last_part(option: str) -> str:

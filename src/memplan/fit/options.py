@@ -161,18 +161,19 @@ def _module_file(name: str) -> Path | None:
 
 def find_value(program: ScriptTarget, names: frozenset[str]) -> NumericOption | None:
     """The option of one of these names, a dotted name by its last part, and the whole number that
-    it has: the last on the command line, else the source's default. 0 where that is not known."""
+    it has: the last on the command line, there also under a shorter name that the source declares
+    for it, else the source's default. 0 where that is not known."""
 
     def named(option: str) -> bool:
         return plain_name(option).rpartition(".")[2] in names
 
-    given = [one for one in given_options(program.argv) if named(one[0]) and one[1].isdecimal()]
-    if given:
-        option, text = given[-1]
-        return NumericOption(option, int(text))
-    for one in declared_options(program):
-        if any(map(named, one.names)):
-            return NumericOption(one.longest, one.default)
+    declared = [one for one in declared_options(program) if any(map(named, one.names))]
+    aliases = {option for one in declared for option in one.names}
+    for option, text in reversed(list(given_options(program.argv))):
+        if (option in aliases or named(option)) and text.isdecimal():
+            return NumericOption(option, int(text))
+    if declared:
+        return NumericOption(declared[0].longest, declared[0].default)
     return None
 
 

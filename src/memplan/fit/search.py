@@ -71,7 +71,6 @@ class Search:
             self._show()
 
     def begins(self) -> None:
-        """A capture."""
         if not self._shown:
             self._show()
 

@@ -24,6 +24,10 @@ from memplan.worker.failure import CaptureFailedError
 
 _PROMISING = ("recompute", "order", "regions", "loss", "state", "low_bit", "offload", "frozen")
 """Parts of a plan that carry the promised peak."""
+_CAUTION = 1.1
+"""More goes to the host than is missing: gaps between blocks do not go with it."""
+_MOSTLY = 0.8
+"""A share from which on all of it goes."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,16 @@ class State:
         if most is None:
             return None
         return max(0, most - sum(p.host_bytes for p in (self.plan.state, self.plan.frozen) if p))
+
+    def shares_for_host(self, total: int, missing: int) -> tuple[float, float]:
+        """Of `total` bytes that may go to the host, with `missing` too many on the card: the share
+        to begin with, 0 for none, and the largest that the host has room for."""
+        most = self.host_left
+        largest = 1.0 if most is None or not total else min(1.0, most / total)
+        if not total or not largest:
+            return 0.0, largest
+        share = _CAUTION * missing / total
+        return min(largest, share if 0 < share <= _MOSTLY else 1.0), largest
 
     @cached_property
     def needed(self) -> int:

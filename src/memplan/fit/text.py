@@ -245,7 +245,6 @@ def _changes(answer: Fit) -> Iterator[Text]:
 
 
 def change_text(change: Change) -> str:
-    """What to change, in words."""
     if change.kind == "sharded_optimizer":
         return f"optimizer state over {change.after} GPUs"
     if change.kind == "ranks":

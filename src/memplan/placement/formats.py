@@ -49,7 +49,6 @@ class Request:
 
     @property
     def needed_mib(self) -> int:
-        """Memory of one GPU."""
         return math.ceil(self.slot.needed_bytes / MIB)
 
     @property

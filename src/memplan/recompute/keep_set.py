@@ -33,8 +33,6 @@ TIE = 1 << 12
 
 @dataclass(frozen=True)
 class KeepSet:
-    """The result of one call of CP-SAT."""
-
     proposals: tuple[Selection, ...]
     """Selections that drop the same values in different groups. Empty if none was found in time."""
     bound: float

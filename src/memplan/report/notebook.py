@@ -99,7 +99,6 @@ def box(title: str, fits: bool | None, *parts: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text."""
     cells = ("".join(f'<td style="{_CELL}">{_cell(cell)}</td>' for cell in row) for row in rows)
     body = "".join(f'<tr style="background:none">{row}</tr>' for row in cells)
     return f'<table style="border:none;margin:4px 0">{body}</table>'

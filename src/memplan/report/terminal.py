@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
 from memplan.report.plot import memory_plot, room_is_near
@@ -43,20 +42,12 @@ _MEANINGS = {
 }
 
 
-def print_estimate(estimate: Estimate, console: Console, *, next_command: str = "") -> None:
-    """Write the report. Colour, width and character set follow the console; `next_command` is what
-    the reader will most likely want to type next."""
-    ascii_only = not console.encoding.lower().replace("-", "").startswith("utf")
-    width = min(console.width, _MAX_WIDTH)
-    for line in estimate_lines(estimate, width, ascii_only, next_command):
-        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
-
-
 def estimate_lines(
     estimate: Estimate, width: int, ascii_only: bool, next_command: str = ""
 ) -> Iterator[Text]:
-    """The report's lines."""
-    lines = _lines(estimate, width, ascii_only, next_command)
+    """The report's lines, at most 110 characters wide; `next_command` is what the reader will most
+    likely want to type next."""
+    lines = _lines(estimate, min(width, _MAX_WIDTH), ascii_only, next_command)
     return map(in_ascii, lines) if ascii_only else lines
 
 

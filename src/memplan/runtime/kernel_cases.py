@@ -66,8 +66,6 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class TimedCase:
-    """A case as measured."""
-
     name: str
     seconds: float
     """0 where it failed."""

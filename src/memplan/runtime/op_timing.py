@@ -64,8 +64,6 @@ class CalledOps:
 
 
 class _Tensor:
-    """Geometry of a tensor."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.stride = tuple(tensor.size()), tuple(tensor.stride())
         self.dtype = tensor.dtype

@@ -61,8 +61,6 @@ def combinations(
 
 @dataclass(frozen=True)
 class ScriptOption:
-    """An option of the script."""
-
     option: str
 
     def changed(self, program: ScriptTarget, value: str) -> ScriptTarget:

@@ -15,8 +15,6 @@ from memplan.timing.products import quantised_flops
 
 
 class Kernel(NamedTuple):
-    """What one kernel does."""
-
     kind: str
     """The kernel's class."""
     flops: float

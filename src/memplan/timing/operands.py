@@ -13,8 +13,6 @@ ITEMSIZE = {
 
 
 class Tensor(NamedTuple):
-    """A tensor argument."""
-
     shape: tuple[int, ...]
     dtype: str
     layout: str

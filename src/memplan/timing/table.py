@@ -70,8 +70,6 @@ class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KernelTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file."""
-
     schema_version: int
     launch_us: float
     """Between the ends of two kernels, at least."""

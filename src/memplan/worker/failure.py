@@ -27,7 +27,6 @@ class CaptureFailedError(Exception):
 
 
 def outcome_of(error: Exception) -> Outcome:
-    """The outcome of what ended with `error`."""
     if isinstance(error, CaptureFailedError):
         return error.outcome
     known = error if isinstance(error, MemplanError) else refusal(error)

@@ -24,8 +24,6 @@ from memplan.worker.request import Question
 
 @dataclass(frozen=True)
 class CapturedRank:
-    """One rank's capture."""
-
     rank: int
     why: str
     estimate: Estimate

@@ -296,7 +296,6 @@ class FakeCuda:
         self.state.recorder.stream = self.pools.stream(self.current.stream_id)
 
     def leave_pool(self) -> None:
-        """No more."""
         self.state.recorder.flush()
         self.pools.in_force.pop()
         self.state.recorder.stream = self.pools.stream(self.current.stream_id)

@@ -42,7 +42,6 @@ class FakeGraph:
         self._steps += 1
 
     def capture_end(self) -> None:
-        """The graph is there."""
         api = self._api
         self._ops = range(self._ops.start, api.state.recorder.builder.op + 1)
         keep_graph(api.state, len(self._ops))
@@ -79,7 +78,6 @@ class FakeMemPool:
         self.allocator = None
 
     def use_count(self) -> int:
-        """Number of users of the pool."""
         return 1
 
     def snapshot(self, *_args: Any, **_kwargs: Any) -> list[Any]:

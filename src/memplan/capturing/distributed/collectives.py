@@ -31,8 +31,6 @@ c10d = torch.ops.c10d
 
 @dataclass(frozen=True)
 class Call:
-    """One collective."""
-
     kind: str
     inputs: list[Any]
     outputs: list[Any]

@@ -265,7 +265,6 @@ class _Asked:
     _gone: bool = False
 
     def says(self, kind: str, *content: Any) -> None:
-        """What it has sent."""
         if kind == "tell":
             self.told[content[0]] = content[1]
         elif kind == "pause":

@@ -101,7 +101,6 @@ class _Rewind:
                 entry.pool_id = holder.pool
 
     def entry(self, entry: Entry) -> None:
-        """Undo one entry."""
         address, size = entry.addr, entry.size
         match entry.action:
             case "alloc":

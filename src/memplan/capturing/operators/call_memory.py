@@ -39,8 +39,6 @@ NOTHING = CallMemory()
 
 
 class CallRules:
-    """The rules for one card."""
-
     def __init__(self, profile: DeviceProfile) -> None:
         self._asked = _Asked()
         self._memory = KernelMemory(self._asked, profile)  # type: ignore[arg-type]

@@ -320,7 +320,6 @@ def not_left_aligned(state: CaptureState, func: Any, args: Any, kwargs: Any) -> 
 
 
 def _assumed_mask(shape: torch.Size, routing: str) -> torch.Tensor:
-    """A boolean mask of `shape`."""
     mask = torch.ones(shape, dtype=torch.bool)
     if routing == "balanced":
         mask.view(-1)[1::2] = False

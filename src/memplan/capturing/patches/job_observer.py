@@ -39,8 +39,6 @@ _UPDATED = "memplan_updated"
 
 @dataclass(frozen=True)
 class Step:
-    """A step of an optimizer."""
-
     optimizer: torch.optim.Optimizer
     closure: bool = False
     """Whether it is given one, which may run the model."""

@@ -141,7 +141,6 @@ class Saved:
         self._numbers = itertools.count()
 
     def has_fake(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether any of the tensors is fake."""
         return any(self._is_fake(t) for t in tensors.values())
 
     def snapshot(self, obj: object, module: Any = pickle) -> SavedObject | None:

@@ -146,7 +146,6 @@ class SavedTensors:
         return self._metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """The tensor of this name."""
         return self._tensors[name]
 
     def get_slice(self, name: str) -> SavedSlice:

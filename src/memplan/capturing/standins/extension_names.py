@@ -62,7 +62,6 @@ class Extension:
         return self.named(function.__name__, function)
 
     def named(self, name: str, function: Callable[..., Any]) -> ExtensionFunction:
-        """The rule of a function."""
         return ExtensionFunction(f"{self._module}.{name}", function, self._source)
 
 

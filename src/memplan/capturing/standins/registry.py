@@ -121,7 +121,6 @@ def unused(used: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def rule_for_function(name: str) -> Rule | None:
-    """The rule for a dotted name."""
     return _rules.get(name)
 
 

@@ -114,7 +114,6 @@ def render(page: Page) -> bytes:
 
 
 def estimate_page(answer: Estimate, title: str) -> Page:
-    """What an estimate says."""
     whole = max(answer.breakdown.total(), 1)
     parts = [
         Part(name.replace("_", " "), name, format_bytes(nbytes), nbytes / whole)

@@ -76,7 +76,6 @@ class HitRate:
             self._left = None
 
     def total(self) -> Served:
-        """So far."""
         now = self._left if self._left is not None else self._counted()
         return now - self._begin
 

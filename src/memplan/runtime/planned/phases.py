@@ -49,8 +49,6 @@ class Listener(Protocol):
 
 
 class _Thread(threading.local):
-    """What a thread is doing."""
-
     def __init__(self) -> None:
         self.outer = Phase.SETUP
         """What an evaluation interrupted."""

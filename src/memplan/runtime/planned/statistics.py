@@ -200,7 +200,6 @@ class Peaks:
         self._library.reset_peaks(device)
 
     def begin_ours(self, device: int) -> None:
-        """Ours begin here."""
         found = self.statistics(device)
         if found is not None:
             self._users.update({(device, name): getattr(found, name) for name in _PEAKS})

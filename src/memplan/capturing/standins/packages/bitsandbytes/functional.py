@@ -50,7 +50,6 @@ class QuantState:
             self.state2.to(device)
 
     def as_dict(self, packed: bool = False) -> dict[str, Any]:
-        """The state for a checkpoint."""
         found = {"absmax": self.absmax, "quant_map": self.code}
         if self.state2 is not None:
             found["nested_absmax"] = self.state2.absmax

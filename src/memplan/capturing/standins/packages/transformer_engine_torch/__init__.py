@@ -40,7 +40,7 @@ def _take(*modules: ModuleType) -> None:
                 setattr(_HERE, name, item)
 
 
-_take(attention, casts, elementwise, enums, experts, gemm, normalization, optimizer)
+_take(attention, casts, elementwise, enums, experts, gemm, normalization)
 for _made in (activation.functions(), optimizer.functions(), elementwise.softmax_functions()):
     vars(_HERE).update(_made)
 

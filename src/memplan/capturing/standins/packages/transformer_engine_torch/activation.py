@@ -111,7 +111,6 @@ def bgrad_quantize(call: Call, grad: torch.Tensor, quantizer: Any) -> list[Any]:
 
 
 def functions() -> dict[str, ExtensionFunction]:
-    """All of them, by name."""
     made: dict[str, ExtensionFunction] = {"bgrad_quantize": bgrad_quantize}
     for name in (*_PLAIN, *_GATED):
         parts = 2 if name in _GATED else 1

@@ -48,7 +48,6 @@ def dequantize(call: Call, tensor: Any, otype: Any) -> torch.Tensor:
 def create_empty_quantized_tensor(
     call: Call, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin: bool
 ) -> Any:
-    """An empty tensor as the quantizer makes it."""
     return create(quantizer, shape, dtype, torch.device(device))
 
 

@@ -81,7 +81,6 @@ def dropout_bwd(
     dropout_probability: float,
     grad_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient."""
     return torch.empty_like(grad_output) if grad_input is None else grad_input
 
 

@@ -98,7 +98,6 @@ def _unpermuted(
     num_tokens: int,
     top_k: int,
 ) -> torch.Tensor:
-    """Rows in their order."""
     return torch.empty(num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
 
 

@@ -26,7 +26,6 @@ class KernelInterface:
         return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
 
     def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
-        """Launch on a grid."""
         if warmup:
             return None
         inner = self.fn
@@ -39,8 +38,6 @@ class KernelInterface:
 
 
 class JITFunction(KernelInterface):
-    """A kernel."""
-
     def __init__(self, fn: Any, **_options: Any) -> None:
         self.fn = fn
         functools.update_wrapper(self, fn)
@@ -105,7 +102,6 @@ class Autotuner(KernelInterface):
         self.__name__ = getattr(fn, "__name__", "kernel")
 
     def run(self, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
-        """Launch on a grid."""
         if not warmup:
             tune(self, self.arg_names, args, kwargs)
         return super().run(*args, grid=grid, warmup=warmup, **kwargs)
@@ -136,13 +132,11 @@ def autotune(
     post_hook: Any = None,
     **_options: Any,
 ) -> Any:
-    """A decorator."""
     more = (key, reset_to_zero, restore_value, pre_hook, post_hook, prune_configs_by)
     return lambda fn: Autotuner(fn, fn.arg_names, list(configs), *more)
 
 
 def heuristics(values: dict[str, Any]) -> Any:
-    """A decorator."""
     return lambda fn: Heuristics(fn, fn.arg_names, values)
 
 

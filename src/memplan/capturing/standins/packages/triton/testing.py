@@ -49,5 +49,4 @@ class Mark:
 
 
 def perf_report(benchmarks: Any) -> Callable[[Callable[..., Any]], Mark]:
-    """A decorator."""
     return lambda fn: Mark(fn, benchmarks)

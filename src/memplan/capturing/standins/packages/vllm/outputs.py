@@ -10,8 +10,6 @@ from .logprobs import Logprob
 
 @dataclass
 class CompletionOutput:
-    """One completion."""
-
     index: int
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None

@@ -34,7 +34,6 @@ class _Fused(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None, **_more: Any) -> Any:
-        """One step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -30,7 +30,6 @@ class GlobalOptimManager:
 
     @classmethod
     def get_instance(cls) -> GlobalOptimManager:
-        """The only one."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
@@ -51,7 +50,6 @@ class GlobalOptimManager:
             self._own.setdefault(id(one), {}).update(config)
 
     def config_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """What was said of a parameter."""
         found = dict(self._own.get(id(parameter), {}))
         for module, name, config in self.module_weight_config_triple:
             if getattr(module, name, None) is parameter:

@@ -24,5 +24,4 @@ class TensorDescriptor:
     def from_tensor(
         tensor: torch.Tensor, block_shape: Sequence[int], *more: Any, **named: Any
     ) -> TensorDescriptor:
-        """The whole tensor."""
         return TensorDescriptor(tensor, tensor.shape, tensor.stride(), block_shape, *more, **named)

@@ -75,5 +75,4 @@ class SwiGLU(nn.Module):
 
 
 def unbind(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
-    """Views."""
     return x.unbind(dim)

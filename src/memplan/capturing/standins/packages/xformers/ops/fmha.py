@@ -14,8 +14,6 @@ class AttentionBias:
 
 
 class LowerTriangularMask(AttentionBias):
-    """Causal."""
-
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
