@@ -25,7 +25,10 @@ _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
 """A loop on one of these waits for a failure or its end, and is not there to train."""
 _ROUNDS = 16
 """Of a loop outside the model, before an optimizer step: enough for gradients to be accumulated."""
-_ROUNDS_IN_MODEL = 1
+_FEWEST_ROUNDS = 1
+"""Of one inside a model, or of one that ended a few times since the optimizer stepped: it lies in
+another loop, as a solver's steps between the times that are asked for."""
+_FEW_LOOPS = 4
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
 _LIMIT = 20_000
@@ -74,6 +77,7 @@ class Answers:
         self._source = source
         self._in_model = in_model
         self._asked: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
         self._loops: defaultdict[str, _Loop] = defaultdict(_Loop)
         self._steps = 0
         self._points = 0
@@ -81,6 +85,7 @@ class Answers:
     def new_step(self) -> None:
         """The optimizer stepped; the guard against endless loops counts within one step."""
         self._asked.clear()
+        self._ended.clear()
         self._steps += 1
 
     def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
@@ -142,14 +147,15 @@ class Answers:
         """Whether a `while` loop whose header asks goes on.
 
         One in which the optimizer steps goes on for as long as steps are of interest; another ends
-        after `patience` rounds, by default a few, or one inside a model.
+        after `patience` rounds, by default a few, or one inside a model or another loop.
         """
         loop = self._loops[source]
         if loop.rounds and self._steps > loop.steps:
             loop.trains = True
             loop.rounds = 0
         if patience is None:
-            patience = _ROUNDS_IN_MODEL if self._in_model() else _ROUNDS
+            few = self._ended[source] >= _FEW_LOOPS or self._in_model()
+            patience = _FEWEST_ROUNDS if few else _ROUNDS
         if loop.trains:
             patience = 0 if self.finishing else _PATIENCE
             text = "a training loop on a device value goes on until its steps repeat"
@@ -158,6 +164,7 @@ class Answers:
             if not loop.trains:
                 text = f"a loop on a device value ends after {loop.rounds} rounds"
                 self._assumptions.add("loop", text, op=origin, source=source)
+                self._ended[source] += 1
             loop.rounds = 0
             return False
         loop.rounds += 1
