@@ -124,7 +124,7 @@ class Ending:
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, _batch_size(loader))
+            self._largest = max(self._largest, _batch_size(loader) or sys.maxsize)
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
             if self.optimizer_grows() <= _MORE and self.later.skips(loader):
@@ -366,5 +366,6 @@ class Ending:
 
 
 def _batch_size(loader: Any) -> int:
-    """Also of one that is given its batch sampler, as Accelerate's are."""
+    """Also of one that is given its batch sampler, as Accelerate's are; 0 where it has none, as for
+    batches of random or of different sizes."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
