@@ -293,6 +293,21 @@ def test_a_loop_without_an_optimizer_ends() -> None:
     assert loops == ["a loop on a device value ends after 16 rounds"] * 2
 
 
+def test_a_loop_inside_another_runs_once_after_a_few_times() -> None:
+    """As a solver's steps between the times that are asked for."""
+    steps: list[int] = []
+
+    def job() -> None:
+        for _ in range(6):
+            time, taken = scores().norm(), 0
+            while time < 1.0:
+                time, taken = time * 2.0, taken + 1
+            steps.append(taken)
+
+    record(job)
+    assert steps == [16] * 4 + [1] * 2
+
+
 class Halting(nn.Module):
     """Repeats a layer until the device says that it is enough."""
 

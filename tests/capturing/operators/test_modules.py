@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -120,6 +121,16 @@ def test_lazy_modules(before: bool) -> None:
 
     trace = record(job)
     assert bytes_of(trace, Role.PARAMETER) == WEIGHT + 4 * 4 * WIDTH + 8
+
+
+def test_a_lazy_module_is_made_where_and_as_which_type_it_was_asked_for() -> None:
+    def job() -> None:
+        born = nn.LazyLinear(WIDTH, bias=False, device="cuda", dtype=torch.bfloat16)
+        copied, moved = deepcopy(born), nn.LazyLinear(WIDTH, bias=False).to("cuda", torch.bfloat16)
+        model = nn.Sequential(born, copied, moved)
+        trained(model, lambda: torch.randn(8, WIDTH, device="cuda", dtype=torch.bfloat16))
+
+    assert bytes_of(record(job), Role.PARAMETER) == 3 * WEIGHT // 2
 
 
 def test_default_device_and_device_contexts() -> None:

@@ -212,6 +212,27 @@ def test_forward_and_backward(job: Callable[[], torch.Tensor]) -> None:
     assert kept <= {Role.WORKSPACE}
 
 
+def test_a_scalar_has_no_dimension_to_reduce_or_to_scan() -> None:
+    def job() -> None:
+        x = torch.randn((), device="cuda")
+        assert x.sum(0).shape == x.cumsum(0).shape == x.cummax(-1).values.shape == ()
+        assert x.masked_select(x > 0).dim() == 1
+
+    record(job)
+
+
+def test_a_jagged_batch_holds_what_its_sequences_hold() -> None:
+    rows, width = (3, 5), 64
+
+    def job() -> None:
+        layer = nn.Linear(width, width).cuda()
+        sequences = [torch.randn(length, width) for length in rows]
+        batch = torch.nested.nested_tensor(sequences, layout=torch.jagged, device="cuda")
+        (layer(batch) + layer(batch)).values().pow(2).mean().backward()
+
+    assert sizes(record(job), Phase.FORWARD, op="aten.addmm") == [4 * sum(rows) * width] * 2
+
+
 def test_views_and_in_place_operators_ask_for_nothing() -> None:
     def job() -> None:
         x = torch.zeros(8, 8, device="cuda")

@@ -350,7 +350,8 @@ optimizer.add_param_group({"params": other.parameters()})
 
 def test_a_loader_of_larger_batches_that_was_not_read_is_said(tmp_path: Path) -> None:
     body = "other = DataLoader(TensorDataset(torch.randn(512, 512)), batch_size={size})\n" + EPOCHS
-    for size, times in ((4096, 1), (4, 0)):
-        once = body.replace("{size}", str(size)).replace("range(10)", "range(1)")
+    sampled = "loader = DataLoader(loader.dataset, batch_sampler=[[0, 1]] * 512)\n" + body
+    for text, size, times in ((body, 4096, 1), (body, 4, 0), (sampled, 4096, 0)):
+        once = text.replace("{size}", str(size)).replace("range(10)", "range(1)")
         notes = run(tmp_path, once).meta.notes
         assert sum("batches of 4,096 was made and not read" in note for note in notes) == times

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nested._internal.nested_int import NestedIntNode
 
 from memplan.capturing.fake import plain_class
 
@@ -241,6 +242,12 @@ class DeviceFakeMode(FastFakeMode):
     @in_kernel_invocation.setter
     def in_kernel_invocation(self, value: bool) -> None:
         self._thread.in_kernel = value
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> torch.SymInt:
+        """The size of a jagged dimension: one of its own for each tensor of offsets, as outside of
+        a fake mode."""
+        self.nt_tensor_id_counter += 1
+        return torch.SymInt(NestedIntNode(self.nt_tensor_id_counter, 1))
 
     def __deepcopy__(self, _memo: Any) -> DeviceFakeMode:
         return self  # every copy of a fake tensor carries its mode along

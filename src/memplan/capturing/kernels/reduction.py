@@ -99,7 +99,7 @@ def _as_it_lies(
     shape: Shape, dims: Sequence[int] | None, strides: Sequence[int] | None
 ) -> tuple[Shape, Sequence[int] | None]:
     """Dimensions from the largest stride to the smallest, as TensorIterator orders them."""
-    if not dims:
+    if not dims or not shape:
         return shape, None
     if strides is None:
         return shape, dims

@@ -61,9 +61,9 @@ def _bool_index(call: OpCall) -> list[Scratch]:
 
 
 def _scan(call: OpCall) -> list[Scratch]:
-    """ScanUtils.cuh: a one-dimensional tensor goes through cub, rows need nothing."""
-    dim = call.integer("dim", 0)
-    return [scan_temporary(call.count)] if call.shape[dim] == call.count else []
+    """ScanUtils.cuh: a one-dimensional tensor goes through cub; rows and a scalar need nothing."""
+    scanned = call.shape and call.shape[call.integer("dim", 0)]
+    return [scan_temporary(call.count)] if scanned == call.count else []
 
 
 def _multinomial(call: OpCall) -> list[Scratch]:

@@ -26,7 +26,11 @@ _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
 training loop."""
 _ROUNDS = 16
 """Turns of a loop outside the model before an optimizer step: enough to accumulate gradients."""
-_ROUNDS_IN_MODEL = 1
+_FEWEST_ROUNDS = 1
+"""Turns of a loop inside a model, and of a loop on a line on which `_FEW_LOOPS` loops have ended
+since the optimizer stepped: it is inside another loop, as a solver's steps between the times that
+are asked for."""
+_FEW_LOOPS = 4
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
 _LIMIT = 20_000
@@ -75,6 +79,7 @@ class Answers:
         self._source = source
         self._in_model = in_model
         self._asked: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
         self._loops: defaultdict[str, _Loop] = defaultdict(_Loop)
         self._steps = 0
         self._points = 0
@@ -82,6 +87,7 @@ class Answers:
     def new_step(self) -> None:
         """To be called when the optimizer stepped: loops are bounded within one step."""
         self._asked.clear()
+        self._ended.clear()
         self._steps += 1
 
     def scalar(self, dtype: torch.dtype, origin: str) -> bool | int | float | complex:
@@ -143,14 +149,15 @@ class Answers:
         """Whether a `while` loop whose header asks goes on.
 
         A loop in which the optimizer steps goes on as long as more steps are wanted. Another one
-        ends after `patience` rounds, by default a few, or after one inside a model.
+        ends after `patience` rounds, by default a few, or after one inside a model or another loop.
         """
         loop = self._loops[source]
         if loop.rounds and self._steps > loop.steps:
             loop.trains = True
             loop.rounds = 0
         if patience is None:
-            patience = _ROUNDS_IN_MODEL if self._in_model() else _ROUNDS
+            few = self._ended[source] >= _FEW_LOOPS or self._in_model()
+            patience = _FEWEST_ROUNDS if few else _ROUNDS
         if loop.trains:
             patience = 0 if self.finishing else _PATIENCE
             text = "a training loop on a device value goes on until its steps repeat"
@@ -159,6 +166,7 @@ class Answers:
             if not loop.trains:
                 text = f"a loop on a device value ends after {loop.rounds} rounds"
                 self._assumptions.add("loop", text, op=origin, source=source)
+                self._ended[source] += 1
             loop.rounds = 0
             return False
         loop.rounds += 1

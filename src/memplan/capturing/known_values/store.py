@@ -31,11 +31,9 @@ _BELOW = "_memplan_below"
 
 MAX_INTEGER_ELEMENTS = 1 << 22
 MAX_FLOAT_ELEMENTS = 1 << 20
-"""The most elements of constants, and of values computed from them, such as a router's map of
-tokens and experts."""
+"""The most elements of constants and of values computed from them, such as a router's map."""
 _MAX_FLOATS_OF_DATA = 1 << 14
-"""The most elements of known data. Weights have more: a model with known weights would be computed,
-not only followed."""
+"""The most elements of known data: weights, which are not to be computed with, have more."""
 _AT_ONCE = 1 << 12
 """Up to so many elements, computing at once is cheaper than deferring."""
 
@@ -55,11 +53,7 @@ def small_enough(tensor: torch.Tensor) -> bool:
 
 
 class Values:
-    """Real storages beside fake ones.
-
-    They are attached to the fake storage's Python object, which lives exactly as long as the
-    storage.
-    """
+    """Real storages beside fake ones, attached to the fake storage's Python object."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -89,7 +83,7 @@ class Values:
         _put_off(tensor, find, 0)
 
     def learn(self, tensor: torch.Tensor, value: torch.Tensor, *, borrowed: bool = False) -> None:
-        """From now on the fake tensor's storage has the content `value`, a real tensor of the same
+        """From now on the fake tensor's storage has the content of `value`, a real tensor of its
         shape. `borrowed`: the script owns that tensor and may write to it."""
         storage = tensor.untyped_storage()
         real = laid_out(value, tensor.dtype, _place(tensor), storage.nbytes())
@@ -240,8 +234,8 @@ class Values:
     def _absorbed(
         self, func: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """The result if one operand decides it, whatever the other is: nothing is true and false.
-        So a generation ends at its greatest length although its tokens are unknown."""
+        """The result if one operand decides it, whatever the other is. So a generation ends at its
+        greatest length although its tokens are unknown."""
         absorbing = _ABSORBING.get(func)
         target = outputs[0] if outputs else args[0]
         if absorbing is None or target.numel() > _AT_ONCE:
@@ -421,8 +415,7 @@ _ABSORBING = {
     aten.logical_or.default: True,
     aten.logical_or_.default: True,
 }
-"""For each operator, the value that all elements of an operand must have for the result not to
-depend on the other operand."""
+"""The value that all elements of an operand must have for it alone to decide the result."""
 
 _FACTORIES = {
     aten.arange.default,

@@ -289,7 +289,7 @@ def _is_mask(index: Any) -> bool:
 
 def masked_select(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
     """`masked_select`: an index with the broadcast mask."""
-    tensor, mask = torch.broadcast_tensors(*args[:2])
+    tensor, mask = torch.atleast_1d(*torch.broadcast_tensors(*args[:2]))
     return masked_index(state, aten.index.Tensor, (tensor, [mask]), kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,13 @@ if TYPE_CHECKING:
     from memplan.capturing.patches.attributes import Patches
     from memplan.capturing.state import CaptureState
 
-_DEVICE = "_memplan_device"
+_DATA = "_memplan_data"
 
 
 def install(patches: Patches, state: CaptureState) -> None:
     """Patch lazy modules until `patches.undo()`."""
     mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
+    set_data: Any = vars(torch.Tensor)["data"].__set__
     infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize
     module_apply: Any = torch.nn.Module._apply
     inferring: list[torch.nn.Module] = []
@@ -29,9 +31,22 @@ def install(patches: Patches, state: CaptureState) -> None:
         finally:
             inferring.pop()
 
+    def born(real: Any) -> Any:
+        """Stand-in for `__new__`: the tensor itself is real and on the host, whatever its data."""
+        takes = inspect.signature(real)
+
+        def new(*args: Any, **kwargs: Any) -> Any:
+            given = takes.bind(*args, **kwargs).arguments
+            data = torch.empty(0, device=given.get("device"), dtype=given.get("dtype"))
+            tensor = real(**{**given, "device": "cpu"})
+            setattr(tensor, _DATA, data)
+            return tensor
+
+        return staticmethod(new)
+
     def make(tensor: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
         """Give a module a fake tensor in place of its uninitialised one."""
-        device = device or getattr(tensor, _DEVICE, None) or tensor.data.device
+        device = device or tensor.data.device
         found = _slot(inferring[-1], tensor) if inferring else None
         if found is None:
             materialize(tensor, shape, device, dtype)
@@ -43,7 +58,7 @@ def install(patches: Patches, state: CaptureState) -> None:
         slots[name] = made
 
     def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
-        """Uninitialised tensors have nothing to move: they remember where to."""
+        """Uninitialised tensors have nothing to move: they remember where to, and as which type."""
         waiting = [
             (slots, name, tensor)
             for slots in (module._parameters, module._buffers)
@@ -51,7 +66,7 @@ def install(patches: Patches, state: CaptureState) -> None:
             if isinstance(tensor, mixin)
         ]
         for slots, name, tensor in waiting:
-            setattr(tensor, _DEVICE, fn(torch.empty(0)).device)
+            setattr(tensor, _DATA, fn(tensor.data))
             slots[name] = None
         try:
             return module_apply(module, fn, recurse)
@@ -59,6 +74,9 @@ def install(patches: Patches, state: CaptureState) -> None:
             for slots, name, tensor in waiting:
                 slots[name] = tensor
 
+    for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
+        patches.set(kind, "__new__", born(kind.__new__))
+    patches.set(mixin, "data", property(lambda tensor: getattr(tensor, _DATA), set_data))
     patches.set(lazy.LazyModuleMixin, "_infer_parameters", infer_parameters)
     patches.set(mixin, "materialize", make)
     patches.set(torch.nn.Module, "_apply", apply)

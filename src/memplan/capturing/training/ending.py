@@ -125,7 +125,7 @@ class Ending:
         @functools.wraps(real_iter)
         def read(loader: Any) -> Any:
             self._unread.pop(id(loader), None)
-            self._largest = max(self._largest, _batch_size(loader))
+            self._largest = max(self._largest, _batch_size(loader) or sys.maxsize)
             if self.whole_run is not None:
                 return self.whole_run.opened(loader, real_iter)
             if self.optimizer_grows() <= _MORE and self.later.skips(loader):
@@ -372,5 +372,6 @@ class Ending:
 
 
 def _batch_size(loader: Any) -> int:
-    """The batch size, also of a loader that is given its batch sampler, as Accelerate's are."""
+    """The batch size, also of a loader that is given its batch sampler, as Accelerate's are; 0
+    where it has none, as for batches of different sizes."""
     return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
