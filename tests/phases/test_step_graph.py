@@ -292,8 +292,8 @@ def test_kinds_of_passes_of_a_job_without_an_optimizer() -> None:
                 model.zero_grad()
 
     graphs = step_graphs(record(job), None, 0)
-    assert [graph.calls_before for graph in graphs] == [(0, 2), (1, 3)]
-    assert {(graph.calls, graph.first_pass) for graph in graphs} == {((1, 1, 1, 1), 0)}
+    assert [(graph.calls_before, graph.passes) for graph in graphs] == [(0, 2), (1, 2)]
+    assert {graph.kinds for graph in graphs} == {(("Sequential",), ("Sequential#1",))}
 
 
 def test_the_profile_prices_the_operators() -> None:

@@ -130,19 +130,34 @@ def test_a_module_that_a_transform_calls(apply: Apply) -> None:
     assert plain and all(same_bits(one, two) for one, two in zip(plain, again, strict=True))
 
 
-def test_passes_are_counted_on_where_the_first_optimizer_does_not_step() -> None:
-    """As under a gradient scaler, which leaves out a step whose gradients are not finite."""
-    part = msgspec.structs.replace(EVERYTHING, passes=[1, 1], first_pass=1)
-    nets = [Net(), Net()]
-    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+def test_kinds_of_passes_are_told_apart_by_the_roots_that_they_call() -> None:
+    """Whichever comes next, and whether or not an optimizer steps in between."""
+    part = msgspec.structs.replace(EVERYTHING, kinds=[["Net"], ["Net#1", "Net"]])
+    nets = [Net(), Net(), Net()]
     with AppliedEverywhere(part):
-        for steps in (True, False, False, True):
+        for called, recomputed in (
+            ([0], ["call 0"]),
+            ([1, 0], ["call 2", "call 1"]),
+            ([1, 0], ["call 2", "call 1"]),
+            ([0], ["call 0"]),
+            ([2, 0], ["call 0"]),  # no kind names the third: as if it was not called
+            ([0, 0], ["call 0"]),
+        ):
             with recomputations() as names:
-                for net, optimizer in zip(nets, optimizers, strict=True):
-                    net(torch.randn(6, 8)).square().mean().backward()
-                    if steps:
-                        optimizer.step()
-            assert names == ["call 1", "call 0"]
+                x = torch.randn(6, 8)
+                for number in called:
+                    x = nets[number](x)
+                x.square().mean().backward()
+            assert names == recomputed
+
+
+def test_a_pass_that_may_still_be_of_two_kinds_follows_both() -> None:
+    first, _, third, _ = EVERYTHING.groups
+    part = RecomputePart(groups=[first, third], kinds=[["Net"], ["Net", "Net"]])
+    net, notes = Net(), list[str]()
+    with AppliedEverywhere(part, notes.append), recomputations() as names:
+        net(net(torch.randn(6, 8))).square().mean().backward()
+    assert names == ["call 2", "call 0"]
 
 
 def test_what_was_entered_after_an_interrupt_stays() -> None:

@@ -18,7 +18,7 @@ from memplan.fit.budgets import Card, Outcome, first_budget, next_budget
 from memplan.fit.levers import recompute_levers
 from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.state import State
-from memplan.phases import plain_peak, step_graph, step_graphs
+from memplan.phases import plain_peak, step_graphs
 from memplan.recompute.evaluate import Evaluation, Evaluator
 from memplan.recompute.selection import Selection, to_part
 from memplan.types.solution import Solution
@@ -90,7 +90,7 @@ class Planner:
         self._base = base
         self._card = Card(profile.total_memory_bytes, profile.context_high_bytes)
         self._solver = solver
-        self.graphs = [step_graph(base.captured.trace, profile)]
+        self.graphs = step_graphs(base.captured.trace, profile, 0)
         """The graph of each kind of pass that is planned, the costliest first, with the lifetimes
         that captures with a plan have shown."""
         self._first_budget = first_budget(self._plain_peak(), base.needed, self._card)
@@ -161,7 +161,8 @@ class Planner:
     @property
     def offloads(self) -> bool:
         """Whether values may be sent to the host instead: with one kind of pass, one at a time."""
-        return len(self.graphs) == 1 and not self.graphs[0].others
+        one, *more = self.graphs
+        return not (more or one.kinds or one.others)
 
     def _plain_peak(self) -> int:
         return max(map(plain_peak, self.graphs))

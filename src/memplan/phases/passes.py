@@ -50,15 +50,36 @@ def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
     Raises NoAnswerError where the trace does not say what operators did, or nothing is
     differentiated; UsageError for a step that the trace does not have.
     """
-    ops = trace.ops
-    if not (ops.moved_bytes >= 0).any():
+    if not (trace.ops.moved_bytes >= 0).any():
         raise _no_operators(trace)
-    start, stop, first, last = _range(trace, step)
+    found = _passes(trace, *_range(trace, find_steps(trace), step))
+    if not found.passes:
+        raise NoAnswerError(
+            "the trace has no step with a forward and a backward pass",
+            "capture a training job: one that calls loss.backward()",
+        )
+    return found
+
+
+def passes_of_steps(trace: Trace) -> list[StepPasses]:
+    """Of each complete step, but for those whose passes run the operators of a later one's."""
+    table, ops = find_steps(trace), trace.ops
+    found: dict[bytes, tuple[int, int, int, int]] = {}
+    for step in range(0 if table.inferred else len(table)):
+        of_step = _range(trace, table, step)
+        rows = slice(*of_step[2:])
+        inside = np.isin(ops.phase[rows], (Phase.FORWARD, Phase.BACKWARD))
+        found[ops.name[rows][inside].tobytes()] = of_step
+    return [_passes(trace, *of_step) for of_step in found.values()]
+
+
+def _passes(trace: Trace, start: int, stop: int, first: int, last: int) -> StepPasses:
+    ops = trace.ops
     phase = ops.phase[first:last]
     of_interest = np.flatnonzero((phase == Phase.FORWARD) | (phase == Phase.BACKWARD)) + first
-    if not len(of_interest):
-        raise _no_pass()
     forward = ops.phase[of_interest] == Phase.FORWARD
+    if not forward.any():
+        return StepPasses(start, stop, [])
     begins = np.flatnonzero(forward & np.concatenate(([True], ~forward[:-1])))
     passes = []
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(forward)], strict=True):
@@ -68,16 +89,7 @@ def step_passes(trace: Trace, step: int | None = None) -> StepPasses:
             passes.append(
                 _pass(trace, int(rows[0]), int(rows[backward[0]]), int(rows[-1]) + 1, first, stop)
             )
-    if not passes:
-        raise _no_pass()
     return StepPasses(start, stop, passes)
-
-
-def _no_pass() -> NoAnswerError:
-    return NoAnswerError(
-        "the trace has no step with a forward and a backward pass",
-        "capture a training job: one that calls loss.backward()",
-    )
 
 
 def _no_operators(trace: Trace) -> NoAnswerError:
@@ -94,9 +106,8 @@ def _no_operators(trace: Trace) -> NoAnswerError:
     )
 
 
-def _range(trace: Trace, step: int | None) -> tuple[int, int, int, int]:
+def _range(trace: Trace, table: StepTable, step: int | None) -> tuple[int, int, int, int]:
     """Events `[start, stop)` and operators `[first, last)` of a step."""
-    table: StepTable = find_steps(trace)
     count = len(table)
     if step is not None and not 0 <= step < count:
         has = f"steps 0 to {count - 1}" if count else "no complete step"

@@ -10,10 +10,18 @@ import numpy as np
 from memplan.phases.droppable import RowFacts, droppable_values, replayable_rows
 from memplan.phases.in_flight import in_flight
 from memplan.phases.pass_values import PassValues, pass_values
-from memplan.phases.passes import AGAIN, Pass, StepPasses, alive_after, call_numbers, step_passes
+from memplan.phases.passes import (
+    AGAIN,
+    Pass,
+    StepPasses,
+    alive_after,
+    call_numbers,
+    passes_of_steps,
+    step_passes,
+)
+from memplan.phases.roots import root_names
 from memplan.timing.seconds import op_seconds
 from memplan.types.device import DeviceProfile, captured_for
-from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
@@ -48,9 +56,10 @@ def step_graph(
 
 def step_graphs(trace: Trace, profile: DeviceProfile | None, above: int) -> list[StepGraph]:
     """Graphs as by `step_graph`, one for each kind of pass whose peak is above `above` (requested
-    bytes), as where both networks of a GAN are trained. The costliest comes first. It is the only
-    one where several passes are in flight at once, or where there are more kinds than are
-    planned."""
+    bytes), as where both networks of a GAN are trained. The costliest comes first. A kind of pass
+    that only some steps have (a generator's, every fifth step) counts as if each step had it. Where
+    several passes are in flight at once, or there are more kinds than are planned, the only graph
+    is that of `step_graph`."""
     return _Step(trace, profile, None, None).graphs(above)
 
 
@@ -71,47 +80,56 @@ class _Step:
 
     def graph(self) -> StepGraph:
         if self.beside:
-            return self._of(self.beside.chosen, [self.beside.whole], [])
+            return self._of(self.beside.chosen, [self.beside.whole], [], [self.found])
         chosen = self._dearest(self.found.passes)
         alike = self._like(chosen, self.found.passes)
-        return self._of(chosen, alike, alike)
+        return self._of(chosen, alike, alike, [self.found])
 
     def graphs(self, above: int) -> list[StepGraph]:
-        left = [] if self.beside else self.found.passes
+        if self.beside:
+            return [self.graph()]
+        steps = [self.found, *passes_of_steps(self.trace)]
+        kinds = self._kinds(steps, above)
+        if len(kinds) > _MOST_KINDS:
+            steps = [self.found]
+            kinds = self._kinds(steps, above)
+        of_step, dearest = self.found.passes, [alike[0] for alike in kinds]
+        everywhere = all(any(p in of_step for p in alike) for alike in kinds)
+        if len(kinds) > _MOST_KINDS or (len(kinds) < 2 and everywhere):
+            return [self.graph()]
+        steps = [step for step in steps if any(p in dearest for p in step.passes)]
+        planned = [p for alike in kinds for p in alike]
+        roots = root_names(self.trace)
+        names = tuple(self._roots(alike[0], roots) for alike in kinds)
+        before = np.cumsum([0, *map(len, names)]).tolist()
+        return [
+            replace(
+                self._of(alike[0], planned, [p for p in alike if p in of_step], steps),
+                kinds=names,
+                calls_before=calls,
+            )
+            for alike, calls in zip(kinds, before, strict=False)
+        ]
+
+    def _kinds(self, steps: list[StepPasses], above: int) -> list[list[Pass]]:
+        """Kinds of pass in these steps with a peak above `above`: lists of equal passes, the
+        costliest kind and the costliest pass first. At most one more kind than are planned."""
+        every = list(dict.fromkeys(p for step in steps for p in step.passes))
+        left = [p for p in every if self._peak(p) > above]
         kinds: list[list[Pass]] = []
         while left and len(kinds) <= _MOST_KINDS:
             chosen = self._dearest(left)
-            if kinds and self._peak(chosen) <= above:
-                break
-            alike = self._like(chosen, left)
-            kinds.append([chosen, *(p for p in alike if p is not chosen)])
+            alike = self._like(chosen, every)
+            kinds.append([chosen, *(p for p in alike if p != chosen)])
             left = [p for p in left if p not in alike]
-        if not 1 < len(kinds) <= _MOST_KINDS:
-            return [self.graph()]
-        calls = self._count_calls(self.found)
-        before = dict(zip(self.found.passes, np.cumsum([0, *calls]).tolist(), strict=False))
-        planned = [p for alike in kinds for p in alike]
-        return [
-            replace(
-                self._of(alike[0], planned, alike),
-                calls=tuple(filter(None, calls)),
-                first_pass=self._first_pass(sum(map(bool, calls))),
-                calls_before=tuple(before[p] for p in alike),
-            )
-            for alike in kinds
-        ]
+        return kinds
 
-    def _first_pass(self, count: int) -> int:
-        """The number of the pass with which the job's first step begins; later steps have
-        `count`."""
-        try:
-            first = self._count_calls(step_passes(self.trace, 0))
-        except (NoAnswerError, UsageError):  # no optimizer ends a step, or nothing ran before
-            return 0
-        return max(0, count - sum(map(bool, first)))
-
-    def _count_calls(self, found: StepPasses) -> list[int]:
-        return [int(_calls(self.trace, p).max()) + 1 for p in found.passes]
+    def _roots(self, one: Pass, roots: dict[int, str]) -> tuple[str, ...]:
+        """The root modules that a pass calls, in the order of `_calls`."""
+        rows = slice(one.start, one.stop)
+        renumbered, (call, _) = _calls(self.trace, one), call_numbers(self.trace.ops.call[rows])
+        numbers, first = np.unique(renumbered, return_index=True)
+        return tuple(roots[int(call[row])] for row in first[numbers >= 0].tolist())
 
     def _peak(self, one: Pass) -> int:
         return int(self.alive[one.first_event : one.last_event + 1].max())
@@ -122,8 +140,11 @@ class _Step:
     def _like(self, chosen: Pass, passes: list[Pass]) -> list[Pass]:
         return [p for p in passes if _alike(self.trace, p, chosen)]
 
-    def _of(self, chosen: Pass, planned: list[Pass], alike: list[Pass]) -> StepGraph:
-        """`planned`: the passes whose peak plans lower. `alike`: those that this one's does."""
+    def _of(
+        self, chosen: Pass, planned: list[Pass], alike: list[Pass], steps: list[StepPasses]
+    ) -> StepGraph:
+        """`planned`: the passes whose peak plans lower, of these steps. `alike`: those of a step
+        that this one's does."""
         trace, beside, alive = self.trace, self.beside, self.alive
         rows = slice(chosen.start, chosen.stop)
         forward = chosen.backward - chosen.start
@@ -159,8 +180,8 @@ class _Step:
             ),
             forward_ops=forward,
             base_bytes=base,
-            rest_peak_bytes=_rest_peak(self.found, planned, alive),
-            passes=beside.passes if beside else len(alike),
+            rest_peak_bytes=max(_rest_peak(step, planned, alive) for step in steps),
+            passes=beside.passes if beside else max(1, len(alike)),
             others=beside.others if beside else 0,
         )
         graph.check()
@@ -226,22 +247,26 @@ def _scratch_bytes(trace: Trace, chosen: Pass, values: PassValues, alive: I64) -
 
 def _alike(trace: Trace, one: Pass, chosen: Pass) -> bool:
     """Whether the calls of a pass run the same operators as the chosen one's, so that a plan made
-    from that serves both. Kinds of operators that only the other one runs (it gathers weights
-    first, say) move none of the numbers by which a plan names operators."""
+    from that serves both. Views, of which memplan makes some to check what is recomputed first, and
+    kinds of operators that only the other one runs (it gathers weights first, say) move none of the
+    numbers by which a plan names operators."""
     calls, chosen_calls = _calls(trace, one), _calls(trace, chosen)
     names, chosen_names = (trace.ops.name[p.start : p.stop] for p in (one, chosen))
-    inside = chosen_calls >= 0
-    also = (calls >= 0) & np.isin(names, chosen_names[inside])
+    works, chosen_works = (trace.ops.moved_bytes[p.start : p.stop] != 0 for p in (one, chosen))
+    inside = (chosen_calls >= 0) & chosen_works
+    also = (calls >= 0) & works & np.isin(names, chosen_names[inside])
     return np.array_equal(calls[also], chosen_calls[inside]) and np.array_equal(
         names[also], chosen_names[inside]
     )
 
 
 def _rest_peak(found: StepPasses, planned: list[Pass], alive: I64) -> int:
-    """Most bytes alive in the step outside these passes."""
+    """Most bytes alive in a step outside these passes."""
     outside = np.ones(found.stop - found.start + 1, bool)
     for p in planned:
-        inside = slice(p.first_event + 1 - found.start, p.last_event + 1 - found.start)
+        inside = slice(
+            max(0, p.first_event + 1 - found.start), max(0, p.last_event + 1 - found.start)
+        )
         outside[inside] = False
     return int(alive[found.start : found.stop + 1][outside].max(initial=0))
 

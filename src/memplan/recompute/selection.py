@@ -70,18 +70,11 @@ def to_part(
     names = _unique([_common_module(graph, group) for group in groups])
     return RecomputePart(
         groups=[
-            RecomputeGroup(name=name, drop=[op_output(graph, value, before) for value in group])
-            for before in graph.calls_before
+            RecomputeGroup(name=name, drop=[op_output(graph, value) for value in group])
             for name, group in zip(names, groups, strict=True)
         ],
-        hold=[
-            op_output(graph, value, before)
-            for before in graph.calls_before
-            for value in sorted(selection.held)
-            if inside(value)
-        ],
-        passes=list(graph.calls),
-        first_pass=graph.first_pass,
+        hold=[op_output(graph, value) for value in sorted(selection.held) if inside(value)],
+        kinds=[list(kind) for kind in graph.kinds],
         calls=int(graph.ops.call.max()) + 1 if graph.others else 0,
         budget_bytes=budget_bytes,
         peak_bytes=peak_bytes,
@@ -89,14 +82,14 @@ def to_part(
     )
 
 
-def op_output(graph: StepGraph, value: int, before: int = 0) -> OpOutput:
-    """The name of a value in a plan. `before`: number of calls before its pass. Raises ValueError
-    for a value that no op inside a call allocates."""
+def op_output(graph: StepGraph, value: int) -> OpOutput:
+    """The name of a value in a plan. Raises ValueError for one that no op inside a call
+    allocates."""
     row = int(graph.values.alloc[value])
     if row < 0 or graph.ops.call[row] < 0 or value not in (made := _made_by(graph, row)):
         raise ValueError(f"value {value} is made by no op that a plan can name")
     ops = graph.ops
-    call = before + int(ops.call[row])
+    call = graph.calls_before + int(ops.call[row])
     return OpOutput(op=ops.name[row], nth=int(ops.nth[row]), output=made.index(value), call=call)
 
 

@@ -13,7 +13,9 @@ import torch
 
 from memplan.capturing.patches.internals import require
 from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls
+from memplan.capturing.recording.context import class_name
 from memplan.runtime.tape import (
+    Call,
     Decisions,
     Inputs,
     Needed,
@@ -33,7 +35,22 @@ _UNKNOWN = -1
 class _Running(threading.local):
     """The call that has begun on a thread: its recording, and which of the pass it is."""
 
-    call: tuple[Recording | None, int] | None = None
+    call: tuple[Recording | None, Call] | None = None
+
+
+class RootNames:
+    """Names root modules as plans do (`RecomputePart.kinds`)."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, weakref.WeakKeyDictionary[torch.nn.Module, int]] = {}
+
+    def of(self, root: torch.nn.Module) -> str:
+        name = class_name(root)
+        if next(root.parameters(), None) is None:  # nothing in a trace tells those apart
+            return name
+        seen = self._of.setdefault(name, weakref.WeakKeyDictionary())
+        number = seen.setdefault(root, len(seen))
+        return f"{name}#{number}" if number else name
 
 
 class _Calls:
@@ -55,24 +72,24 @@ class _Calls:
         self._on_note = on_note
         self._offload = offload
         offloaded = offload.part if offload is not None else None
-        self._decisions: dict[int, Decisions] = decisions_by_call(part, offloaded)
+        self._decisions = decisions_by_call(part, offloaded)
         self._every_call = every_call
         self._calls = part.calls if part is not None else 0
-        self._calls_of_passes = part.passes if part is not None else []
-        self._nth_pass = part.first_pass if part is not None else 0
-        """Number of the pass in the step, which ends with a step of the first optimizer."""
-        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._named = {name for kind in (part.kinds if part is not None else ()) for name in kind}
+        self._names = RootNames()
+        self._called: list[str] = []
+        """Names of the planned roots that the current pass has called."""
         self._roots: dict[int, int] = {}
         """Roots by id, in the order in which the step first called them, where several passes are
         in flight."""
-        self._needed: dict[int, Needed] = {}
+        self._needed: dict[Call, Needed] = {}
         """What the replays of each call need, from the last one that was recorded completely."""
-        self._surprises: Counter[int] = Counter()
-        self._met: set[int] = set()
+        self._surprises: Counter[Call] = Counter()
+        self._met: set[Call] = set()
         """Calls that have been made."""
-        self._verified: set[int] = set()
+        self._verified: set[Call] = set()
         """Calls of which one was checked in a backward pass."""
-        self._to_verify: list[tuple[Recording, int]] = []
+        self._to_verify: list[tuple[Recording, Call]] = []
         self._on_cuda = False
         self._pass: list[Recording] = []
         self._offloaded: Pass | None = None
@@ -87,7 +104,8 @@ class _Calls:
         parameter = next(root.parameters(), None)
         if parameter is not None:  # a loss has none and follows the model
             self._on_cuda = parameter.is_cuda
-        recording, call = None, 0
+        recording: Recording | None = None
+        call: Call = 0
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpointed block runs again
         if torch.is_grad_enabled() and not in_backward:
             if any(earlier.backward_began for earlier in self._pass):
@@ -121,14 +139,16 @@ class _Calls:
         if recording is not None:
             recording.__enter__()
 
-    def _number(self, root: torch.nn.Module) -> int:
-        """The number of a call in its pass."""
+    def _number(self, root: torch.nn.Module) -> Call:
+        """The number of a call in its pass, or the names of the roots called up to it."""
         if self._calls:
             return self._roots.setdefault(id(root), len(self._roots)) % self._calls
-        if passes := self._calls_of_passes:
-            nth = self._nth_pass % len(passes)  # a scaler may leave out an optimizer's step
-            within = len(self._pass) < passes[nth]
-            return sum(passes[:nth]) + len(self._pass) if within else _UNKNOWN
+        if self._named:
+            name = self._names.of(root)
+            if name not in self._named:
+                return _UNKNOWN
+            self._called.append(name)
+            return tuple(self._called)
         return 0 if self._every_call else len(self._pass)
 
     def leave(self) -> None:
@@ -153,7 +173,7 @@ class _Calls:
             self._pass = [other for other in self._pass if other is not recording]
             self._to_verify = [one for one in self._to_verify if one[0] is not recording]
 
-    def _learn(self, recording: Recording, call: int) -> None:
+    def _learn(self, recording: Recording, call: Call) -> None:
         """Calls that keep changing what they do are recorded whole."""
         if recording.surprised:
             self._needed.pop(call, None)
@@ -176,18 +196,14 @@ class _Calls:
         # A pipeline tries its stages out, on memory as it is found, and without a backward pass.
         self._verified |= {call for one, call in self._to_verify if one.backward_began}
         self._to_verify.clear()
-        self._nth_pass += any(one.backward_began for one in self._pass)
         self._pass.clear()
+        self._called.clear()
         self._offloaded = None
         self._inputs.forget_what_was_used()
 
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def end_step(self) -> None:
         self.new_pass()
         self._roots.clear()
-        if self._first_optimizer is None or self._first_optimizer() is None:
-            self._first_optimizer = weakref.ref(optimizer)
-        if self._first_optimizer() is optimizer:
-            self._nth_pass = 0
 
 
 class _Applied:
@@ -262,7 +278,7 @@ class AppliedEverywhere(_Applied):
 
     def __enter__(self) -> Self:
         self._modules.watch_all()
-        self._observer.on_steps(ends=lambda step: self._calls.end_step(step.optimizer))
+        self._observer.on_steps(ends=lambda _step: self._calls.end_step())
         return self
 
     def remove(self) -> None:

@@ -59,15 +59,14 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
     calls: Count = 0
-    """Number of calls in each pass, where several passes are in flight as on a pipeline stage. A
-    call of the n-th root module that a step called (from 0) is then call n modulo this number of
-    its pass. 0: calls are counted from the first one after a backward pass."""
-    passes: list[Count] = []
-    """How many calls each pass of a step makes, where passes differ and several are planned: calls
-    are then numbered through the whole step, those of its second pass after those of its first."""
-    first_pass: Count = 0
-    """Which pass of a step, from 0, the job begins with: a step ends with the pass whose optimizer
-    stepped first in the job."""
+    """Of each pass, where others are in flight beside it, as on a pipeline stage: a call of the
+    n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
+    are counted from the first after a backward pass."""
+    kinds: list[list[str]] = []
+    """Where passes differ and several kinds are planned: the root modules that each kind calls, in
+    order, by class. `Net#1` is the second of class `Net` that the job called with gradients. Calls
+    are numbered through all kinds. A pass is of each kind that begins with what it has called; it
+    may call modules that no kind names."""
     budget_bytes: Count = 0
     """What it was made for; 0 for the least peak."""
 

@@ -117,18 +117,16 @@ class StepGraph:
     """Peak of the step outside this pass and those like it (the optimizer's update); no
     recomputation lowers it."""
     passes: int = 1
-    """How many passes with the same forward a step makes; the graph is that of the dearest."""
+    """How many passes with the same forward a step makes, at least 1; the graph is that of the
+    dearest."""
     others: int = 0
     """Passes in flight beside this one while it runs, as on a pipeline stage. Each holds what this
     one keeps from forward to backward; `base_bytes` has what that is in the plain run."""
-    calls: tuple[int, ...] = ()
-    """How many each pass of the step makes that makes any; empty unless passes of several kinds are
-    planned."""
-    first_pass: int = 0
-    """Which of those passes, from 0, the job begins with."""
-    calls_before: tuple[int, ...] = (0,)
-    """How many calls of the step come before each pass that is like this one; (0,) where calls are
-    counted anew in each pass."""
+    kinds: tuple[tuple[str, ...], ...] = ()
+    """The root modules that each kind of pass calls, as in a plan (`RecomputePart.kinds`); empty
+    where one kind is planned, wherever it occurs."""
+    calls_before: int = 0
+    """How many calls of these kinds are numbered before those of this one."""
     replay_overhead_seconds: float = 0.0
     """How much of the ops' seconds, in sum, only replays take; a plain pass takes less by it."""
 

@@ -110,7 +110,7 @@ class Context:
             self._call = -1
 
     def _name(self, module: torch.nn.Module) -> str:
-        prefix = type(getattr(module, _COMPILED, module)).__name__
+        prefix = class_name(module)
         if not self._stack:
             for path, child in module.named_modules():
                 parts = [prefix, *(part for part in path.split(".") if part not in ("", _COMPILED))]
@@ -230,6 +230,11 @@ class Context:
         frame to ask."""
         number = self.builder.source
         return next((text for text, n in self.builder.strings() if n == number), "")
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The class of a root module, with which the paths of all its submodules begin."""
+    return type(getattr(module, _COMPILED, module)).__name__
 
 
 def shown_path(filename: str) -> str:

@@ -6,13 +6,14 @@ them, below autograd and autocast, so recomputing runs the same kernels on the s
 nothing of the user's Python: no module hook, no counter, no batch norm statistic happens twice.
 """
 
-from memplan.runtime.tape.decisions import Decisions, Needed, decisions_by_call
+from memplan.runtime.tape.decisions import Call, Decisions, Needed, decisions_by_call
 from memplan.runtime.tape.functions import hooks_are_refused
 from memplan.runtime.tape.offload import Offload, Pass
 from memplan.runtime.tape.recording import Recording
 from memplan.runtime.tape.storages import Inputs
 
 __all__ = [
+    "Call",
     "Decisions",
     "Inputs",
     "Needed",

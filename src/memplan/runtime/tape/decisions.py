@@ -16,23 +16,21 @@ HOLD: Final = ""
 Choice = str | int
 """The name of the group that a value is dropped with, or its place in the list of those that are
 offloaded."""
+Call = int | tuple[str, ...]
+"""Its number in a pass, or, in a plan for several kinds of pass, the roots that the pass has called
+up to it."""
 _Choices = dict[str, dict[int, dict[int, Choice]]]
 
 
 class Decisions:
     """What to do with the values of one call of a root module."""
 
-    def __init__(self, choices: _Choices, *, recomputes: bool = True) -> None:
-        """`recomputes`: whether it may drop values, of which ops are recorded."""
+    def __init__(self, choices: _Choices, *, moved: int = 0, recomputes: bool = True) -> None:
+        """`moved`: how many values the plan drops or offloads in this call. `recomputes`: whether
+        it may drop values, of which ops are recorded."""
         self._choices = choices
         self.recomputes = recomputes
-        self.moved = sum(
-            choice is not HOLD
-            for by_nth in choices.values()
-            for by_output in by_nth.values()
-            for choice in by_output.values()
-        )
-        """How many values the plan drops or offloads in this call."""
+        self.moved = moved
         self._by_op: dict[Any, dict[int, dict[int, Choice]]] = {}
 
     def of(self, func: Any, nth: int) -> Mapping[int, Choice] | None:
@@ -45,17 +43,25 @@ class Decisions:
 
 def decisions_by_call(
     part: RecomputePart | None, offload: OffloadPart | None = None
-) -> dict[int, Decisions]:
-    """One for each call that the plan knows. What both parts name is recomputed."""
-    calls: dict[int, _Choices] = {}
+) -> dict[Call, Decisions]:
+    """One for each call that the plan knows. What both parts name is recomputed; so is what a plan
+    drops in one kind of pass of several that have called the same until then."""
+    part = part or RecomputePart(groups=[])
+    begun: list[Call] = [tuple(kind[: n + 1]) for kind in part.kinds for n in range(len(kind))]
+    calls: dict[Call, _Choices] = {}
+    moved: dict[Call, dict[int, set[tuple[str, int, int]]]] = {}
+    """By call and by its number in the plan, which may have several for one."""
 
     def add(place: OpOutput, choice: Choice) -> None:
-        by_name = calls.setdefault(place.call, {})
+        call = begun[place.call] if place.call < len(begun) else place.call
+        by_name = calls.setdefault(call, {})
         by_name.setdefault(place.op, {}).setdefault(place.nth, {})[place.output] = choice
+        by_number = moved.setdefault(call, {}).setdefault(place.call, set())
+        if choice is not HOLD:
+            by_number.add((place.op, place.nth, place.output))
 
     for number, place in enumerate(offload.values if offload is not None else ()):
         add(place, number)
-    part = part or RecomputePart(groups=[])
     for place in part.hold:
         add(place, HOLD)
     names: set[str] = set()
@@ -66,7 +72,10 @@ def decisions_by_call(
         for place in group.drop:
             add(place, name)
     recomputes = bool(part.groups)
-    return {call: Decisions(found, recomputes=recomputes) for call, found in calls.items()}
+    return {
+        call: Decisions(found, moved=min(map(len, moved[call].values())), recomputes=recomputes)
+        for call, found in calls.items()
+    }
 
 
 def is_dropped(choice: Choice) -> bool:
