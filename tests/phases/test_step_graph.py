@@ -9,6 +9,7 @@ from torch import nn
 
 from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
 from memplan.phases.passes import passes_overlap
+from memplan.phases.roots import root_names
 from memplan.phases.step_graph import alive_rows
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
@@ -294,6 +295,35 @@ def test_kinds_of_passes_of_a_job_without_an_optimizer() -> None:
     graphs = step_graphs(record(job), None, 0)
     assert [(graph.calls_before, graph.passes) for graph in graphs] == [(0, 2), (1, 2)]
     assert {graph.kinds for graph in graphs} == {(("Sequential",), ("Sequential#1",))}
+
+
+def test_a_first_pass_that_fills_a_cache_is_no_kind_of_its_own() -> None:
+    """A run cannot tell it from the others: it calls the same root."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.table = mlp(), dict[str, torch.Tensor]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.table:
+                self.table["twice"] = torch.ones_like(x).mul(2.0)
+            return self.layers(x.mul(self.table["twice"]))
+
+    [graph] = step_graphs(record(training(Cached, (32, 64))), None, 0)
+    assert graph.kinds == ()
+
+
+def test_modules_of_a_class_are_told_apart_by_weights_that_autocast_cast_before() -> None:
+    def job() -> None:
+        one, two = mlp().to("cuda"), mlp().to("cuda")
+        x = torch.randn(32, 64, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            for model in (one, two, two, one):
+                model(x)
+
+    numbers = {0: "Sequential", 1: "Sequential#1", 2: "Sequential#1", 3: "Sequential"}
+    assert root_names(record(job)) == numbers
 
 
 def test_the_profile_prices_the_operators() -> None:
