@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
 from memplan.phases.passes import passes_overlap
@@ -16,6 +17,7 @@ from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Provenance, TraceMeta
+from tests.capturing.distributed.ranks import capture, join
 from tests.capturing.jobs import record
 from tests.phases.step_jobs import JOBS, by_module, mlp, training, true_peak
 
@@ -324,6 +326,17 @@ def test_modules_of_a_class_are_told_apart_by_weights_that_autocast_cast_before(
 
     numbers = {0: "Sequential", 1: "Sequential#1", 2: "Sequential#1", 3: "Sequential"}
     assert root_names(record(job)) == numbers
+
+
+def test_modules_of_a_class_are_told_apart_by_weights_that_fsdp_gathered_before() -> None:
+    def job() -> None:
+        join()
+        one, two = (FullyShardedDataParallel(mlp().to("cuda")) for _ in range(2))
+        x = torch.randn(32, 64, device="cuda")
+        for model in (one, two, two, one):
+            model(x)
+
+    assert [name[-2:] == "#1" for name in root_names(capture(job)).values()] == [0, 1, 1, 0]
 
 
 def test_the_profile_prices_the_operators() -> None:

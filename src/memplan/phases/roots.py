@@ -16,17 +16,18 @@ def root_names(trace: Trace) -> dict[int, str]:
 
     A name is the class, with `#1`, `#2`, … from the second module of that class on, in the order of
     first calls. A trace does not tell modules apart: calls of one class belong to one module if
-    they read a parameter in common, or what autocast cast one to, which later calls may read
-    instead; calls that read none count as the first module's.
+    they read a parameter in common, or a copy of one that an earlier call made (cast by autocast,
+    gathered by FSDP); calls that read none count as the first module's.
     """
     ops = trace.ops
     call, _ = call_numbers(ops.call)
     rows = np.flatnonzero((call >= 0) & (ops.phase == Phase.FORWARD))
     is_parameter = trace.storages.role == Role.PARAMETER
-    for row in np.flatnonzero(_are_casts(trace)).tolist():
+    for row in np.flatnonzero(_may_copy(trace)).tolist():
         read = ops.reads[ops.reads_start[row] : ops.reads_start[row + 1]]
         if is_parameter[read[read >= 0]].any():
-            is_parameter[ops.writes[ops.writes_start[row] : ops.writes_start[row + 1]]] = True
+            written = ops.writes[ops.writes_start[row] : ops.writes_start[row + 1]]
+            is_parameter[written[written >= 0]] = True
     calls, first, counts = np.unique(call[rows], return_index=True, return_counts=True)
     owners: dict[tuple[str, int], int] = {}
     """By class and parameter: the module's number."""
@@ -47,6 +48,8 @@ def root_names(trace: Trace) -> dict[int, str]:
     return names
 
 
-def _are_casts(trace: Trace) -> Bools:
-    casts = [number for number, text in enumerate(trace.strings) if text == "aten._to_copy.default"]
-    return np.isin(trace.ops.name, casts)
+def _may_copy(trace: Trace) -> Bools:
+    """Operators that may cast or gather parameters."""
+    copies = ("aten._to_copy.", "c10d._allgather_base_.")
+    names = [number for number, text in enumerate(trace.strings) if text.startswith(copies)]
+    return np.isin(trace.ops.name, names)
