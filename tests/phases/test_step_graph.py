@@ -12,6 +12,8 @@ from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
 from memplan.phases.passes import passes_overlap
 from memplan.phases.roots import root_names
 from memplan.phases.step_graph import alive_rows
+from memplan.recompute.evaluate import Evaluator
+from memplan.recompute.selection import Selection, as_followed, op_output
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
@@ -337,6 +339,30 @@ def test_modules_of_a_class_are_told_apart_by_weights_that_fsdp_gathered_before(
             model(x)
 
     assert [name[-2:] == "#1" for name in root_names(capture(job)).values()] == [0, 1, 1, 0]
+
+
+def test_a_kind_of_pass_follows_the_plans_of_those_that_begin_alike() -> None:
+    """What they add to it counts as well."""
+
+    def job() -> None:
+        model, head = mlp().to("cuda"), nn.Linear(64, 4).to("cuda")
+        for _ in range(2):
+            model(torch.randn(32, 64, device="cuda")).sum().backward()
+            head(model(torch.randn(32, 64, device="cuda"))).sum().backward()
+
+    graphs = step_graphs(record(job), None, 0)
+    assert {graph.kinds[n] for n, graph in enumerate(graphs)} == {
+        ("Sequential",),
+        ("Sequential", "Linear"),
+    }
+    each = [np.flatnonzero(graph.values.droppable).tolist() for graph in graphs]
+    value = each[0][0]
+    own, other = as_followed(graphs, [Selection((frozenset([value]),)), Selection()])
+    assert own.dropped == {value}
+    assert [op_output(graphs[1], one).op for one in other.dropped] == [
+        op_output(graphs[0], value).op
+    ]
+    assert Evaluator(graphs[1]).evaluate(other).added_seconds > 0
 
 
 def test_the_profile_prices_the_operators() -> None:
