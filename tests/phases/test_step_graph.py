@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from memplan.phases import find_steps, plain_peak, step_graph, step_graphs
 from memplan.phases.passes import passes_overlap
+from memplan.phases.roots import root_names
 from memplan.phases.step_graph import alive_rows
+from memplan.recompute.evaluate import Evaluator
+from memplan.recompute.selection import Selection, as_followed, op_output
 from memplan.types.builder import TraceBuilder
 from memplan.types.device import find_profile
 from memplan.types.errors import NoAnswerError, UsageError
 from memplan.types.step_graph import StepGraph
 from memplan.types.trace import EventKind, Phase, Provenance, TraceMeta
+from tests.capturing.distributed.ranks import capture, join
 from tests.capturing.jobs import record
 from tests.phases.step_jobs import JOBS, by_module, mlp, training, true_peak
 
@@ -294,6 +299,70 @@ def test_kinds_of_passes_of_a_job_without_an_optimizer() -> None:
     graphs = step_graphs(record(job), None, 0)
     assert [(graph.calls_before, graph.passes) for graph in graphs] == [(0, 2), (1, 2)]
     assert {graph.kinds for graph in graphs} == {(("Sequential",), ("Sequential#1",))}
+
+
+def test_a_first_pass_that_fills_a_cache_is_no_kind_of_its_own() -> None:
+    """A run cannot tell it from the others: it calls the same root."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.table = mlp(), dict[str, torch.Tensor]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.table:
+                self.table["twice"] = torch.ones_like(x).mul(2.0)
+            return self.layers(x.mul(self.table["twice"]))
+
+    [graph] = step_graphs(record(training(Cached, (32, 64))), None, 0)
+    assert graph.kinds == ()
+
+
+def test_modules_of_a_class_are_told_apart_by_weights_that_autocast_cast_before() -> None:
+    def job() -> None:
+        one, two = mlp().to("cuda"), mlp().to("cuda")
+        x = torch.randn(32, 64, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            for model in (one, two, two, one):
+                model(x)
+
+    numbers = {0: "Sequential", 1: "Sequential#1", 2: "Sequential#1", 3: "Sequential"}
+    assert root_names(record(job)) == numbers
+
+
+def test_modules_of_a_class_are_told_apart_by_weights_that_fsdp_gathered_before() -> None:
+    def job() -> None:
+        join()
+        one, two = (FullyShardedDataParallel(mlp().to("cuda")) for _ in range(2))
+        x = torch.randn(32, 64, device="cuda")
+        for model in (one, two, two, one):
+            model(x)
+
+    assert [name[-2:] == "#1" for name in root_names(capture(job)).values()] == [0, 1, 1, 0]
+
+
+def test_a_kind_of_pass_follows_the_plans_of_those_that_begin_alike() -> None:
+    """What they add to it counts as well."""
+
+    def job() -> None:
+        model, head = mlp().to("cuda"), nn.Linear(64, 4).to("cuda")
+        for _ in range(2):
+            model(torch.randn(32, 64, device="cuda")).sum().backward()
+            head(model(torch.randn(32, 64, device="cuda"))).sum().backward()
+
+    graphs = step_graphs(record(job), None, 0)
+    assert {graph.kinds[n] for n, graph in enumerate(graphs)} == {
+        ("Sequential",),
+        ("Sequential", "Linear"),
+    }
+    each = [np.flatnonzero(graph.values.droppable).tolist() for graph in graphs]
+    value = each[0][0]
+    own, other = as_followed(graphs, [Selection((frozenset([value]),)), Selection()])
+    assert own.dropped == {value}
+    assert [op_output(graphs[1], one).op for one in other.dropped] == [
+        op_output(graphs[0], value).op
+    ]
+    assert Evaluator(graphs[1]).evaluate(other).added_seconds > 0
 
 
 def test_the_profile_prices_the_operators() -> None:

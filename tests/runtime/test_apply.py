@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from memplan.runtime.apply import AppliedEverywhere, AppliedToModule
+from memplan.runtime.apply import AppliedEverywhere, AppliedToModule, RootNames, _Calls
 from memplan.runtime.tape.functions import top_hooks
 from memplan.types.plan import OpOutput, RecomputeGroup, RecomputePart
 from tests.runtime.harness import recomputations, same_bits
@@ -158,6 +158,42 @@ def test_a_pass_that_may_still_be_of_two_kinds_follows_both() -> None:
     with AppliedEverywhere(part, notes.append), recomputations() as names:
         net(net(torch.randn(6, 8))).square().mean().backward()
     assert names == ["call 2", "call 0"]
+
+
+def test_forwards_that_were_interrupted_are_not_counted_among_the_roots_of_a_pass() -> None:
+    def interrupts(_: Any, x: Tensor) -> Tensor:
+        if interrupt:
+            raise KeyboardInterrupt
+        return x
+
+    part = msgspec.structs.replace(EVERYTHING, kinds=[["Net", "Net"]])
+    net, interrupt = Net(interrupts), True
+    with AppliedEverywhere(part):
+        with pytest.raises(KeyboardInterrupt):
+            net(torch.randn(6, 8))
+        interrupt = False
+        with recomputations() as names:
+            net(net(torch.randn(6, 8))).square().mean().backward()
+        assert names == ["call 1", "call 0"]
+
+
+def test_parts_of_a_module_have_one_name_each_time_they_are_made() -> None:
+    net, names = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), RootNames()
+    for _ in range(2):
+        assert names.of(net[:1]) == "Sequential"
+        assert names.of(net[1:]) == "Sequential#1"
+    assert names.of(net) == "Sequential"
+
+
+def test_passes_without_a_backward_pass_take_no_more_and_more_memory() -> None:
+    calls = _Calls(msgspec.structs.replace(EVERYTHING, kinds=[["Net"]]), every_call=False)
+    net, numbers = Net(), set()
+    for _ in range(9):
+        calls.enter(net)
+        assert calls._running.call is not None
+        numbers.add(calls._running.call[1])
+        calls.leave()
+    assert numbers == {("Net",), ("Net", "Net")}
 
 
 def test_what_was_entered_after_an_interrupt_stays() -> None:

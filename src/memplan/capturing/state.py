@@ -290,8 +290,10 @@ class CaptureState:
 
     def came_from_host(self, tensor: FakeTensor) -> None:
         """Data of the host were copied to it: an input, unless it is known for something else.
-        What an optimizer or the backward pass fetches (by a plan's levers) is none."""
-        if self.context.in_optimizer or torch._C._current_graph_task_id() != -1:
+        What an optimizer (outside its closure) or the backward pass fetches, by a plan's levers, is
+        none."""
+        updates = self.context.in_optimizer and not torch.is_grad_enabled()
+        if updates or torch._C._current_graph_task_id() != -1:
             return
         number = self.number_of(tensor)
         if number < 0 or self.recorder.builder.role_of(number) == Role.UNKNOWN:

@@ -20,7 +20,7 @@ from memplan.fit.lifetimes import with_observed_lifetimes
 from memplan.fit.state import State
 from memplan.phases import plain_peak, step_graphs
 from memplan.recompute.evaluate import Evaluation, Evaluator
-from memplan.recompute.selection import Selection, to_part
+from memplan.recompute.selection import Selection, as_followed, to_part
 from memplan.types.solution import Solution
 from memplan.types.step_graph import StepGraph
 
@@ -194,7 +194,8 @@ class Planner:
 
     def _evaluated(self, selections: list[Selection]) -> Evaluation:
         """The evaluation of all passes of the step."""
-        each = [Evaluator(g).evaluate(s) for g, s in zip(self.graphs, selections, strict=True)]
+        followed = as_followed(self.graphs, selections)
+        each = [Evaluator(g).evaluate(s) for g, s in zip(self.graphs, followed, strict=True)]
         return replace(
             max(each, key=lambda one: one.peak_bytes),
             added_seconds=sum(one.added_seconds for one in each),
@@ -239,7 +240,7 @@ class Planner:
         state.attempted(plan.budget, evaluation.peak_bytes, evaluation.added_fraction)
         before = self.graphs
         observed = step_graphs(state.captured.trace, state.job.profile, 0)
-        dropped = [selection.dropped for selection in selections]
+        dropped = [selection.dropped for selection in as_followed(self.graphs, selections)]
         for one in observed:
             self.graphs = list(map(with_observed_lifetimes, self.graphs, repeat(one), dropped))
         learnt = any(now is not then for now, then in zip(self.graphs, before, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -97,10 +98,9 @@ class _Step:
         everywhere = all(any(p in of_step for p in alike) for alike in kinds)
         if len(kinds) > _MOST_KINDS or (len(kinds) < 2 and everywhere):
             return [self.graph()]
-        steps = [step for step in steps if any(p in dearest for p in step.passes)]
-        planned = [p for alike in kinds for p in alike]
-        roots = root_names(self.trace)
-        names = tuple(self._roots(alike[0], roots) for alike in kinds)
+        steps = [s for s in steps if s is self.found or any(p in dearest for p in s.passes)]
+        names = tuple(map(self._roots, dearest))
+        planned = [p for step in steps for p in step.passes if self._roots(p) in names]
         before = np.cumsum([0, *map(len, names)]).tolist()
         return [
             replace(
@@ -113,23 +113,35 @@ class _Step:
 
     def _kinds(self, steps: list[StepPasses], above: int) -> list[list[Pass]]:
         """Kinds of pass in these steps with a peak above `above`: lists of equal passes, the
-        costliest kind and the costliest pass first. At most one more kind than are planned."""
+        costliest kind and the costliest pass first. At most one more kind than are planned.
+
+        Passes that only other steps have (a first one that fills a cache, say) are no kind of their
+        own where a run cannot tell them from another kind: they call the same roots.
+        """
+        of_step = self.found.passes
         every = list(dict.fromkeys(p for step in steps for p in step.passes))
         left = [p for p in every if self._peak(p) > above]
+        known = {self._roots(p) for p in left if p in of_step}
         kinds: list[list[Pass]] = []
         while left and len(kinds) <= _MOST_KINDS:
             chosen = self._dearest(left)
             alike = self._like(chosen, every)
-            kinds.append([chosen, *(p for p in alike if p != chosen)])
+            if self._roots(chosen) not in known or any(p in of_step for p in alike):
+                kinds.append([chosen, *(p for p in alike if p != chosen)])
+                known.add(self._roots(chosen))
             left = [p for p in left if p not in alike]
         return kinds
 
-    def _roots(self, one: Pass, roots: dict[int, str]) -> tuple[str, ...]:
+    @cached_property
+    def _root_names(self) -> dict[int, str]:
+        return root_names(self.trace)
+
+    def _roots(self, one: Pass) -> tuple[str, ...]:
         """The root modules that a pass calls, in the order of `_calls`."""
         rows = slice(one.start, one.stop)
         renumbered, (call, _) = _calls(self.trace, one), call_numbers(self.trace.ops.call[rows])
         numbers, first = np.unique(renumbered, return_index=True)
-        return tuple(roots[int(call[row])] for row in first[numbers >= 0].tolist())
+        return tuple(self._root_names[int(call[row])] for row in first[numbers >= 0].tolist())
 
     def _peak(self, one: Pass) -> int:
         return int(self.alive[one.first_event : one.last_event + 1].max())

@@ -43,6 +43,34 @@ def check_selection(graph: StepGraph, selection: Selection) -> None:
             raise ValueError(f"value {value} cannot be held")
 
 
+def as_followed(graphs: list[StepGraph], selections: list[Selection]) -> list[Selection]:
+    """What a run drops in each kind of pass (`StepGraph.kinds`): what the kind's own selection
+    drops, and what those of others name in calls up to which both kinds call the same roots."""
+    if len(graphs) == 1:
+        return selections
+    places = [
+        {_place(graph, kind, v): v for v in np.flatnonzero(graph.values.droppable).tolist()}
+        for graph, kind in zip(graphs, graphs[0].kinds, strict=True)
+    ]
+    followed = []
+    for own, values in zip(selections, places, strict=True):
+        groups, dropped = list(own.groups), set(own.dropped)
+        for other, theirs in zip(selections, places, strict=True):
+            same = {value: values[place] for place, value in theirs.items() if place in values}
+            for group in other.groups if other is not own else ():
+                more = frozenset(same[value] for value in group if value in same) - dropped
+                groups += [more] if more else []
+                dropped |= more
+        followed.append(Selection(tuple(groups), own.held - dropped))
+    return followed
+
+
+def _place(graph: StepGraph, kind: tuple[str, ...], value: int) -> tuple[object, ...]:
+    """The roots that a pass of this kind has called up to the op that makes the value; the op."""
+    made = op_output(graph, value)
+    return kind[: made.call - graph.calls_before + 1], made.op, made.nth, made.output
+
+
 def replayable_ops(graph: StepGraph) -> Bools:
     """Which ops a replay may run: those inside a recorded call whose result is the same each
     time."""

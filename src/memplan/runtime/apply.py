@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memplan.capturing.patches.internals import require
 from memplan.capturing.patches.job_observer import JobObserver, ModuleCalls
@@ -42,14 +43,25 @@ class RootNames:
     """Names root modules as plans do (`RecomputePart.kinds`)."""
 
     def __init__(self) -> None:
-        self._of: dict[str, weakref.WeakKeyDictionary[torch.nn.Module, int]] = {}
+        self._names = weakref.WeakKeyDictionary[torch.nn.Module, str]()
+        self._owners = defaultdict[str, WeakTensorKeyDictionary](WeakTensorKeyDictionary)
+        """By class and parameter: the module's number."""
 
     def of(self, root: torch.nn.Module) -> str:
-        name = class_name(root)
-        if next(root.parameters(), None) is None:  # nothing in a trace tells those apart
+        name = self._names.get(root)
+        if name is None:
+            name = self._names[root] = self._named(root)
+        return name
+
+    def _named(self, root: torch.nn.Module) -> str:
+        name, parameters = class_name(root), list(root.parameters())
+        if not parameters:  # nothing in a trace tells those apart
             return name
-        seen = self._of.setdefault(name, weakref.WeakKeyDictionary())
-        number = seen.setdefault(root, len(seen))
+        owners = self._owners[name]
+        number = next((owners[one] for one in parameters if one in owners), None)
+        if number is None:
+            number = max(owners.values(), default=-1) + 1
+        owners.update(dict.fromkeys(parameters, number))
         return f"{name}#{number}" if number else name
 
 
@@ -75,10 +87,13 @@ class _Calls:
         self._decisions = decisions_by_call(part, offloaded)
         self._every_call = every_call
         self._calls = part.calls if part is not None else 0
-        self._named = {name for kind in (part.kinds if part is not None else ()) for name in kind}
+        kinds = part.kinds if part is not None else []
+        self._named = {name for kind in kinds for name in kind}
+        self._longest = max(map(len, kinds), default=0)
         self._names = RootNames()
-        self._called: list[str] = []
-        """Names of the planned roots that the current pass has called."""
+        self._called: tuple[str, ...] = ()
+        """Names of the planned roots that the current pass has called; of more than any kind calls,
+        only one more."""
         self._roots: dict[int, int] = {}
         """Roots by id, in the order in which the step first called them, where several passes are
         in flight."""
@@ -147,8 +162,8 @@ class _Calls:
             name = self._names.of(root)
             if name not in self._named:
                 return _UNKNOWN
-            self._called.append(name)
-            return tuple(self._called)
+            self._called = (*self._called, name)[: self._longest + 1]
+            return self._called
         return 0 if self._every_call else len(self._pass)
 
     def leave(self) -> None:
@@ -167,6 +182,8 @@ class _Calls:
         hook."""
         recording, call = self._running.call or (None, 0)
         self._running.call = None
+        if isinstance(call, tuple):
+            self._called = call[:-1]
         if recording is not None:
             recording.abandon()
             self._met.discard(call)
@@ -197,7 +214,7 @@ class _Calls:
         self._verified |= {call for one, call in self._to_verify if one.backward_began}
         self._to_verify.clear()
         self._pass.clear()
-        self._called.clear()
+        self._called = ()
         self._offloaded = None
         self._inputs.forget_what_was_used()
 

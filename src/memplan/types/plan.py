@@ -59,9 +59,9 @@ class RecomputePart(Lever, frozen=True, kw_only=True):
     """Values that autograd does not save and that are kept all the same, as inputs of groups; each
     until the last group that needs it has been recomputed."""
     calls: Count = 0
-    """Of each pass, where others are in flight beside it, as on a pipeline stage: a call of the
-    n-th root module that a step called (from 0) is then call n modulo this of its pass. 0: calls
-    are counted from the first after a backward pass."""
+    """The number of calls in each pass, where several passes are in flight at once, as on a
+    pipeline stage: a call of the n-th root module that a step called (from 0) is then call n modulo
+    this of its pass. 0: calls are counted from the first after a backward pass."""
     kinds: list[list[str]] = []
     """Where passes differ and several kinds are planned: the root modules that each kind calls, in
     order, by class. `Net#1` is the second of class `Net` that the job called with gradients. Calls

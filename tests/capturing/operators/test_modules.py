@@ -133,6 +133,12 @@ def test_a_lazy_module_is_made_where_and_as_which_type_it_was_asked_for() -> Non
     assert bytes_of(record(job), Role.PARAMETER) == 3 * WEIGHT // 2
 
 
+def test_a_lazy_module_that_was_made_before_the_capture_has_its_own_data() -> None:
+    lazy, devices = nn.LazyLinear(WIDTH), list[torch.device]()
+    record(lambda: devices.append(lazy.weight.data.device))
+    assert devices == [torch.device("cpu")]
+
+
 def test_default_device_and_device_contexts() -> None:
     def job() -> None:
         torch.set_default_device("cuda")

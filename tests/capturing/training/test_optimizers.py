@@ -112,21 +112,23 @@ def test_transformers_adafactor() -> None:
     assert record(training(adafactor)).meta.optimizer_steps == 3
 
 
-def test_lbfgs_terminates() -> None:
+def test_lbfgs_terminates_and_its_closure_brings_inputs() -> None:
     def job() -> None:
         model = nn.Linear(WIDTH, WIDTH).cuda()
         optimizer = optim.LBFGS(model.parameters(), max_iter=3)
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(torch.randn(8, WIDTH, device="cuda")).square().mean()
+            loss = model(torch.randn(8, WIDTH).to("cuda")).square().mean()
             loss.backward()
             return loss
 
         for _ in range(2):
             optimizer.step(closure)
 
-    assert record(job, steps=2).meta.optimizer_steps == 2
+    trace = record(job, steps=2)
+    assert trace.meta.optimizer_steps == 2
+    assert Role.INPUT in trace.storages.role
 
 
 def test_a_second_optimizer_may_ask_in_each_of_its_steps() -> None:

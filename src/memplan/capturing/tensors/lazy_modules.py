@@ -19,7 +19,7 @@ _DATA = "_memplan_data"
 def install(patches: Patches, state: CaptureState) -> None:
     """Patch lazy modules until `patches.undo()`."""
     mixin: Any = vars(parameter_module)["UninitializedTensorMixin"]
-    set_data: Any = vars(torch.Tensor)["data"].__set__
+    real_data: Any = vars(torch.Tensor)["data"]
     infer, materialize = lazy.LazyModuleMixin._infer_parameters, mixin.materialize
     module_apply: Any = torch.nn.Module._apply
     inferring: list[torch.nn.Module] = []
@@ -74,9 +74,14 @@ def install(patches: Patches, state: CaptureState) -> None:
             for slots, name, tensor in waiting:
                 slots[name] = tensor
 
+    def data(tensor: Any) -> Any:
+        """Of one that was made before the capture, its own."""
+        given = vars(tensor).get(_DATA)
+        return real_data.__get__(tensor) if given is None else given
+
     for kind in (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer):
         patches.set(kind, "__new__", born(kind.__new__))
-    patches.set(mixin, "data", property(lambda tensor: getattr(tensor, _DATA), set_data))
+    patches.set(mixin, "data", property(data, real_data.__set__))
     patches.set(lazy.LazyModuleMixin, "_infer_parameters", infer_parameters)
     patches.set(mixin, "materialize", make)
     patches.set(torch.nn.Module, "_apply", apply)

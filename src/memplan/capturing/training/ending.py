@@ -74,7 +74,8 @@ class Ending:
         """Numbers of batches of loaders that the script created but has not read yet, by identity:
         the loaders may be gone when the script is."""
         self._largest = 0
-        """The size of the largest batch of the loaders that it has read."""
+        """The size of the largest batch of the loaders that it has read; `sys.maxsize` if one of
+        them has no size."""
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0

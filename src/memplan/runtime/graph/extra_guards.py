@@ -57,7 +57,7 @@ _KNOWN_DICTS = (dict, OrderedDict, defaultdict)
 def strict() -> Iterator[None]:
     """Inside, Dynamo also guards what it expects nobody to change: hooks, defaults of functions,
     aliases among parameters, state in modules of the standard library, and more
-    (`stricter`)."""
+    (`strict_guards`)."""
     from memplan.runtime.graph.strict_guards import PATCHES  # releases before 2.13 do not have it
 
     patches = [

@@ -79,7 +79,7 @@ class StepCapture:
         self.ran: RunnableGraph | None = None
         """The graph that began to run last."""
         self.capture_only = False
-        """Whether a graph is wanted and no run: it comes as a LookedError."""
+        """Whether a graph is wanted and no run: a CaptureOnlyError carries it."""
         self.guards = ExtraGuards()
         self._updates_in_graph: bool | None = None
         """Whether the current graphs update parameters; None where there are no graphs."""
