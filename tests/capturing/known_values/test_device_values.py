@@ -298,14 +298,14 @@ def test_a_loop_inside_another_runs_once_after_a_few_times() -> None:
     steps: list[int] = []
 
     def job() -> None:
-        for _ in range(6):
+        for _ in range(18):
             time, taken = scores().norm(), 0
             while time < 1.0:
                 time, taken = time * 2.0, taken + 1
             steps.append(taken)
 
     record(job)
-    assert steps == [16] * 4 + [1] * 2
+    assert steps == [16] * 16 + [1] * 2
 
 
 class Halting(nn.Module):

@@ -30,7 +30,7 @@ _FEWEST_ROUNDS = 1
 """Turns of a loop inside a model, and of a loop on a line on which `_FEW_LOOPS` loops have ended
 since the optimizer stepped: it is inside another loop, as a solver's steps between the times that
 are asked for."""
-_FEW_LOOPS = 4
+_FEW_LOOPS = 16
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
 _LIMIT = 20_000
