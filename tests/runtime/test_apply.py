@@ -160,6 +160,15 @@ def test_a_pass_that_may_still_be_of_two_kinds_follows_both() -> None:
     assert names == ["call 2", "call 0"]
 
 
+def test_a_plan_for_roots_that_the_job_does_not_call_is_said_to_have_no_effect() -> None:
+    notes: list[str] = []
+    for kinds in ([["Net"]], [["Other"]]):
+        with AppliedEverywhere(msgspec.structs.replace(EVERYTHING, kinds=kinds), notes.append):
+            Net()(torch.randn(6, 8)).sum().backward()
+    [note] = [one for one in notes if "none of the modules" in one]
+    assert "ran as without it" in note
+
+
 def test_forwards_that_were_interrupted_are_not_counted_among_the_roots_of_a_pass() -> None:
     def interrupts(_: Any, x: Tensor) -> Tensor:
         if interrupt:

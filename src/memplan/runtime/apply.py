@@ -209,6 +209,16 @@ class _Calls:
                 "promises. `memplan fit` makes a plan for this job"
             )
 
+    def note_unmet(self) -> None:
+        """Say so where the job made none of the calls that the plan is about."""
+        unmet = bool(self._decisions and self._met) and self._met.isdisjoint(self._decisions)
+        if self._on_note is not None and unmet:
+            self._on_note(
+                "the job called none of the modules in which the plan drops values, so it ran as "
+                "without it: was the plan made for other arguments? `memplan fit` makes a plan for "
+                "this job"
+            )
+
     def new_pass(self) -> None:
         # A pipeline tries its stages out, on memory as it is found, and without a backward pass.
         self._verified |= {call for one, call in self._to_verify if one.backward_began}
@@ -301,3 +311,4 @@ class AppliedEverywhere(_Applied):
     def remove(self) -> None:
         self._observer.close()
         super().remove()
+        self._calls.note_unmet()
