@@ -33,8 +33,7 @@ class ScriptTarget:
         return [self.name, *self.argv]
 
     def with_option(self, option: str, value: int | str) -> ScriptTarget:
-        """The same target with another value of the option; it is appended where it was not
-        given."""
+        """The same target with another value of the option, appended if it was not given."""
         argv = list(self.argv)
         for index in range(len(argv) - 1, -1, -1):
             name, equals, _ = argv[index].partition("=")

@@ -362,8 +362,7 @@ class CaptureSession:
         state.host.restart()
 
     def leave(self) -> None:
-        """To be called in a forked child: the job is no longer followed, but CUDA's answers
-        stay."""
+        """To be called in a forked child: the job is not followed on, but CUDA's answers stay."""
         while _python_dispatch._get_current_dispatch_mode_stack():
             _python_dispatch._pop_mode()
         self._observer.close()

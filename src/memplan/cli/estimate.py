@@ -98,8 +98,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def plans_of_ranks(path: str | None, size: int) -> list[Plan]:
-    """The plan of each rank, from its own file where there is one, as for `memplan run`. Empty
-    without a path."""
+    """The plan of each rank, from its own file where there is one. Empty without a path."""
     if not path:
         return []
     load = cache(read_plan)

@@ -162,8 +162,8 @@ def _peers(communicator: Communicator) -> int:
 
 
 def _pair_channels(communicator: Communicator, capability: tuple[int, int]) -> Bounds:
-    """The number of channels for sends and receives. `NCCL_MAX_NCHANNELS` does not bound it (NCCL
-    issue 1598)."""
+    """Channels for sends and receives. `NCCL_MAX_NCHANNELS` does not bound them (NCCL issue
+    1598)."""
     most = 32 if capability >= _HOPPER else 16
     channels = Bounds(2, most, 32) if _linked(capability) else Bounds(1, 2, 8)
     return _limited(channels, communicator, "NCCL_MAX_P2P_NCHANNELS")

@@ -17,8 +17,7 @@ from memplan.types.difference import Attributed, ChangedPart, ComparedPeak, Diff
 from memplan.types.estimate import Estimate, HeldPart
 
 ALIKE = 0.2
-"""Two jobs count as related if modules or lines that both have hold at least this share of their
-bytes."""
+"""Two jobs are related if modules or lines that both have hold this share of their bytes."""
 _DERIVED = ("", "unknown", "temporary", "activation")
 """Roles that are told by lifetimes alone, or not at all."""
 

@@ -166,8 +166,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     gpu: GpuInfo
     fits: bool
-    """Whether the job fits with the levers below, within `at_most`; with an empty list, without
-    any."""
+    """Whether the job fits with the levers below, within `at_most`; without any if empty."""
     complete: bool = True
     """False where a signal ended the search: the best plan until then."""
     before: Estimate

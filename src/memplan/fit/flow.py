@@ -281,8 +281,7 @@ class _Finder:
             self._routes.append(_Route(route.base, end, planner))
 
     def _placed(self, end: State) -> State:
-        """Plan addresses where fragmentation is what does not fit: that adds no time, as other
-        levers do."""
+        """Plan addresses where fragmentation is what does not fit: that adds no time."""
         return end if end.fits else self._with(with_planned_addresses, end)
 
     def _with(self, lever: Callable[[State], State], base: State) -> State:

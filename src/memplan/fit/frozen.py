@@ -25,8 +25,7 @@ SMALLEST = 1 << 20
 _WORTH = 0.01
 """Frozen weights with a smaller share of what the job needs are not moved."""
 _HIDDEN = 0.5
-"""This lever is tried early if copies take at most this share of the time of the step's
-operators."""
+"""This lever is tried early if copies take at most this share of the operators' time."""
 
 
 def with_frozen_on_host(state: State) -> State:

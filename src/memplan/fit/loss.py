@@ -12,8 +12,7 @@ from memplan.types.trace import Role, Trace
 _CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk of logits in float32."""
 _CHUNK_SHARE = 1 / 64
-"""The most bytes of a chunk as a share of the card's memory: a few tensors of that size exist at
-once."""
+"""The most bytes of a chunk as a share of the card's: a few such tensors exist at once."""
 _LEAST_ROWS = 256
 """A product of fewer rows keeps a card from its rate."""
 

@@ -191,8 +191,7 @@ class _Search:
         return min(max(value, low + near), max((high - near) // step * step, low + step))
 
     def _expected(self) -> float | None:
-        """The value at which the line through the two captures nearest to the card's limit meets
-        the limit."""
+        """Where the line through the two captures nearest to the card's limit meets it."""
         points = []
         room = 0
         for value, one in self.captured.items():

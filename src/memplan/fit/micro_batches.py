@@ -15,8 +15,7 @@ from memplan.types.trace import EventKind, Role, Trace
 from memplan.worker.failure import CaptureFailedError
 
 _SAME_SAMPLES = 0.01
-"""The bytes of an update's batches may differ by this fraction, because a loader's last batch may
-be smaller."""
+"""The bytes of an update's batches may differ by this fraction: a last batch may be smaller."""
 
 
 def with_micro_batches(state: State) -> State:
@@ -89,8 +88,7 @@ def _tried(state: State, batch: Knob, accumulation: NumericOption, parts: int) -
 
 
 def _seconds(state: State) -> float:
-    """Seconds of the whole step. A pipeline's schedule has different passes, so they cannot be
-    multiplied."""
+    """Seconds of the whole step: a pipeline's schedule has different passes."""
     return state.captured.estimate.step_seconds or state.step_seconds()
 
 

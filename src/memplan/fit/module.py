@@ -36,8 +36,7 @@ _TIMING_SECONDS = 3.0
 _SEARCHES_DIFFER = 1.01
 """A search ends by the clock: another one may end a little above the least peak of the first."""
 _ATTEMPTS = 4
-"""The most attempts for one budget: the captured peak of a selection may be a little above the
-expected one."""
+"""The most attempts for one budget: a captured peak may be a little above the expected one."""
 _WORTH = 0.01
 """Fraction of the peak below which a selection is not worth its time, where none is asked for."""
 _AMONG_EQUAL_FLOPS = 1e-4

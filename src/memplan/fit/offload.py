@@ -24,8 +24,7 @@ from memplan.types.step_graph import StepGraph
 _MOST_ATTEMPTS = 5
 _SOLVE_SECONDS = 6.0
 _CHEAPER = 0.95
-"""A plan with offloading is captured only if it adds at most this fraction of the time of the plan
-that fits."""
+"""A plan with offloading is only captured if it adds at most this fraction of another's time."""
 
 
 class OffloadPlanner:

@@ -30,8 +30,7 @@ _SOLVE_SECONDS = 4.0
 """The longest search for a plan. Two plans need not be the best: the first one, from which
 lifetimes are learned, and the one with the lowest peak, from which searches begin."""
 _NEAR = 0.9
-"""Kinds of pass whose peak is above this fraction of the first budget are planned, each for
-itself."""
+"""Kinds of pass with a peak above this fraction of the first budget are planned."""
 _LOWER = 0.99
 """A new lowest peak has to be below this fraction of the lowest peak so far."""
 

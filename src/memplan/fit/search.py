@@ -81,8 +81,7 @@ class Search:
             self._show()
 
     def _show(self) -> None:
-        """Show progress, with the time left if the current attempt succeeds, from the time of
-        captures so far."""
+        """Show progress, with the time left if the current attempt succeeds."""
         left, self._shown = "", True
         if self.captures:
             seconds = self._expected * (time.monotonic() - self._began) / self.captures

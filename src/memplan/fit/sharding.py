@@ -109,8 +109,7 @@ def with_options(lowest: State) -> tuple[list[Change], list[str]]:
 
 
 def _sharding_more(lowest: State) -> Iterator[list[tuple[str, int, int, ScriptTarget]]]:
-    """For each option: its words, its value before and after, and the program with the new
-    value."""
+    """For each option: its words, value before and after, and program with the new value."""
     program = lowest.job.program
     for switch in find_switches(program, _SHARDING):
         yield [(switch.words(on=True), 0, 1, switch.on(program))]

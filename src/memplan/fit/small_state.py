@@ -22,8 +22,7 @@ from memplan.types.trace import Role, Trace
 _8BIT = ("Adagrad", "Adam", "AdamW", "RMSprop", "SGD")
 """Optimizers of `torch.optim` that bitsandbytes has with 8-bit state."""
 _SHARDED_8BIT = ("Adam", "AdamW")
-"""Optimizers that torchao has with 8-bit state, which `fully_shard` can shard and a plan can
-use."""
+"""Optimizers that torchao has with 8-bit state, which `fully_shard` can shard."""
 _SMALLEST = 4096
 """Elements of a parameter whose state becomes one of 8 bits; of both libraries."""
 _BLOCK = 256

@@ -186,8 +186,7 @@ class State:
         )
 
     def promised(self) -> Plan:
-        """The plan with the peak of this capture, and the allocator's settings that it counts
-        on."""
+        """The plan with this capture's peak, and the allocator's settings that it counts on."""
         peak = self.verdict.estimate.allocated_peak_bytes
         parts = {name: getattr(self.plan, name) for name in _PROMISING}
         return msgspec.structs.replace(

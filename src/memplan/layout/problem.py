@@ -77,8 +77,7 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> int:
-        """No layout is lower than this: the maximum load, or the end of the highest fixed
-        buffer."""
+        """No layout is lower: the maximum load, or the end of the highest fixed buffer."""
         is_fixed = self.fixed >= 0
         ends = self.fixed[is_fixed] + self.size[is_fixed]
         return max(self.max_load, int(ends.max(initial=0)))

@@ -155,8 +155,7 @@ def _quietest(lower: I64, length: I64, size: I64, clock: int) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Room for dynamic requests: a number of bytes over `[lower, upper)`, one row for each
-    window."""
+    """Room for dynamic requests: bytes over `[lower, upper)`, one row for each window."""
 
     lower: I64
     upper: I64
@@ -209,8 +208,7 @@ def round_problem(round_: Round, blocks: Blocks) -> tuple[Problem, I64]:
 
 
 def offsets_of(round_: Round, blocks: Blocks, rows: I64, layout: Layout) -> tuple[I64, I64]:
-    """The offset of each row of the round, -1 where it is not planned; and the offsets of the
-    blocks."""
+    """The offset of each row of the round, -1 where not planned; and those of the blocks."""
     offsets = np.full(len(round_) + len(blocks), -1, np.int64)
     offsets[rows] = layout.offsets
     return offsets[: len(round_)], offsets[len(round_) :]

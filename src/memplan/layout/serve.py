@@ -138,8 +138,7 @@ def _operations(trace: Trace, part: AllocationPart) -> tuple[I64, I64, I64, I64]
 
 
 def phase_entries(trace: Trace, names: list[str]) -> tuple[I64, I64]:
-    """Events at which the job enters a phase, and the index of each phase in a plan's `phases`; -1
-    for an evaluation."""
+    """Events at which the job enters a phase, and its index in `phases`; -1 for an evaluation."""
     spans = find_steps(trace).phases
     starts, numbers = [], []
     for row in range(len(spans)):

@@ -64,8 +64,7 @@ def _by_storage(trace: Trace, rows: np.ndarray, default: int) -> I64:
 
 
 class _Widening:
-    """One pass over the events. `seen[s][t]` is the moment up to which stream s has waited for the
-    work of stream t."""
+    """One pass over the events. `seen[s][t]`: the moment up to which s waited for t's work."""
 
     def __init__(
         self, trace: Trace, device: int, streams: list[int], alloc: I64, end: I64, completed: I64
@@ -89,8 +88,7 @@ class _Widening:
         """The value of `_worked` when memory that the stream uses was last released."""
         self._recorded: dict[int, tuple[int, list[int]]] = {}
         self._waiting: list[tuple[int, dict[int, int]]] = []
-        """Released storages, each with the moments, by stream, up to which larger streams have to
-        wait."""
+        """Released storages, with the moments, by stream, up to which larger ones have to wait."""
         self._users: dict[int, set[int]] = {}
 
     def run(self) -> Lifetimes:

@@ -91,8 +91,7 @@ class _Prover:
         return pivots, best
 
     def narrowed(self, pivots: Sequence[int], best: Bound, peak: int) -> Bound:
-        """A bound of at least `best`: the largest budget that some pivot proves to be
-        impossible."""
+        """At least `best`: the largest budget that some pivot proves to be impossible."""
         for pivot in pivots:
             unrefuted, budget = peak, best.bytes
             for _ in range(BISECTIONS):
@@ -114,8 +113,7 @@ class _Prover:
         return best
 
     def prove(self, pivot: int, before: Sequence[int], after: Sequence[int]) -> Bound:
-        """The bound from a pivot and the pairs that were forced, in the order in which they were
-        found."""
+        """The bound from a pivot and forced pairs, in the order in which they were found."""
         forced: list[Forced] = []
         proved: list[int] = []
         for number, op in enumerate(after):

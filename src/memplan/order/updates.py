@@ -129,8 +129,7 @@ class _Step:
             self.order.append(op)
 
     def takes(self, ops: list[int]) -> tuple[int, int]:
-        """The most bytes that `ops` would need beyond those alive now, and the bytes by which they
-        would change these."""
+        """The most bytes that `ops` need beyond those alive now, and the change that they leave."""
         before, most = self.now, self.now
         for op in ops:
             most = max(most, self._begin(op))

@@ -190,8 +190,7 @@ def _released_at(trace: Trace, first: int, last: int, start: int, stop: int) -> 
 
 
 def _temporaries(trace: Trace, start: int, stop: int) -> Bools:
-    """Which events in `[start, stop)` are requests or releases of temporaries of an optimizer's
-    step."""
+    """Which events in `[start, stop)` belong to temporaries of an optimizer's step."""
     events = trace.events
     kind, storage = events.kind[start:stop], events.storage[start:stop]
     within = (events.phase[start:stop] == Phase.OPTIMIZER) & (storage >= 0)

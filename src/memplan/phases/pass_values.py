@@ -50,8 +50,7 @@ class PassValues:
         return len(self.bytes)
 
     def held_until_release(self, of: Bools) -> PassValues:
-        """The same values, where each value in `of` is also read by the last row before its
-        release."""
+        """The same values; each in `of` is also read by the last row before its release."""
         held = np.flatnonzero(of)
         row = np.append(self.reads.row, self.free[held] - 1)
         return replace(self, reads=Edges.of(row, np.append(self.reads.value, held), len(self)))

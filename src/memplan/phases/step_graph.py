@@ -27,8 +27,7 @@ from memplan.types.step_graph import F64, GraphOps, GraphValues, StepGraph
 from memplan.types.trace import I64, Phase, Trace
 
 _MOST_KINDS = 4
-"""The most kinds of pass that are planned; where there are more, passes mostly differ from step to
-step, too."""
+"""The most kinds of pass that are planned; where there are more, steps mostly differ, too."""
 
 
 def step_graph(

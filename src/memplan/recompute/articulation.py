@@ -94,8 +94,7 @@ def forward_uses(graph: StepGraph) -> ForwardUses:
 
 
 def _carries_parameters(graph: StepGraph) -> Bools:
-    """Whether each value is computed from a parameter or buffer; true for all if the graph names
-    none."""
+    """Whether a parameter or buffer is part of each value; true for all if none is named."""
     carries = np.array([bool(name) for name in graph.values.name], dtype=np.bool_)
     if not carries.any():
         return ~carries

@@ -22,8 +22,7 @@ MOST_BLOCKS = 96
 TAIL_VALUES = 5
 """The last block makes at least so many large values, because logits and losses are the largest."""
 GLOBAL_SHARE = 0.4
-"""A value that lives across more than this share of forward may cross a cut: a mask, rotary
-angles."""
+"""A value that lives across more than this share of forward may cross a cut: a mask, say."""
 SMALL_SHARE = 0.05
 """A small value may cross a cut, too: one below this share of the median. Half of the droppable
 bytes are in values up to the median."""
@@ -126,8 +125,7 @@ def _with_work_between(rows: list[int], made: I64, least: int) -> list[int]:
 
 
 def _spread(cuts: list[int]) -> list[int]:
-    """Join neighbours to at most MOST_BLOCKS blocks, in equal numbers, so that equal blocks stay
-    equal."""
+    """Join neighbours to at most MOST_BLOCKS blocks, in equal numbers: equal ones stay so."""
     every = -(-(len(cuts) - 1) // MOST_BLOCKS)
     return [*cuts[:-1:every], cuts[-1]]
 
@@ -201,8 +199,7 @@ class _Cut:
     drops: set[int]
 
     def _row(self, row: int, end: bool) -> int:
-        """The block's row for a row of the step; for one outside of the block, the nearest
-        inside."""
+        """The block's row for a row of the step; outside the block the nearest inside."""
         between = self.stop - self.start
         if row < self.start:
             return 0 if end else -1

@@ -13,15 +13,13 @@ from memplan.types.trace import I64
 
 @dataclass(frozen=True)
 class _Relief:
-    """Droppable values with the ops that allocate them. One run of an op gives all of its
-    values."""
+    """Droppable values with the ops that allocate them. One run gives all values of an op."""
 
     values: I64
     item: I64
     """The index in `seconds` of each value's op."""
     seconds: F64
-    """Seconds of each op that runs again if a value is dropped; 0 where backward reads none of its
-    values."""
+    """Seconds of each op that a drop runs again; 0 where backward reads none of its values."""
     after_forward: I64
     """First row at which a dropped value is not in memory."""
     first_use: I64

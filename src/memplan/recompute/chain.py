@@ -39,13 +39,11 @@ class Chain:
     forward: I64
     """Forward of layer k where nothing of it is kept, beside y_{k-1} and checkpoints."""
     forward_saving: I64
-    """Forward of layer k where it keeps what it saves, beside y_{k-1} and what earlier layers
-    save."""
+    """Forward of layer k where its saves are kept, beside y_{k-1} and earlier layers' saves."""
     replay: I64
     """Replay of layer k up to y_k and z_k, beside y_{k-1} and what earlier replays saved."""
     replay_saved: I64
-    """Replay of layer k for z_k only, where y_k is in memory or not needed. Unused where z_k is
-    empty."""
+    """Replay of layer k for z_k only, with y_k in memory or not needed. Unused without z_k."""
     entry: I64
     """Held before the first op of layer k's backward, beside all z and earlier y: dy_k, gradients
     of parameters of later layers, and y_k where the layer's own backward reads it."""
@@ -62,8 +60,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Subset:
-    """Boundaries of a chain that are checkpoints. The input, boundary 0, always is one and is left
-    out."""
+    """Boundaries that are checkpoints. The input, boundary 0, always is one and is left out."""
 
     checkpoints: tuple[int, ...]
     peak_bytes: int

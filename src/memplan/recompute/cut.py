@@ -144,8 +144,7 @@ class _Parts:
     boundaries: list[int]
     members: list[frozenset[int]]
     aside: dict[int, int]
-    """Values that are used beyond the layer that makes them, without boundaries; by value, that
-    layer."""
+    """Values used beyond the layer that makes them, without boundaries, with that layer."""
 
     @property
     def count(self) -> int:
@@ -172,16 +171,14 @@ def _cut(graph: StepGraph, uses: ForwardUses, longest: int) -> _Parts:
 
 
 def _used_beyond(uses: ForwardUses, layer: I64, begins: I64, inner: Bools) -> list[int]:
-    """Values that a later layer than their own uses. The last layer does not count, because it is
-    never replayed."""
+    """Values that a later layer uses. The last layer does not count: it is never replayed."""
     last = np.searchsorted(begins, uses.last, side="right") - 1
     found: list[int] = np.flatnonzero(inner & (uses.first >= 0) & (last > layer)).tolist()
     return found
 
 
 def _can_be_kept(graph: StepGraph, point: Articulation) -> bool:
-    """Whether a plan can keep an articulation point: it can name the value, or the value is alive
-    in backward anyway."""
+    """Whether a plan can name an articulation point, or need not: backward keeps it alive."""
     row = int(graph.values.alloc[point.value])
     return bool(
         graph.values.free[point.value] > graph.forward_ops

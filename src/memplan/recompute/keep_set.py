@@ -25,8 +25,7 @@ from memplan.recompute.selection import Selection, replayable_ops
 from memplan.types.step_graph import StepGraph
 
 COST_STEPS = 10**7
-"""The objective counts time in units of the forward ops' total time divided by this, rounded
-down."""
+"""Time counts in units of the forward ops' total time divided by this, rounded down."""
 TIE = 1 << 12
 """The objective breaks ties: so many values held or recomputed early weigh as much as one unit."""
 
@@ -50,8 +49,7 @@ class KeepSetProblem:
     """Whether replays can make each value."""
     last_forward: list[int] = field(init=False)
     first_use: list[int] = field(init=False)
-    """The first backward row that reads or writes each value; the number of rows where none
-    does."""
+    """The first backward row that reads or writes each value; the number of rows for none."""
     last_use: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,8 +201,7 @@ class _Program:
             self.model.add_hint(keep, kept)
 
     def proposals(self, solver: cp_model.CpSolver) -> tuple[Selection, ...]:
-        """Two selections: every dropped value is a group; or values whose replays share ops are one
-        group."""
+        """Two selections: each dropped value is a group; or those whose replays share ops are."""
         kept = {value for value, keep in self.keep.items() if solver.boolean_value(keep)}
         drops = [v for v in self.keep if self.problem.droppable[v] and v not in kept]
         held = frozenset(v for v in kept if not self.problem.droppable[v])

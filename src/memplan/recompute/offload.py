@@ -40,8 +40,7 @@ EFFORT, SMALL_EFFORT = 4, 400
 WINDOWS = ((0, 1), (1, 2), (2, 2), (2, 8), (4, 4), (8, 8))
 """Windows (out, ahead) that are tried, in multiples of the median size of a value."""
 SHARES = (0.0, 0.3, 0.6, 0.8, 0.9)
-"""Shares of the bytes that stay on the card in plans without recomputation: those that are cheapest
-to recompute."""
+"""Shares of the bytes that stay on the card without recomputation: the cheapest to recompute."""
 SEEDS = 2
 """Number of such plans for which the recompute solver is called first."""
 HALVINGS = 6
@@ -192,8 +191,7 @@ class OffloadSearch:
         return [(out * self.unit, ahead * self.unit) for out, ahead in WINDOWS]
 
     def _helpful(self, schedule: Schedule, budget_bytes: int) -> list[int]:
-        """Values that the selection keeps and that could be on the host at some row above the
-        budget."""
+        """Kept values that could be on the host at some row above the budget."""
         above = np.append(0, np.cumsum(schedule.row_bytes > budget_bytes))
         saves = self.saves
         return [
@@ -296,8 +294,8 @@ class OffloadSearch:
         self._improve(schedule, budget_bytes)
 
     def _improve(self, schedule: Schedule, budget_bytes: int) -> None:
-        """Offload until the budget is kept, unless the recomputation alone takes longer than the
-        best plan."""
+        """Offload until the budget is kept, unless recomputation alone takes longer than the
+        best."""
         best = self.best(budget_bytes)
         if best is None or schedule.replay_seconds * self.graph.passes < best.added_seconds:
             self._fill(schedule, budget_bytes)

@@ -13,8 +13,7 @@ from memplan.types.step_graph import F64
 from memplan.types.trace import I64
 
 KEEP_STEPS = 12
-"""Number of limits on the bytes kept between forward and backward for which options are
-searched."""
+"""Number of limits on the bytes kept between passes for which options are searched."""
 
 
 @dataclass(frozen=True)

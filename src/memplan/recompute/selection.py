@@ -72,8 +72,7 @@ def _place(graph: StepGraph, kind: tuple[str, ...], value: int) -> tuple[object,
 
 
 def replayable_ops(graph: StepGraph) -> Bools:
-    """Which ops a replay may run: those inside a recorded call whose result is the same each
-    time."""
+    """Which ops a replay may run: those inside a recorded call with the same result each time."""
     return np.asarray(graph.ops.replayable & (graph.ops.call >= 0), dtype=np.bool_)
 
 
@@ -111,8 +110,7 @@ def to_part(
 
 
 def op_output(graph: StepGraph, value: int) -> OpOutput:
-    """The name of a value in a plan. Raises ValueError for one that no op inside a call
-    allocates."""
+    """A value's name in a plan. Raises ValueError for one that no op inside a call allocates."""
     row = int(graph.values.alloc[value])
     if row < 0 or graph.ops.call[row] < 0 or value not in (made := _made_by(graph, row)):
         raise ValueError(f"value {value} is made by no op that a plan can name")

@@ -146,8 +146,7 @@ class Schedule:
         return sorted(offloaded, key=self._order.__getitem__)
 
     def judge(self, offloaded: frozenset[int], out_bytes: int, ahead_bytes: int) -> Judged:
-        """Evaluate a set of offloaded values. Raises KeyError for values that cannot be offloaded
-        or are dropped."""
+        """Evaluate offloaded values. Raises KeyError for some that cannot be, or are dropped."""
         saves, graph = self.saves, self.saves.graph
         out = _Out(self, offloaded, out_bytes)
         fetched, delay = _fetch(self, self.order(offloaded), out, ahead_bytes)
@@ -203,8 +202,7 @@ class _Out:
 def _fetch(
     schedule: Schedule, order: list[int], out: _Out, window: int
 ) -> tuple[dict[int, int], float]:
-    """Copies back during backward: the row at which each begins, and the seconds by which the step
-    ends later."""
+    """Copies back during backward: the row at which each begins, and the step's delay."""
     saves, asks = schedule.saves, schedule.asks
     size, copy = saves.bytes, saves.copy_seconds
     row: dict[int, int] = {}
@@ -235,8 +233,7 @@ def _fetch(
 
 
 def evaluate_offload(graph: StepGraph, plan: OffloadPlan, bytes_per_second: float) -> Judged:
-    """Evaluate one plan; a `Schedule` is quicker for many. Raises ValueError for a plan that is not
-    valid."""
+    """Evaluate one plan; a `Schedule` is quicker for many. Raises ValueError for a faulty one."""
     saves = Saves(graph, bytes_per_second)
     saves.check(plan)
     schedule = Schedule(saves, plan.selection)

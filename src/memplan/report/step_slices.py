@@ -29,8 +29,7 @@ class StepSlices:
 
     @property
     def end(self) -> float:
-        """End of the last slice; later than the step's time where streams of the next step begin
-        earlier."""
+        """End of the last slice; later than the step where streams of the next begin earlier."""
         return float((self.begin + self.seconds).max(initial=0.0))
 
 

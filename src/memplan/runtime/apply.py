@@ -1,5 +1,4 @@
-"""Puts a plan's parts `recompute` and `offload` into effect: on one module, or on every root module
-of a script."""
+"""Puts a plan's parts `recompute` and `offload` into effect, on a module or a whole script."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ class _Calls:
         """Names of the planned roots that the current pass has called; of more than any kind calls,
         only one more."""
         self._roots: dict[int, int] = {}
-        """Roots by id, in the order in which the step first called them, where several passes are
-        in flight."""
+        """Roots by id, in the order of first calls in the step; only for passes in flight."""
         self._needed: dict[Call, Needed] = {}
         """What the replays of each call need, from the last one that was recorded completely."""
         self._surprises: Counter[Call] = Counter()
@@ -178,8 +176,7 @@ class _Calls:
             self._to_compare = None
 
     def end_interrupted(self) -> None:
-        """End the last forward if KeyboardInterrupt or a similar exception ended it, which calls no
-        hook."""
+        """End the last forward if KeyboardInterrupt or the like, which calls no hook, ended it."""
         recording, call = self._running.call or (None, 0)
         self._running.call = None
         if isinstance(call, tuple):

@@ -80,8 +80,7 @@ class HostBuffers:
         self._closed = False
 
     def take(self, nbytes: int, card: Tensor) -> Buffer:
-        """A buffer for a copy of `card`. Raises MemoryError or OSError where the host has no more
-        memory."""
+        """A buffer for a copy of `card`. Raises MemoryError or OSError if there is no memory."""
         fitting = [one for one in self._free if nbytes <= len(one.bytes) <= 2 * nbytes]
         if fitting:
             found = min(fitting, key=lambda one: len(one.bytes))

@@ -1,5 +1,4 @@
-"""Parameters that are updated before their optimizer's own step, which then finds no gradient of
-them."""
+"""Updates parameters before their optimizer's own step, which then finds no gradient of them."""
 
 from __future__ import annotations
 

@@ -149,8 +149,7 @@ class HostSeconds:
 
     plain: float
     recorded: float
-    """Further seconds where a plan is in effect, whatever it drops, because every op is looked
-    at."""
+    """Further seconds under a plan, whatever it drops, because every op is looked at."""
     replayed: float
     """Further seconds where the op is replayed."""
 

@@ -408,8 +408,7 @@ def _places(trace: Trace, sample: _Sample) -> np.ndarray:
 
 
 def _asked_at(trace: Trace, sample: _Sample, places: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Bytes that a step asked for, by column of `_SIZES` and place; NaN where there is no such
-    request."""
+    """Bytes that a step asked for, by column of `_SIZES` and place; NaN for no request."""
     both = np.unique(np.vstack((places, wanted)), axis=0, return_inverse=True)[1].ravel()
     where = np.full(len(both), -1, np.int64)
     where[both[: len(places)]] = np.arange(len(places))

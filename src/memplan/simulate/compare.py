@@ -24,8 +24,7 @@ class SegmentComparison:
     segments_logged: int
     segments_predicted: int
     segments_matched: int
-    """Number of logged segments that are predicted for the same request, with the same size and
-    stream."""
+    """Logged segments predicted for the same request, with the same size and stream."""
     first_difference: int | None
     """Event of the first request for which the two differ."""
 

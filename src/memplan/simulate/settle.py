@@ -34,11 +34,9 @@ class Settled:
     """A job as it is replayed."""
 
     trace: Trace
-    """The trace with the repetitions that raise the reserved peak; the captured one where none
-    does."""
+    """The trace with the repetitions that raise the reserved peak, if any does."""
     captured: I64 | None = None
-    """For each event of `trace` the captured event that it is or repeats; None where `trace` is the
-    captured one."""
+    """For each event of `trace` the captured one that it is or repeats; None if all are."""
     rounds: int = 0
     """Repetitions in `trace`."""
     steps: int = 0
@@ -134,8 +132,7 @@ def _rounds(trace: Trace, settings: AllocatorSettings) -> Settled:
 
 
 def _growth(timeline: Timeline, of: Round, times: int) -> tuple[int, bool]:
-    """The last repetition that raised the reserved peak, 0 for none; and whether the rounds have
-    settled."""
+    """The last repetition that raised the reserved peak, or 0; and whether it has settled."""
     stop = of.stop
     peak, grew = int(timeline.reserved[:stop].max()), 0
     before = None

@@ -165,8 +165,7 @@ class Sizes:
                 self._fitted.append(_Fitted(terms, columns[of], factors[:, of], least[of]))
 
     def of(self, size: int, dims: F64) -> F64:
-        """Expected, low and high bytes of each request, for a batch of `size` bytes with these
-        dimensions."""
+        """Expected, low and high bytes of each request, for a batch of this size and dimensions."""
         found = np.zeros((3, self._count))
         for one in self._fitted:
             value = np.minimum(one.terms(dims[None])[0] @ one.factors, one.bound)

@@ -77,8 +77,7 @@ class Timeline:
     unknown_frees: int
     """Frees of storages that were not alive."""
     alloc_event: I64
-    """The ALLOC event of each storage on this device; -1 if it existed before, -2 if it never
-    did."""
+    """The ALLOC event of each storage here; -1 if it existed before, -2 if it never did."""
     free_event: I64
     """The FREE event of each storage; -1 if it lives to the end."""
 

@@ -119,8 +119,7 @@ def _lost(error: Exception) -> Outcome:
 def _run_there(
     words: list[str], given: bytes, folder: str, version: str
 ) -> tuple[int, bytes, str, bytes | None]:
-    """Run a command on a node. Returns its exit code, stdout, stderr, and the content of its output
-    file."""
+    """Run a command on a node: exit code, stdout, stderr, and content of the output file."""
     if version != __version__:
         raise RuntimeError(f"this node has memplan {__version__}, and {version} asks")
     with tempfile.TemporaryDirectory(prefix="memplan-ray-") as temporary:

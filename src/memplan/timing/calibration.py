@@ -16,8 +16,7 @@ from memplan.types.device import DeviceProfile
 from memplan.types.trace import Trace
 
 _LAUNCHES = 5
-"""A kernel that takes at most so many times the gap between two kernels says nothing about its
-class."""
+"""Kernels up to so many times as long as the gap between two say nothing about their class."""
 
 
 def efficiencies(

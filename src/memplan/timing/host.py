@@ -10,8 +10,7 @@ from memplan.types.trace import Phase, Trace
 
 
 def host_seconds(trace: Trace, times: HostTime, start: int, stop: int) -> F64:
-    """Host seconds of each operator in `[start, stop)`. One without a kernel, such as a view, costs
-    less."""
+    """Host seconds of each operator in `[start, stop)`: less for views, without a kernel."""
     ops = trace.ops
     phase = ops.phase[start:stop]
     launches = (ops.moved_bytes[start:stop] != 0) | (ops.flops[start:stop] != 0)

@@ -30,8 +30,7 @@ _RATES = {
     "float8_e5m2": ("fp8", "fp16"),
     "float64": ("fp64", "fp32"),
 }
-"""For each dtype, the rates of a profile to look for, in this order; every other dtype runs at
-fp32."""
+"""For each dtype, the rates of a profile to look for in order; all others run at fp32."""
 
 
 def op_seconds(

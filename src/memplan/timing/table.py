@@ -44,8 +44,7 @@ class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     efficiency: float
     """Share of a link's rate that NCCL's large messages reach."""
     latency_us: float
-    """Latency of a collective among the GPUs of a node, and again for each further node on the
-    way."""
+    """Latency of a collective among a node's GPUs, and again for each further node."""
     source: str
 
 

@@ -55,8 +55,7 @@ def workload(trace: Trace, sms: int, start: int = 0, stop: int | None = None) ->
 
 
 def _dtypes(trace: Trace) -> npt.NDArray[np.int32]:
-    """The dtype of the first storage that each operator reads, for operators whose arguments were
-    not noted."""
+    """The dtype of the first storage that an operator without noted arguments reads."""
     ops = trace.ops
     if not len(ops.reads):
         return np.zeros(len(ops), np.int32)

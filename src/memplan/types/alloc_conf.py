@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 
 CONF_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with the allocator's settings; the first that is set wins, even if
-empty."""
+"""Environment variables with the allocator's settings; the first that is set wins."""
 _COMMA = re.compile(r",(?![^\[]*\])")
 """Outside brackets."""
 

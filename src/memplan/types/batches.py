@@ -12,8 +12,7 @@ class Batches(msgspec.Struct, kw_only=True):
     """
 
     bytes: list[int] = []
-    """Bytes of each batch of an epoch, in order; empty where the loader was not read ahead or all
-    batches are equal."""
+    """Bytes of each batch of an epoch, in order; empty if not read ahead or all equal."""
     dims: list[list[int]] = []
     """For each tensor dimension that differs between batches, its value in each batch; empty where
     the batches have different tensors."""

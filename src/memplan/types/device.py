@@ -65,8 +65,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_bytes_per_second: int = 0
     """Bandwidth to the other GPUs of the node, in each direction; 0 without NVLink."""
     network_bytes_per_second: int = 0
-    """Network bandwidth of the node for each of its GPUs, in each direction, as in the maker's own
-    servers."""
+    """Network bandwidth of a node for each GPU and direction, as in the maker's own servers."""
     peak_flops: dict[str, float]
     """Dense FLOP/s by `fp32`, `tf32`, `bf16`, `fp16`; absent where the card has no such path."""
     context_bytes: int

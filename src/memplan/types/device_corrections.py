@@ -37,8 +37,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: str = ""
     """When and how the context was measured."""
     kernels: dict[str, tuple[_Share, _Share]] = {}
-    """For classes of kernels: the fractions of the card's peak rate and of its bandwidth that they
-    reach."""
+    """For classes of kernels: the fractions of the peak rate and bandwidth that they reach."""
     kernels_measured: str = ""
 
 

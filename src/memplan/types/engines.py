@@ -70,8 +70,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def activations_at_most(self) -> Sizes:
-        """The activations as a request. Nothing is missing if the card has less, because they are
-        part of the share."""
+        """The activations as a request: part of the share, so that nothing is missing."""
         return Sizes(0, self.activations.expected, self.activations.expected)
 
     def requested_bytes(self, share: float) -> int:

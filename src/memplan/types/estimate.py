@@ -143,8 +143,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Bytes of one of them."""
     count: int = 1
-    """Number of tensors. Where there are several, numbers in `name` and `module` that differ are
-    `*`."""
+    """Number of tensors. Where there are several, differing numbers in names are `*`."""
     shape: str
     dtype: str
     role: str
@@ -228,12 +227,10 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     requested_peak_bytes: int
     breakdown: Breakdown
     gathered_parameter_bytes: int
-    """The part of the breakdown's temporaries that are whole parameters, which FSDP has gathered
-    from their shards."""
+    """The part of the temporaries that are whole parameters, gathered by FSDP."""
     peak: PeakPoint
     allocated_peak: PeakPoint = PeakPoint(event=-1)
-    """The position in the job where the most is allocated. The reserved memory usually peaks
-    elsewhere."""
+    """The position in the job where the most is allocated; the reserved peak is elsewhere."""
     phases: list[PhasePeak] = []
     """The phases that the capture saw, in the order of a step."""
     stages: list[StagePeak] = []
@@ -290,8 +287,7 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     step_high_seconds: float | None = None
     """80 % of measured steps lay between bounds as wide as these."""
     host_launch_seconds: float | None = None
-    """Time that the host needs to launch the step. If it is near the step's time, the step waits
-    for the host."""
+    """Time that the host needs to launch the step. If near the step's, that waits for it."""
     exposed_communication_seconds: float | None = None
     """By how much the step would be shorter without its collectives; None if it has none."""
     input_seconds: float | None = None

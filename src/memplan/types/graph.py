@@ -104,8 +104,7 @@ class Graph:
 
 
 def csr(rows: Iterable[Iterable[int]]) -> tuple[I64, I64]:
-    """Rows in compressed form: where each row starts, and all rows one after the other, each
-    ascending."""
+    """Rows in compressed form: where each row starts, and all rows, each ascending."""
     lists = [sorted(row) for row in rows]
     start = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return start, np.array([item for row in lists for item in row], np.int64)

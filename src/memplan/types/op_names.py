@@ -34,8 +34,7 @@ UNINITIALISED = frozenset(
 FETCH = "memplan.fetch.default"
 """The name in a trace of a copy of a weight from the host to the device."""
 GRAPH_REPLAY = "cuda.graph_replay"
-"""The name in a trace of a replay of a CUDA graph: the operators `FIRST:STOP`, its operands, run
-again."""
+"""The name in a trace of a CUDA graph's replay: the operators `FIRST:STOP` run again."""
 
 
 @cache

@@ -135,8 +135,7 @@ class OomExplanation(msgspec.Struct, frozen=True, kw_only=True):
     missing_bytes: int | None
     """What would be missing without any fragmentation; 0 where it would have fitted."""
     outside_bytes: int | None
-    """Bytes of the card that are neither free nor in this process's segments; None without a
-    card."""
+    """Bytes of the card neither free nor in this process's segments; None without a card."""
     other_processes_bytes: int | None
     """The part of them that exceeds the largest context of this process; None without a card."""
     by_phase: dict[str, int]

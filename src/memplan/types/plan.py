@@ -134,8 +134,7 @@ class StatePart(Lever, frozen=True, kw_only=True):
     """Optimizers' state in the host's memory. The update's arithmetic stays on the card."""
 
     share: Share
-    """The share, in (0, 1], of the elements of an optimizer's parameters, in the order of its
-    groups."""
+    """The share, in (0, 1], of the elements of an optimizer's parameters, in group order."""
     host_bytes: Count = 0
     """Promised, of state on the host."""
 

@@ -25,8 +25,7 @@ class DeviceOutcome(msgspec.Struct, frozen=True, kw_only=True):
     reserved_peak_bytes: int
     allocated_peak_bytes: int
     reserved_peak_without_bytes: int | None
-    """The reserved peak of PyTorch's own allocator, simulated; None where no requests were
-    recorded."""
+    """The reserved peak of PyTorch's allocator, simulated; None without recorded requests."""
     without_from_steps: int
     """The job's first steps, that this was simulated from."""
     counters: dict[str, int]

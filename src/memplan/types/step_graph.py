@@ -117,8 +117,7 @@ class StepGraph:
     """Peak of the step outside this pass and those like it (the optimizer's update); no
     recomputation lowers it."""
     passes: int = 1
-    """How many passes with the same forward a step makes, at least 1; the graph is that of the
-    dearest."""
+    """How many passes of a step have this forward, at least 1; the graph is the costliest's."""
     others: int = 0
     """Passes in flight beside this one while it runs, as on a pipeline stage. Each holds what this
     one keeps from forward to backward; `base_bytes` has what that is in the plain run."""

@@ -36,8 +36,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """What its batches took one process on the machine of the capture; None where no data loader
     was seen."""
     exposed_input_seconds: float | None
-    """The part that the loader's workers cannot do while a step runs; `seconds` does not include
-    it."""
+    """The part that the loader's workers cannot do during a step; not in `seconds`."""
     model_flops_utilisation: float | None
     """Operations of the model's products, those computed again not counted, by the peak rate of
     their dtype and the step's seconds; None where it has none."""
@@ -58,8 +57,7 @@ class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
     count: float
     """A whole number, unless several steps that take turns are counted together."""
     bytes: int
-    """Bytes of the data, as nccl-tests counts it: of all ranks for gather and scatter, else of
-    one."""
+    """Bytes of the data, as nccl-tests counts it: of all ranks for gather and scatter."""
     seconds: float
     exposed_seconds: float
     """By how much the step would be shorter without these collectives alone. Because they may hide

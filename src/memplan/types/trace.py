@@ -170,8 +170,7 @@ class Communicator(msgspec.Struct, frozen=True):
     name: str = ""
     """What the script or library calls the group."""
     eager: bool = False
-    """Whether it was created with its group, which was given its device, and not at the first
-    collective."""
+    """Whether it was created with its group, and not at the first collective."""
     collectives: list[str] = []
     """Kinds used, in the order of their first use: `all_gather`, `reduce_scatter`, `send`, …"""
     peers: int = 0
@@ -233,8 +232,7 @@ class TraceMeta(msgspec.Struct, kw_only=True):
     """First and one past the last of the steps that the rest of the job is taken to repeat; empty
     where none are known, or the job ended by itself."""
     batches: list[Batches] = []
-    """A list for each data loader that was read ahead and whose batches differ, in the order of the
-    job."""
+    """For each data loader that was read ahead and whose batches differ, in the job's order."""
     inputs: list[InputTime] = []
     """The time of each data loader that fed the steady steps."""
     capture_peak_bytes: int = 0

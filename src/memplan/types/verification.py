@@ -70,11 +70,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     requests_real: int
     requests_foreseen: int
     first: Divergence | None
-    """The first divergence of the whole run; None where every request is the same, as far as the
-    shorter run goes."""
+    """The first divergence of the whole run; None where the shorter run has none."""
     steady: Divergence | None
-    """The first divergence in a step that the next one repeats, on both sides; None where that is
-    the same."""
+    """The first divergence in a step that the next one repeats on both sides; else None."""
     steady_compared: bool
     """Whether both sides have such a step."""
     surplus: list[Surplus]

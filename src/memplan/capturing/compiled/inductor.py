@@ -97,8 +97,7 @@ def install(
 
 
 class _Templates(PyCodeCache):
-    """Replaces the class by which Inductor loads a template's kernel (flex attention) to time it:
-    nothing is loaded."""
+    """Replaces Inductor's loader of a template's kernel (flex attention): nothing is loaded."""
 
     load: Any = staticmethod(
         lambda _code, key="", **_options: types.SimpleNamespace(__file__="<template>", key=key)

@@ -190,9 +190,8 @@ def _timer_keys() -> Iterator[ctypes.c_int8]:
 
 @contextmanager
 def _no_cuda_timer() -> Iterator[None]:
-    """A context manager in which DistributedDataParallel does not time its device, as in a build
-    without CUDA. The timer of a build with CUDA records real events, for which there is no driver
-    here."""
+    """Inside, DistributedDataParallel does not time its device, as in a build without CUDA. The
+    timer of a build with CUDA records real events, for which there is no driver here."""
     keys = [] if torch.version.cuda is None else [k for k in _timer_keys() if k.value == _CUDA]
     for key in keys:
         key.value = _NO_DEVICE
@@ -205,9 +204,8 @@ def _no_cuda_timer() -> Iterator[None]:
 
 @contextmanager
 def fake_cuda_device() -> Iterator[None]:
-    """A context manager in which C++ finds one CUDA device. It must not be nested. Raises
-    RuntimeError, AttributeError or ValueError if the installed PyTorch does not have the expected
-    interfaces."""
+    """Inside, C++ finds one CUDA device. Not to be nested. Raises RuntimeError, AttributeError or
+    ValueError if the installed PyTorch does not have the expected interfaces."""
     registry = _guard_registry()
     hooks = _hooks_object()
     guard_before, vtable_before = registry[_CUDA], hooks[0]

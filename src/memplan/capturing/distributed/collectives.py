@@ -171,8 +171,7 @@ class Collectives:
         }
 
     def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-        """Handlers by operator; each takes the operator, its arguments and its keyword
-        arguments."""
+        """Handlers by operator, called with the operator, its arguments and keyword arguments."""
         return dict.fromkeys(_FORMS, self._run)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -41,8 +41,7 @@ class FunctionalCollectives:
         """Pending work by the result's storage, which the handle keeps alive."""
 
     def handlers(self) -> dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-        """Handlers by operator; each takes the operator, its arguments and its keyword
-        arguments."""
+        """Handlers by operator, called with the operator, its arguments and keyword arguments."""
         answers: dict[Any, Callable[..., Any]] = {
             functional.all_reduce.default: partial(self._reduce, _copy),
             functional.all_reduce_.default: partial(self._reduce, _same),

@@ -203,8 +203,7 @@ _computed = False
 
 
 def has_computed() -> None:
-    """To be called once this process has threads of PyTorch's: it can no longer be forked for a
-    rank."""
+    """To be called once this process has threads of PyTorch's, so that it cannot be forked."""
     global _computed
     _computed = True
 
@@ -362,8 +361,7 @@ class _Exchange:
         return None if over is None else (False, over)
 
     def _each_other(self, link: Connection, rank: int) -> tuple[str, str] | None:
-        """The reason why it will never be told: the rank that is asked waits for the one that
-        asks."""
+        """Why it will never be told: the rank that is asked waits for the one that asks."""
         waits = {question.link: question.rank for question in self._waiting}
         following: int | None = rank
         for _ in range(len(waits)):

@@ -133,7 +133,7 @@ class HostMemory:
             self._begin(storage, absent)
 
     def pin(self, tensor: torch.Tensor, how: int = 1) -> None:
-        """The tensor's storage is page-locked, by PyTorch's allocator or (`PAGE_LOCKED`) as it
+        """Note that the storage is page-locked, by PyTorch's allocator or (`PAGE_LOCKED`) as it
         is."""
         if not self.enabled or tensor.layout is not torch.strided:
             return

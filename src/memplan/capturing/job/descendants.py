@@ -23,8 +23,7 @@ _ROUNDS = 5
 
 
 class Descendants:
-    """Descendants of this process that are started from now on, except by processes that exist
-    already."""
+    """Descendants of this process started from now on, not by processes that exist already."""
 
     def __init__(self) -> None:
         self._before = _below(posix.getpid(), {})

@@ -149,8 +149,7 @@ def _of_devices(options: CaptureOptions) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The place of an error in the script: in the user's code or, where all of it was installed, in
-    a package."""
+    """The place of an error in the user's code or, where all is installed, in a package."""
     frames = traceback.extract_tb(error.__traceback__)
     torch_folder = str(Path(torch.__file__).parent)
     for wanted in (_is_users, lambda name: torch_folder not in name and _is_packages(name)):

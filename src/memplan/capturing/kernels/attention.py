@@ -56,8 +56,7 @@ class SdpaEnvironment:
     torch_version: tuple[int, int, int] = (2, 13, 0)
     cuda_version: tuple[int, int] = (13, 0)
     cudnn_version: int | None = None
-    """The number of `torch.backends.cudnn.version()`; None for that of the release's default
-    wheel."""
+    """As `torch.backends.cudnn.version()`; None for the release's default wheel."""
     enabled: frozenset[str] = ALL_KERNELS
     """`torch.backends.cuda.*_sdp_enabled()`, `sdpa_kernel(…)`."""
     priority: Sequence[str] | None = None

@@ -192,8 +192,7 @@ def _rms_norm_backward(call: OpCall) -> list[Scratch]:
 
 
 def _partial_sums(call: OpCall, first: int) -> list[Scratch]:
-    """Partial sums for a layer norm's parameters, of which the `first` tensor argument is the
-    first."""
+    """Partial sums for a layer norm's parameters: the tensor arguments from `first` on."""
     shape = call.args.get("normalized_shape")
     columns = numel([int(size) for size in shape]) if isinstance(shape, Sequence) else 0
     if columns == 0 or len(call.shapes) <= first:

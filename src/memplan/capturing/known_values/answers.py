@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 _TRUE_ORIGINS = frozenset({"all", "isclose", "equal", "_is_all_true"})
 _HEALTH = frozenset({"isnan", "isinf", "_is_all_true"})
-"""A loop whose condition calls one of these waits for a failure or for its own end; it is no
-training loop."""
+"""A loop on one of these waits for a failure or for its own end; it is no training loop."""
 _ROUNDS = 16
 """Turns of a loop outside the model before an optimizer step: enough to accumulate gradients."""
 _FEWEST_ROUNDS = 1
-"""Turns of a loop inside a model, and of a loop on a line on which `_FEW_LOOPS` loops have ended
-since the optimizer stepped: it is inside another loop, as a solver's steps between the times that
-are asked for."""
+"""Turns of a loop inside a model, or inside another loop: `_FEW_LOOPS` loops on its line have ended
+since the optimizer stepped, as a solver's between the times that are asked for."""
 _FEW_LOOPS = 16
 _POINTS_OF_A_SEARCH = 2
 _PATIENCE = 1_000
@@ -71,8 +69,7 @@ class Answers:
     def __init__(
         self, assumptions: Assumptions, source: Callable[[], str], in_model: Callable[[], bool]
     ) -> None:
-        """`source()` gives the `file:line` that asks, `in_model()` whether a module or an optimizer
-        is running."""
+        """`source()` gives the `file:line` that asks, `in_model()` whether a module is running."""
         self.finishing = False
         """Whether enough has been seen: then training loops end when they ask."""
         self._assumptions = assumptions

@@ -128,8 +128,7 @@ def _goes_on_if_large(node: ast.Compare, child: ast.AST) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def _expressions(code: CodeType, instruction: int) -> list[ast.AST]:
-    """The syntax nodes that contain an instruction, the outermost first; empty without the
-    source."""
+    """The syntax nodes that contain an instruction, outermost first; empty without source."""
     number = instruction // _BYTES_PER_INSTRUCTION
     running = opname[code.co_code[instruction]]
     if "JUMP" in running or running == "TO_BOOL":

@@ -40,14 +40,13 @@ class AssumedSizes:
                     self._now[selected] = max(most, self._now.get(selected, 0))
 
     def selects(self, mask: torch.Tensor, selected: int) -> None:
-        """Note that the running operator finds so many elements in a mask that depends on an
-        assumed one."""
+        """Note that the operator finds so many elements in a mask that depends on an assumed
+        one."""
         if self._now and selected:
             self._now.setdefault(selected, _most(mask, self._now))
 
     def high_bytes(self, made: torch.Tensor) -> int | None:
-        """The high bound for a storage that the operator made; None where its size depends on no
-        assumption."""
+        """The high bound for a storage of the operator; None where it depends on no assumption."""
         if not self._now:
             return None
         storage = made.untyped_storage()

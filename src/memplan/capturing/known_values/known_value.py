@@ -23,8 +23,7 @@ Place = tuple[int, "torch.Size", tuple[int, ...]]
 
 
 class KnownValue:
-    """The content of a fake storage. A write that is not done in place replaces it by another
-    one."""
+    """The content of a fake storage; another one replaces it in a write that is not in place."""
 
     __slots__ = ("_alike", "_find", "_storage", "borrowed", "chain", "lent")
 
@@ -106,8 +105,7 @@ class Computation:
 
     @staticmethod
     def possible(inputs: list[KnownValue]) -> bool:
-        """Whether an operator may be deferred: nobody writes to the inputs, and the chain is
-        short."""
+        """Whether an operator may be deferred: nobody writes its inputs, and the chain is short."""
         return all(not value.borrowed and value.chain < _LONGEST_CHAIN for value in inputs)
 
     def result(self) -> Any:

@@ -123,8 +123,7 @@ class Values:
     def keep(
         self, result: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        """Store the result of `compute` as the content of the outputs, except of those that are
-        inputs."""
+        """Store the results of `compute` as contents of the outputs that are no inputs."""
         shared = {tensor.untyped_storage()._cdata for tensor in inputs}
         values = _tensors(result) if not isinstance(result, Computation) else []
         for number, tensor in enumerate(outputs):
@@ -323,8 +322,7 @@ class _Call:
         return written[0] and sum(written) == 1 and kept and type(self._args[0]) is _Slot
 
     def __call__(self, real: list[Any], *, whole: bool = False) -> Any:
-        """Run it on real tensors; None if it fails. `whole`: whether the blank one is among
-        them."""
+        """Run it on real tensors; None if it fails. `whole`: the blank one is among them."""
         if self.blank is not None and not whole:
             size, stride, dtype = self.blank
             real = [torch.empty_strided(size, stride, dtype=dtype, device="cpu"), *real]

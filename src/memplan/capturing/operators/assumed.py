@@ -30,8 +30,7 @@ def assume_topk(state: CaptureState, func: Any, args: Any, kwargs: Any, result: 
 
 
 def assume_routing_map(state: CaptureState, op: str, chosen: FakeTensor, top_k: int) -> None:
-    """Assume a boolean map, rows x options, in which a router chooses `top_k` options in each
-    row."""
+    """Assume a boolean map, rows x options, in which a router chooses `top_k` in each row."""
     rows, options = chosen.shape[:-1], chosen.shape[-1]
     indices = _assumed_topk(torch.Size((*rows, top_k)), options, -1, state.routing)
     values = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(-1, indices, True)
@@ -62,8 +61,7 @@ def note_choice(place: int) -> Observer:
 
 
 def assume_uniform(value: int) -> Observer:
-    """The result is assumed to hold one value everywhere: no number is NaN or infinite, all are
-    finite."""
+    """The result is assumed to be one value everywhere: no number is NaN or infinite."""
 
     def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if state.values.of(result) is None and result.numel() <= MAX_INTEGER_ELEMENTS:

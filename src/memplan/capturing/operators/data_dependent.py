@@ -1,5 +1,4 @@
-"""Operators whose result depends on values: computed from known values, or else from an
-assumption."""
+"""Operators whose result depends on values: computed from known ones, or from an assumption."""
 
 from __future__ import annotations
 

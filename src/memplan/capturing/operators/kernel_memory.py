@@ -80,8 +80,7 @@ class KernelMemory:
         return {func: self._on_device(observer) for func, observer in found.items()}
 
     def recordings(self) -> dict[Any, Recording]:
-        """For operators whose outputs are not recorded one after the other: how they are
-        recorded."""
+        """How outputs are recorded, for operators where that is not one after the other."""
         return {
             aten.convolution_backward.default: self.convolution_backward,
             aten._scaled_dot_product_efficient_attention.default: self.efficient_outputs,
@@ -158,8 +157,7 @@ class KernelMemory:
     def batch_norm(
         self, state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any
     ) -> None:
-        """Batch normalisation. The first tensor of a backward is the gradient; for cuDNN it is the
-        input."""
+        """Batch normalisation. A backward's first tensor is the gradient; for cuDNN, the input."""
         backward, cudnn = "backward" in func._opname, func._opname.startswith("cudnn")
         x = args[1] if backward and not cudnn else args[0]
         training = True if backward and cudnn else bool(args[7] if backward else args[5])
@@ -282,8 +280,7 @@ class KernelMemory:
         self.add([*copies(layout, operands), conv_workspace(conv, direction, settings)])
 
     def _try_plans(self, conv: Convolution, direction: Direction, settings: ConvSettings) -> None:
-        """Record the first call under `cudnn.benchmark`; each thread remembers the plans that it
-        found."""
+        """Record a first call under `cudnn.benchmark`; each thread remembers the plans found."""
         trial = trial_workspace(conv, settings)
         call = (threading.get_ident(), self._device, direction, repr(conv))
         if trial is None or call in self._tried:
@@ -320,8 +317,7 @@ class KernelMemory:
     def efficient_outputs(
         self, state: CaptureState, func: Any, args: Any, outputs: Any
     ) -> list[int]:
-        """The two random-state scalars of the result are on the host; the shape rule says that they
-        are on the card."""
+        """The two random-state scalars are on the host; the shape rule says on the card."""
         for scalar in outputs[2:]:
             scalar.fake_device = torch.device("cpu")
         return [state.record(output) for output in outputs[:2]]

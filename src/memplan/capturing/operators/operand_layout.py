@@ -42,8 +42,7 @@ def convolution_layout(x: torch.Tensor, w: torch.Tensor, _backend: Any) -> torch
 
 
 def copies(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> list[Scratch]:
-    """The copies that a kernel makes, for as long as it runs, to have tensors in a memory
-    format."""
+    """The copies that a kernel makes while it runs, to have tensors in a memory format."""
     return [
         exactly("operand's copy", tensor.numel() * tensor.element_size())
         for tensor in tensors

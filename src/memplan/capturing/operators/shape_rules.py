@@ -19,8 +19,7 @@ aten = torch.ops.aten
 
 
 def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """The CUDA kernel of `_grouped_mm` also accepts float32 and float16; the shape rule only
-    bf16."""
+    """The CUDA kernel of `_grouped_mm` also accepts float32 and float16; the rule only bf16."""
     dtype = args[0].dtype
     if dtype == torch.bfloat16:
         return NotImplemented
@@ -43,8 +42,7 @@ def grouped_mm(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """`native/cuda/RNN.cu`: the new state, and five values for each hidden unit for the
-    backward."""
+    """`native/cuda/RNN.cu`: the new state, and five values a hidden unit for the backward."""
     hx = args[2]
     hidden = run_fake(state, aten.empty_like.default, (hx,), {})
     workspace = run_fake(state, aten.new_empty.default, (hx, [hx.shape[0], 5 * hx.shape[1]]), {})
@@ -52,8 +50,7 @@ def gru_cell(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def gru_cell_backward(state: CaptureState, func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of both gates, of the state, and of the biases, which are sums of the gates'
-    gradients."""
+    """Gradients of both gates, of the state, and of the biases (sums of the gates')."""
     grad, workspace, has_bias = args
     rows, units = workspace.shape[0], workspace.shape[1] // 5
     shape = [rows, 3 * units]

@@ -15,8 +15,7 @@ from memplan.capturing.patches.internals import MissingNameError, is_missing, to
 _ABSENT = object()
 
 as_compilers_see: Callable[[], AbstractContextManager[None]] = nullcontext
-"""A context manager in which PyTorch is as its compiler saw it: in a capture, without the capture's
-patches."""
+"""Inside, PyTorch is as its compiler saw it: in a capture, without the capture's patches."""
 
 
 class Patches:

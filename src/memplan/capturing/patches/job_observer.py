@@ -43,8 +43,7 @@ class Step:
     closure: bool = False
     """Whether it is given one, which may run the model."""
     within: int = 0
-    """Number of steps that this step is part of: an optimizer may call another one, or the step of
-    its base class."""
+    """Number of steps that this one is part of: an optimizer may call another one."""
     updated: set[int] = field(default_factory=set)
     """For a reported step: ids of the parameters that were updated without it."""
 

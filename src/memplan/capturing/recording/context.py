@@ -1,5 +1,4 @@
-"""Tracks the position in the job: module, phase, step, source line and stream of the operator that
-runs."""
+"""Tracks the position in the job: module, phase, step, source line and stream."""
 
 from __future__ import annotations
 

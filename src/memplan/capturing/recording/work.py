@@ -70,8 +70,7 @@ class Work:
         self._counted: dict[Any, int] = {}
 
     def flops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        """FLOPs as counted by `torch.utils.flop_counter`; 0 for operators and shapes without a
-        formula."""
+        """FLOPs by `torch.utils.flop_counter`; 0 for operators and shapes without a formula."""
         try:
             formula = self._formulas[func]
         except KeyError:

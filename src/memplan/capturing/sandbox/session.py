@@ -73,8 +73,7 @@ class Sandbox:
 
     @property
     def device_uses(self) -> list[str]:
-        """The places where other processes of the sandbox used CUDA, as `report_device` was
-        told."""
+        """Where other processes of the sandbox used CUDA, as `report_device` was told."""
         return self._learned().device_uses if self._view is not None else []
 
     def _learned(self) -> View:

@@ -54,8 +54,7 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """The place that a path leads to: its canonical form, where its bytes are now, and in which
-    layer."""
+    """Where a path leads: its canonical form, where its bytes are, and in which layer."""
 
     at: str
     disk: str

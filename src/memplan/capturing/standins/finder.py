@@ -351,8 +351,7 @@ class _WithoutTriton(WrappedLoader):
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """A context manager in which a stand-in for Triton is hidden. PyTorch's compilers work without
-    it."""
+    """Inside, a stand-in for Triton is hidden. PyTorch's compilers work without it."""
     served = sys.modules.get("triton")
     loader = getattr(getattr(served, "__spec__", None), "loader", None)
     if not isinstance(loader, _PackageLoader):  # hidden already, as in an import within another

@@ -1,5 +1,4 @@
-"""Finds where a job generates text and where it passes weights to an engine: these are stages of
-their own."""
+"""Finds where a job generates text and where it passes weights to an engine, as stages."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def bring_forward(frame: FrameType | None) -> int:
 
 
 def _by_counter(frame: FrameType) -> dict[str, list[ast.If]]:
-    """Conditions that still come in this turn of the innermost loop, by the counter that they
-    divide."""
+    """Conditions that still come in this turn of the loop, by the counter that they divide."""
     tree = _parsed(frame.f_code.co_filename)
     line = frame.f_lineno
     loops = [one for one in ast.walk(tree) if isinstance(one, ast.For | ast.While)]

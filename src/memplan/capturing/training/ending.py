@@ -79,8 +79,7 @@ class Ending:
         self.another_training: Callable[[], None] = lambda: None
         """Called when another training begins."""
         self.optimizer_grows: Callable[[], int] = lambda: 0
-        """Bytes of parameters that an optimizer which has not stepped yet has beyond those of
-        earlier ones."""
+        """Bytes of parameters that a new optimizer has beyond those of earlier ones."""
         self._nothing_seen()
 
     def _nothing_seen(self) -> None:
@@ -244,8 +243,7 @@ class Ending:
             self._steps_left, self._forwards_left = _STEPS_AHEAD, _FORWARDS_AHEAD
 
     def _is_more(self, held: tuple[int, int]) -> bool:
-        """Whether this training needs more memory than those before, or will once it has its
-        optimizer state."""
+        """Whether this training needs more memory than those before, or will with its state."""
         more = any(now > most + _MORE for now, most in zip(held, self._most, strict=True))
         return more or self.optimizer_grows() > _MORE
 
@@ -269,8 +267,7 @@ class Ending:
         self.another_training()
 
     def after_step(self) -> None:
-        """To be called when an optimizer stepped although enough was seen: on a batch in hand, or
-        in another epoch."""
+        """To be called when an optimizer stepped although enough was seen."""
         if not self.draining:
             if self.whole_run is not None and self.whole_run.all_run:
                 self._drain()
@@ -286,8 +283,7 @@ class Ending:
             self.stop()
 
     def _watch_time(self) -> None:
-        """Bound the time that the host computes after the epoch, for example merging weights for a
-        checkpoint."""
+        """Bound the time that the host computes after the epoch, as for merging weights."""
         if self._deadline is not None and self._deadline.passed:
             self.stop()
 
@@ -301,8 +297,7 @@ class Ending:
         raise EnoughSeen
 
     def cut_off(self) -> None:
-        """Note that the script failed in an epoch without batches, so that what follows was not
-        seen."""
+        """Note that the script failed in an epoch without batches: the rest was not seen."""
         self.state.recorder.finished = True
 
     def _allow(self, loader: Any) -> None:
@@ -367,8 +362,7 @@ class Ending:
 
     @property
     def saw_evaluation(self) -> bool:
-        """Whether anything ran without gradients on batches of another loader since the loaders
-        began to run dry."""
+        """Whether anything ran without gradients on another loader since loaders ran dry."""
         return self._evaluated and self._opened_another
 
 

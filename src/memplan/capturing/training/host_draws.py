@@ -34,8 +34,7 @@ _WHOLE = (
 )
 _PIECE = 1 << 16
 _MOST = 1 << 29
-"""The most numbers that are drawn: 9 s in float32, 17 s in bfloat16, 54 s in float64 on a busy
-machine."""
+"""The most numbers drawn: 9 s in float32, 17 s in bfloat16, 54 s in float64 on a busy machine."""
 _MOST_AT_ONCE = 1 << 24
 _MOST_SPAN_BYTES = 1 << 28
 """The most bytes of a tensor that is not contiguous: one like it is created."""
@@ -61,8 +60,7 @@ class HostDraws:
 
     def __init__(self) -> None:
         self.missed = False
-        """Whether some numbers were not drawn, so that the generator's state differs from the
-        job's."""
+        """Whether some numbers were not drawn, so that the generator's state is another."""
         self._left = _MOST
 
     def install(self, patches: Patches, state: CaptureState) -> None:

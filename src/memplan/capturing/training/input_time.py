@@ -84,8 +84,7 @@ class InputTimes:
 
     def __init__(self) -> None:
         self._batches: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
-        """How many batches are taken in each step, by identity of the dataset and number of
-        workers."""
+        """Batches taken in each step, by identity of the dataset and number of workers."""
         self._reading: weakref.WeakSet[Any] = weakref.WeakSet()
         """Iterators of loaders. They are not kept alive, because a dataset may be on the card."""
         self._loaders: dict[tuple[int, int], _Loader] = {}
@@ -96,8 +95,7 @@ class InputTimes:
         self._batches[id(reading._dataset), reading._num_workers][step] += 1
 
     def keep(self) -> None:
-        """From now on keep the iterators that are being read, to measure them: enough steps were
-        seen."""
+        """Enough steps were seen: from now on keep the iterators being read, to measure them."""
         for reading in self._reading:
             self._loaders[id(reading._dataset), reading._num_workers] = _Loader(reading)
 

@@ -115,8 +115,7 @@ class Repeats:
         self._calls: Counter[str] = Counter()
 
     def over(self) -> None:
-        """To be called when something else ran: a forward with gradients, an optimizer. Counting
-        begins anew."""
+        """Count anew: something else ran, a forward with gradients or an optimizer."""
         self._rows.clear()
 
     def call(
@@ -275,8 +274,7 @@ class Repeats:
 
 
 def _key_of(module: torch.nn.Module, args: Any, kwargs: Any) -> object:
-    """A key that is equal for calls with arguments of the same kind; None for arguments that cannot
-    be compared."""
+    """A key, equal for calls with arguments of the same kind; None if they cannot be compared."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kinds: list[object] = [id(module), repr(spec)]
     for leaf in leaves:

@@ -32,8 +32,7 @@ _MOST_KEPT = 48
 """The most batches of different sizes that are kept while the loader is read."""
 _MOST_DIMS = 4
 _ALIGNED = {1: 1, 2: 16, 3: 1, 4: 8}
-"""For each place among the batches of middle size, the largest power of two that divides its
-width."""
+"""For each place among batches of middle size, the largest power of two dividing its width."""
 _MOST_DRAWN = 1_000_000
 """The most batches that a sampler is asked for when its epoch is cut short."""
 _NO_SEED = 1 << 32
@@ -55,8 +54,7 @@ class Scan:
     failed: str = ""
     """Why it was not, if it failed."""
     generators: Any = None
-    """The state of the process's random generators behind the last batch; None if it was not
-    read."""
+    """The random generators' state behind the last batch; None if it was not read."""
     kept: dict[int, bytes] = field(default_factory=dict)
     """Some batches, pickled, by number: the largest, the smallest, the widest and others."""
 
@@ -254,8 +252,7 @@ class _Sizes(pickle.Pickler):
 
 @contextmanager
 def _offsets_kept() -> Iterator[None]:
-    """A context manager that restores the positions of open files, which a forked process
-    shares."""
+    """A context manager that restores positions of open files, which a fork shares."""
     before = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

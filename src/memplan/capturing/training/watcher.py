@@ -1,5 +1,4 @@
-"""Follows optimizer steps: where they begin and end, what they allocate, and when enough have been
-seen."""
+"""Follows optimizer steps: where they begin and end, what they allocate, when to stop."""
 
 from __future__ import annotations
 
@@ -29,13 +28,11 @@ _LONG_STEP = 20_000
 _PATIENCE_SECONDS = 60.0
 """After this long, fewer steps suffice."""
 _STATE_STEPS = 2
-"""The first steps are never steady: the first creates the optimizer state, with the second others
-are compared."""
+"""Steps before a steady one: the first creates the optimizer state, the second is compared."""
 _WORTH_SAYING = 1 << 20
 """Parameters without a gradient are reported from so many bytes on."""
 _LONGEST_ROUND = 5
-"""The most steps of the first optimizer for one of another: five of a critic for one of a
-generator."""
+"""The most steps of one optimizer for one of another: five of a critic for a generator's."""
 _MOST_OTHERS = 16
 """So many steps of one optimizer after the last of another, which has trained something else, mean
 that the other is done."""

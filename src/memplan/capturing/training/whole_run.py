@@ -47,8 +47,7 @@ class WholeRun:
         self._given: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Number of batches that an iterator gave since the last step."""
         self._each: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Batches of each loader in the step before: a loop may have fetched one ahead of the first
-        step."""
+        """Batches of each loader in the step before, of which a loop may have fetched one ahead."""
         self._feed: tuple[Any, Feed | Turns] | None = None
         self._compared: WeakSet[Any] = WeakSet()
         """Iterators that gave their largest batch before their own first one."""
@@ -119,8 +118,7 @@ class WholeRun:
             self._feed = iterator, Turns(found, run, self._recorder, self.fetches_ahead)
 
     def trains(self) -> None:
-        """What seemed an evaluation is another training, whose first steps are on its own
-        batches."""
+        """What seemed an evaluation is a training, whose first steps are on its own batches."""
         self._total = 0
         if self._feed is not None and isinstance(self._feed[1], Turns):
             self._feed = None
@@ -214,8 +212,7 @@ class Turns:
 
 
 class Feed:
-    """Gives the largest batch again and again; once told so, one of each of some other sizes, and
-    then no more."""
+    """Gives the largest batch again and again; once told so, one of each of some other sizes."""
 
     def __init__(self, found: Scan, each: int, ahead: bool) -> None:
         """`each`: batches that a step takes. `ahead`: whether one is in hand when a step ends."""

@@ -194,8 +194,7 @@ class Picture:
 
 
 def allocator_blocks(trace: Trace, timeline: Timeline, nbytes: I64) -> Blocks:
-    """The addresses at which the replayed allocator put storages; those that it never reserved are
-    left out."""
+    """The replayed allocator's addresses of storages, without those it never reserved."""
     address = np.full(len(trace.storages), -1, np.int64)
     for segment in trace.meta.initial_segments:
         for block in segment.blocks:

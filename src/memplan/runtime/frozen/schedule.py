@@ -1,5 +1,5 @@
-"""Decides when frozen weights come to the device: weights that followed a use the last time are
-copied ahead."""
+"""Decides when frozen weights come to the device: those that followed last time are copied
+ahead."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.updates import UpdateClass, Updates
 
 _MAX_REBUILDS = 8
-"""After so many rebuilds because the arithmetic of updates changed, optimizers run their own
-step."""
+"""After so many rebuilds for changed arithmetic, optimizers run their own step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +62,7 @@ class CompiledGraph:
     """Whether the last call reached the graph's first operator."""
 
     def written_until(self, error: BaseException) -> list[str]:
-        """Names of inputs that the graph had begun to write before the error, without trained
-        parameters."""
+        """Names of inputs, no trained parameters, that the graph had begun to write."""
         program = self.step.program
         inputs = set(program.inputs)
         return [

@@ -88,8 +88,7 @@ class Executable:
         )
 
     def failed_at(self, error: BaseException) -> int | None:
-        """Index in `nodes` of the node that was running when `error` was raised; None where it was
-        raised elsewhere."""
+        """Index in `nodes` of the node that raised `error`; None where it was raised elsewhere."""
         trace = error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == self._file:

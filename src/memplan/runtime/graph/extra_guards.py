@@ -118,8 +118,7 @@ def refusal(module: torch.fx.GraphModule) -> str:
 
 
 def missing_guards() -> str:
-    """Why the guards of the installed PyTorch do not suffice for any capture; empty where they
-    do."""
+    """Why the installed PyTorch's guards do not suffice for any capture; empty if they do."""
     if TorchVersion(torch.__version__) >= GUARDED_SINCE:
         return ""
     return (
@@ -138,8 +137,7 @@ def autocast_cache_persists() -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether the call is inside `torch.autograd.graph.saved_tensors_hooks`, which a graph would
-    not call."""
+    """Whether the call is inside `saved_tensors_hooks`, which a graph would not call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -76,8 +76,7 @@ SCRATCH[_TAKE_GRADIENTS] = lambda call: _takers[call.constant_args[-1]].scratch_
 
 
 class _GradientTaker:
-    """What `memplan::take_gradients` does in one call. Inductor reuses the gradients' memory as
-    soon as it returns."""
+    """Does one call of `memplan::take_gradients`. The gradients' memory is reused afterwards."""
 
     def __init__(self, updates: Updates, parameters: Sequence[torch.Tensor]) -> None:
         self._updates = updates
@@ -343,8 +342,7 @@ class FusedStepParts(FusedParts):
                 TakeGradient(self._updates, shared or not (whole and alike))(parameter, gradient)
 
     def written_until(self, _error: BaseException) -> list[str]:
-        """Names of inputs that the step may have written before the error, without trained
-        parameters."""
+        """Names of inputs, no trained parameters, that the step may have written."""
         return self._written
 
     def report(self) -> ProgramReport:

@@ -153,8 +153,7 @@ def _multiply_before_adding(graph: fx.Graph) -> None:
 
 
 class _DryRunError(BaseException):
-    """Ends Inductor's compilation before code is compiled. A BaseException, because Inductor
-    catches others."""
+    """Ends Inductor's compilation before code is compiled; Inductor catches other exceptions."""
 
 
 def _without_kernels(
@@ -174,8 +173,7 @@ def _watched(
     *,
     dry_run: bool,
 ) -> Iterator[list[CompiledKernels | None]]:
-    """Inside, Inductor orders one graph's kernels as memplan does. Afterwards the list has what is
-    known of the code."""
+    """Inside, Inductor uses memplan's order. Then the list has what is known of the code."""
     seen: list[CompiledKernels | None] = []
     sort, write = memory.reorder_for_peak_memory, GraphLowering.codegen
     nested: list[int] = []

@@ -232,8 +232,7 @@ class BufferReader:
             raise UnknownSizeError(str(elements)) from error
 
     def _unused(self, buffer: Any) -> list[Any]:
-        """Elements of an operator's result that are never taken out: alive as long as the
-        result."""
+        """Elements of a result that are never taken out: alive as long as the result."""
         if not isinstance(buffer.layout, ir.MultiOutputLayout):
             return []
         outputs = [one for one in getattr(buffer, "outputs", ()) if isinstance(one, ir.MultiOutput)]
@@ -313,8 +312,7 @@ def _origins(node: Any) -> list[fx.Node]:
 
 
 def _laid_out(inputs: Sequence[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """An operator's tensors with the strides that Inductor gives them: they decide which operands a
-    convolution copies."""
+    """An operator's tensors with Inductor's strides, which decide what a convolution copies."""
     if any(isinstance(size, torch.SymInt) for one in tensors for size in one.shape):
         raise UnknownSizeError
     found = []

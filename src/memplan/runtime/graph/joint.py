@@ -256,8 +256,7 @@ def add_forward(graph: fx.Graph, part: fx.GraphModule) -> list[Any]:
 
 
 def add_backward(graph: fx.Graph, part: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Append backward to a graph, with these nodes in place of its placeholders. Returns its
-    outputs."""
+    """Append backward to a graph, with nodes in place of its placeholders; its outputs."""
     places = [node.name for node in part.graph.find_nodes(op="placeholder")]
     return _add(graph, part, dict(zip(places, inputs, strict=True)), backward=True)
 

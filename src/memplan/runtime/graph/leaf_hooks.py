@@ -50,8 +50,7 @@ class LeafHooks:
         return ""
 
     def forget(self) -> None:
-        """Release the nodes before autograd runs: a node that nothing else holds goes away, with
-        its hooks."""
+        """Release the nodes before autograd runs: those that nothing else holds go, with hooks."""
         self._held.clear()
 
 

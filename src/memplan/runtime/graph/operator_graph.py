@@ -42,8 +42,7 @@ class OperatorGraph:
         return [*inputs, *program.held, *program.workspaces]
 
     def schedule(self, order: Sequence[int] | I64) -> list[fx.Node]:
-        """All nodes of the program's graph but placeholders and output, with its operators in
-        `order`."""
+        """All nodes but placeholders and output, with the program's operators in `order`."""
         return _Schedule(self.program.graph_module.graph).of([self.nodes[int(op)] for op in order])
 
 
@@ -101,8 +100,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _dependencies(nodes: list[fx.Node], row: dict[fx.Node, int]) -> list[set[int]]:
-    """The operators that must run before each operator. Those that others imply are left out where
-    that is cheap."""
+    """The operators that must run before each one, without some that others imply."""
     roots = _Roots(row)
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}

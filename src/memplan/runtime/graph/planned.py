@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 _DUMPS = "_get_unique_path"
-"""PyTorch's function that names a file, written into the working folder where it finds no
-partition."""
+"""PyTorch's function that names the file which it writes where it finds no partition."""
 
 
 class PlannedRegions(CustomPartitionerFn):

@@ -52,8 +52,7 @@ class MemplanOp:
     scratch_bytes: int = 0
     """Memory that it allocates and frees while it runs."""
     is_input: bool = False
-    """Whether it only reads what exists outside of the graph: it runs no kernel and allocates
-    nothing."""
+    """Whether it only reads what exists outside of the graph, without a kernel."""
 
     def __call__(self, *args: Any) -> Any:
         raise NotImplementedError
@@ -81,8 +80,7 @@ class Facts:
     storage: int | None = None
     """The storage of its result, if that is one storage."""
     chains: tuple[str, ...] = ()
-    """Nodes of the same chain keep their order: those that draw from a generator, say, or use a
-    process group."""
+    """Nodes of one chain keep their order: those that draw from one generator, say."""
     no_kernel: bool = False
     """A view, an input or an element of an operator's result: it costs nothing, and runs right
     before its first user."""
@@ -275,8 +273,7 @@ class _Reader:
 
 
 def _aliases(node: fx.Node) -> dict[int, list[fx.Node]]:
-    """The arguments of which each result is a view, or which it is itself, by the result's
-    place."""
+    """The arguments of which each result is a view or which it is, by the result's place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return {}

@@ -74,8 +74,7 @@ class RecomputeProblem:
 
 
 def recompute_problem(operators: OperatorGraph) -> RecomputeProblem:
-    """The problem of a program without in-place operators, in which `CallerTurn` does not hold
-    saved values."""
+    """The problem of a program without in-place operators and without saves in `CallerTurn`."""
     facts = [facts_of(node) for node in operators.nodes]
     forward = next((row for row, one in enumerate(facts) if one.backward), len(facts))
     touched = sorted({index for one in facts for index in _touched(one)})

@@ -187,8 +187,8 @@ class _Backward:
                 self._copy(user, makes, local)
 
     def _value(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The new node that holds a forward node's value. `local`: nodes of the current replay,
-        which go first."""
+        """The new node for a forward node's value. `local`: the current replay's, which go
+        first."""
         if node in local or node in self._values:
             return local[node] if node in local else self._values[node]
         if node.op == "get_attr":

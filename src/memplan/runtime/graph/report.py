@@ -22,8 +22,7 @@ class ProgramReport:
 
     operators: int
     plain_peak_bytes: int
-    """The peak in the order in which the step was written, with each storage freed at its last
-    use."""
+    """The peak in the order as written, with each storage freed at its last use."""
     ordered_peak_bytes: int
     """The peak in the order in which it runs, with the expected workspaces of cuDNN's convolutions:
     cuDNN chooses them when it runs."""

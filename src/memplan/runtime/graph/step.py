@@ -269,8 +269,7 @@ class CompiledStep(Generic[P]):
             one.set_state(copy.get_state())
 
     def _give_up(self, why: str, args: Any, kwargs: Any, *, for_good: bool = True) -> Any:
-        """Run the call plainly, and all later ones, too, unless `for_good` is False: then the next
-        call is captured."""
+        """Run the call plainly, and, if `for_good`, all later ones, too."""
         self._leaf_hooks.forget()
         result = self._plainly(args, kwargs)
         self._past += self._reports()

@@ -97,8 +97,7 @@ class StepCapture:
         return not known or self._needs_more_memory() or self.guards.changed()
 
     def _needs_more_memory(self) -> bool:
-        """Whether the optimizers need more memory than was promised, as with momentum switched
-        on."""
+        """Whether the optimizers need more memory than promised, as with momentum switched on."""
         if self._updates_in_graph is None:
             return False
         needs = self._updates.memory_needs(self._needs)
@@ -245,8 +244,7 @@ class StepCapture:
         return compiled
 
     def _boxed(self, made: RunnableGraph, written: set[int]) -> Callable[[list[Any]], list[Any]]:
-        """The function that PyTorch calls. `written`: places of inputs that the loss function
-        changes."""
+        """The function for PyTorch. `written`: places of inputs that the loss function changes."""
         self.programs.append(made)
         guards, owner = self.guards, weakref.ref(self)
 
@@ -301,8 +299,7 @@ class StepCapture:
         return within_budget(plain, attempt, options.budget)
 
     def _untrained_refusal(self, inputs: Iterable[Any]) -> str:
-        """Why gradients of inputs that no optimizer trains cannot simply be stored; empty where
-        they can."""
+        """Why gradients of inputs that no optimizer trains cannot be stored; else empty."""
         return LeafHooks().refusal(one for one in inputs if not self._updates.trains(one))
 
     def _shared_memory(self, inputs: Sequence[Any], written: set[int]) -> str:
@@ -360,8 +357,7 @@ def _with_own_code(loss_fn: Callable[..., Any]) -> FunctionType:
 
 
 def _results(module: fx.GraphModule) -> int:
-    """Number of values that a captured function returns. A traced graph also returns changed
-    inputs."""
+    """Number of values that a function returns. A traced graph returns changed inputs, too."""
     return len(pytree.tree_leaves(returned(module)))
 
 
@@ -405,8 +401,7 @@ def _written(joint: fx.GraphModule) -> set[int]:
 
 
 def _raise_no_gradient() -> NoReturn:
-    """Have the step run plainly, which gives the right error or none: the loss may be an input or a
-    view of one."""
+    """Have the step run plainly, which raises the right error: the loss may be an input."""
     raise UncapturedError("no operator of the graph has a gradient")
 
 
@@ -432,8 +427,7 @@ def _unreachable(_module: Any, _inputs: Any) -> Callable[..., Any]:
 
 
 def wraps_several_tensors(inputs: Iterable[Any]) -> str:
-    """Why inputs that wrap other tensors (DTensor) cannot be passed to a graph; empty if there are
-    none."""
+    """Why inputs that wrap other tensors (DTensor) cannot be passed to a graph; else empty."""
     for one in inputs:
         if isinstance(one, torch.Tensor) and is_traceable_wrapper_subclass(one):
             return f"a {type(one).__name__} among inputs and parameters; compile the model instead"

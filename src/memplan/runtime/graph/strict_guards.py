@@ -117,8 +117,7 @@ def _key(self: Any, one: VariableTracker) -> None:
 
 
 def _is_equal(self: Any, other: Any) -> bool:
-    """Equality of dict keys and set members, where Dynamo compares identity instead of calling
-    `__eq__`."""
+    """Equality of dict keys and set members: Dynamo compares identity, not by `__eq__`."""
     values = [one.value for one in (self, other) if isinstance(one, UserDefinedObjectVariable)]
     if values[0] is values[-1] is not None and len(values) == 2:
         _guard(self)
@@ -170,8 +169,7 @@ def _load_attr(self: Any, attribute: Any) -> Any:
 
 
 def _same_object(source: Source, known: Source | None) -> Any:
-    """A guard that two sources are the same object. Dynamo has none for a local variable and a
-    global."""
+    """A guard that two sources are one object. Dynamo has none for a local and a global."""
     found = _make_dupe_guard(source, known)
     if found is None and known is not None and known != source:
         return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
@@ -197,8 +195,7 @@ def _getitem(self: Any, tx: Any, key: VariableTracker) -> Any:
 
 
 def _guard_keys_in_order(self: Any) -> None:
-    """Also guard the order of keys, which Dynamo does where a dict is iterated over but not where
-    it is copied."""
+    """Also guard the order of keys, as Dynamo does for an iteration but not for a copy."""
     _guard_keys(self)
     if self.source is not None:
         InstructionTranslator.current_tx().output.guard_on_key_order.add(self.source)

@@ -53,8 +53,7 @@ class Updates:
         self.of_second_step = False
         """Whether graphs are built for the second step, where an optimizer's first one differs."""
         self._groups_by_parameter: dict[int, list[tuple[Optimizer, int]]] = {}
-        """The optimizers that train each parameter, by its id, each with the number of its
-        group."""
+        """The optimizers that train each parameter, by its id, with the number of its group."""
         self._groups: dict[int, tuple[Optimizer, int]] = {}
         """The last of them. Where updates are part of the graph, it is the only one."""
         self._classes: list[UpdateClass] = []
@@ -178,8 +177,7 @@ class Updates:
         return one.chunked.run(parameter, parameter.grad, state, one.numbers)
 
     def scratch_bytes(self, parameter: torch.Tensor, strides: Sequence[int]) -> int:
-        """Bytes that an update allocates and frees, with a gradient of these strides. The update
-        may run in chunks."""
+        """Bytes that an update, perhaps in chunks, needs with a gradient of these strides."""
         found = self._groups.get(id(parameter))
         if found is None:
             return 0
@@ -268,8 +266,7 @@ class Updates:
         )
 
     def refresh_numbers(self, classes: list[UpdateClass]) -> bool:
-        """Compute the numbers of the coming step. False where its arithmetic is no longer that of
-        the graph."""
+        """Compute the coming step's numbers. False if its arithmetic is not the graph's."""
         for one in classes:
             group = one.optimizer, one.number
             if any(self._groups.get(id(parameter)) != group for parameter in one.parameters):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 SLOTS = 3
 ELEMENTS = 2**22
-"""Elements of a piece: enough for the full rate of the link, few compared with the card's
-memory."""
+"""Elements of a piece: enough for the link's full rate, few compared with the card's memory."""
 
 
 class Ring:

@@ -103,8 +103,7 @@ def _handles(*functions: Any) -> Callable[[Handler], Handler]:
 
 @_handles(*_ROW_WISE)
 def _element_wise(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Handles element-wise functions whose other arguments are numbers and dtypes, not tensors or
-    devices."""
+    """Handles element-wise functions with only numbers and dtypes as further arguments."""
     allowed = (int, float, torch.dtype, torch.memory_format)
     if logits.of.classes_at >= 0 or not all(
         isinstance(item, allowed) for item in (*args, *kwargs.values())

@@ -59,8 +59,7 @@ class Parameter:
         self._left = _state(self.tensor), self._state_values()
 
     def irregular(self) -> str:
-        """Why its gradient at the optimizer's step is not the one that backward left; else
-        empty."""
+        """Why its gradient at the optimizer's step is not what backward left; else empty."""
         gradient = self.tensor.grad
         if gradient is None:
             return "gradients are removed before the optimizer's step" if self.ready else ""

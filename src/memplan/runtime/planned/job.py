@@ -112,8 +112,7 @@ class Job:
         return self.account.trace
 
     def wait_for_plan(self) -> None:
-        """Wait until the planner at work, if any, is done; its plan comes into effect with the
-        step."""
+        """Wait for the planner at work, if any; its plan comes into effect with the step."""
         if self._planning is not None:
             self._planning.wait()
 

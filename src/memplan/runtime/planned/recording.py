@@ -51,8 +51,7 @@ class Context(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Work is put in order: an event is recorded on a stream or waited for by one, or the host
-    waits."""
+    """Work is ordered: a stream records an event or waits for one, or the host waits."""
 
     kind: EventKind
     event: int

@@ -14,8 +14,7 @@ from memplan.types.plan import OffloadPart, OpOutput, RecomputePart
 HOLD: Final = ""
 """Used in place of a group's name: keep the value although autograd does not save it."""
 Choice = str | int
-"""The name of the group that a value is dropped with, or its place in the list of those that are
-offloaded."""
+"""The group that a value is dropped with, or its place in the list of offloaded ones."""
 Call = int | tuple[str, ...]
 """Its number in a pass, or, in a plan for several kinds of pass, the roots that the pass has called
 up to it."""
@@ -102,8 +101,7 @@ class Needed:
 
 
 def needed_by(groups: Iterable[Group], ops: list[Traits]) -> Needed:
-    """What the replays need, from the dropped values that autograd's graph refers to once the call
-    has returned."""
+    """What the replays need, from the dropped values in autograd's graph after the call."""
     stack = [handle.view.value for group in groups for handle in group.handles]
     seen = set(stack)
     replayed: set[int] = set()

@@ -39,8 +39,7 @@ _users = 0
 _graph: Any = torch.autograd.graph
 _refuse_hooks = _graph.disable_saved_tensors_hooks
 _function: Any = _SingleLevelFunction
-"""The function in which all calls of `Function.apply` end, also of a method that was bound
-earlier."""
+"""The function in which all calls of `Function.apply` end, also of methods bound earlier."""
 
 
 @contextmanager

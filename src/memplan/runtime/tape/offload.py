@@ -100,8 +100,7 @@ class Lane:
         self._bytes = 0
 
     def sent(self, value: Value, nbytes: int) -> None:
-        """Note that a copy has begun, and release values after which more than `out_bytes` were
-        copied."""
+        """Note that a copy has begun; release values that `out_bytes` were copied after."""
         self._held.append((ref(value), nbytes))
         self._bytes += nbytes
         while self._bytes - self._held[0][1] > self.part.out_bytes:

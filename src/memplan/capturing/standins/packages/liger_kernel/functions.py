@@ -115,8 +115,7 @@ def _rms_norm(call: Call, x: torch.Tensor, weight: torch.Tensor, casting: str) -
 
 
 def _of_rms_norm(call: Call, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Gradients: that of the input is written over the incoming one; that of the weight is partial
-    sums of each SM."""
+    """The input's gradient is written over the incoming one; the weight's is sums of each SM."""
     x, weight, _ = call.saved
     gradient = gradient.contiguous()
     processors = torch.cuda.get_device_properties(0).multi_processor_count

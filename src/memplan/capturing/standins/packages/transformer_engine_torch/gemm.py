@@ -28,8 +28,7 @@ def _matrix(shape: torch.Size) -> tuple[int, int]:
 
 
 def product_shape(a: Any, transa: bool, b: Any, transb: bool) -> list[int]:
-    """The shape of a product, in PyTorch's order of dimensions. Raises RuntimeError as the kernel
-    would."""
+    """A product's shape in PyTorch's order of dimensions. Raises RuntimeError as the kernel."""
     a_rows, a_columns = _matrix(shape_of(a))
     b_shape = shape_of(b)
     if (a_columns if transa else a_rows) != (_matrix(b_shape)[0] if transb else b_shape[-1]):

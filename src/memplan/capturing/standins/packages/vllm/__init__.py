@@ -163,8 +163,7 @@ class LLM:
             self._fit_longest()
 
     def _fit_longest(self) -> None:
-        """Shorten texts to the most that the KV cache can hold: otherwise the training would ask
-        for less."""
+        """Shorten texts to what the KV cache can hold at most: else training asks for less."""
         most = tokens_of(self._kv.high // self._engine.block_bytes)
         if self._kv.low < blocks_for(self._longest) * self._engine.block_bytes:
             self._memory.state.assumptions.add(
