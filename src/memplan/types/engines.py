@@ -70,7 +70,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def activations_at_most(self) -> Sizes:
-        """The activations as a request: part of the share, so that nothing is missing."""
+        """The activations as a request. A smaller card lacks nothing: they are in the share."""
         return Sizes(0, self.activations.expected, self.activations.expected)
 
     def requested_bytes(self, share: float) -> int:

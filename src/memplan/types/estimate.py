@@ -230,7 +230,7 @@ class Estimate(InNotebooks, msgspec.Struct, frozen=True, kw_only=True):
     """The part of the temporaries that are whole parameters, gathered by FSDP."""
     peak: PeakPoint
     allocated_peak: PeakPoint = PeakPoint(event=-1)
-    """The position in the job where the most is allocated; the reserved peak is elsewhere."""
+    """Where the job stands when most is allocated: usually not at the reserved peak."""
     phases: list[PhasePeak] = []
     """The phases that the capture saw, in the order of a step."""
     stages: list[StagePeak] = []
