@@ -28,7 +28,7 @@ from memplan.runtime.graph.program import program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import problem_without_saves
 from memplan.runtime.graph.region import Region, region
-from memplan.runtime.graph.rematerialize import Replay
+from memplan.runtime.graph.rematerialize import NodeReplay
 from memplan.runtime.graph.workspaces import is_symbolic
 from memplan.types.errors import InfeasibleError, MemplanError, UsageError
 
@@ -219,7 +219,7 @@ class _Parts:
         chosen = within_budget(plain, attempt, self._options.budget)
         return chosen.region, chosen.ordering
 
-    def _attempt(self, joint: Joint, replays: tuple[Replay, ...]) -> _Attempt:
+    def _attempt(self, joint: Joint, replays: tuple[NodeReplay, ...]) -> _Attempt:
         one = region(joint, replays)
         return _Attempt(one, self._ordering(operator_graph(in_place(program_of(one.module)))))
 

@@ -24,7 +24,7 @@ from memplan.runtime.graph.joint import Joint, copied, returned
 from memplan.runtime.graph.program import facts_of, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, problem_without_saves
-from memplan.runtime.graph.rematerialize import Replay
+from memplan.runtime.graph.rematerialize import NodeReplay
 from memplan.types.errors import InfeasibleError, UsageError
 
 log = logging.getLogger("memplan")
@@ -138,7 +138,7 @@ class FusedParts(CustomPartitionerFn):
         return forward, backward
 
     def _choose(self, joint: Joint) -> _Attempt:
-        def attempt(replays: tuple[Replay, ...]) -> _Attempt:
+        def attempt(replays: tuple[NodeReplay, ...]) -> _Attempt:
             module = copied(joint.module)
             names = recomputed_names(joint, replays)
             tag(module.graph, names)
@@ -373,7 +373,7 @@ def add_placeholder(name: str, like: fx.Node, after: fx.Node) -> fx.Node:
     return place
 
 
-def recomputed_names(joint: Joint, replays: Sequence[Replay]) -> frozenset[str]:
+def recomputed_names(joint: Joint, replays: Sequence[NodeReplay]) -> frozenset[str]:
     """Names of the forward nodes that run again, and of the views of their results."""
     if not replays:
         return frozenset()

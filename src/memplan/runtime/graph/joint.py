@@ -38,7 +38,7 @@ from memplan.runtime.graph.program import (
     facts_of,
     program_of,
 )
-from memplan.runtime.graph.rematerialize import Replay, rematerialized, saved_by
+from memplan.runtime.graph.rematerialize import NodeReplay, rematerialized, saved_by
 from memplan.runtime.graph.update_nodes import Number, State, TakeGradient
 from memplan.runtime.graph.updates import Updates
 from memplan.types.errors import UsageError
@@ -69,7 +69,7 @@ class Joint:
         caller then copies into them."""
         return {node.name for node in changed_inputs(self.module)}
 
-    def parts(self, replays: Sequence[Replay] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def parts(self, replays: Sequence[NodeReplay] = ()) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward; backward recomputes what the replays say."""
         forward, backward = self._parts
         if not replays:
@@ -155,7 +155,7 @@ class Bernoulli(MemplanOp):
 
 def whole_step(
     joint: Joint,
-    replays: Sequence[Replay],
+    replays: Sequence[NodeReplay],
     updates: Updates,
     scaler: torch.amp.GradScaler | None,
     primals: Sequence[Any],

@@ -14,7 +14,7 @@ from memplan.recompute.frontier import Choice, choices
 from memplan.report.text import format_bytes
 from memplan.runtime.graph.compile import Budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem
-from memplan.runtime.graph.rematerialize import Replay
+from memplan.runtime.graph.rematerialize import NodeReplay
 from memplan.types.errors import InfeasibleError
 
 
@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Attempt)
 
 def within_budget(
     plain: Callable[[], RecomputeProblem],
-    attempt: Callable[[tuple[Replay, ...]], T],
+    attempt: Callable[[tuple[NodeReplay, ...]], T],
     budget: Budget,
 ) -> T:
     """The result of `attempt` with little recomputation whose peak is within the budget.
@@ -70,7 +70,7 @@ class Search(Generic[T]):
     """
 
     def __init__(
-        self, plain: Callable[[], RecomputeProblem], attempt: Callable[[tuple[Replay, ...]], T]
+        self, plain: Callable[[], RecomputeProblem], attempt: Callable[[tuple[NodeReplay, ...]], T]
     ) -> None:
         self._plain = plain
         self._attempt = attempt

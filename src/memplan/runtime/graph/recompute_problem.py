@@ -24,7 +24,7 @@ from memplan.runtime.graph.program import (
     tensors,
 )
 from memplan.runtime.graph.region import region
-from memplan.runtime.graph.rematerialize import Replay, without_statistics
+from memplan.runtime.graph.rematerialize import NodeReplay, without_statistics
 from memplan.runtime.tape.replayable import traits_of
 from memplan.types.graph import csr
 from memplan.types.step_graph import Bools, GraphOps, GraphValues, StepGraph
@@ -43,7 +43,7 @@ class RecomputeProblem:
     """The index in `Program.storages` of each value of the graph. Scratch memory of a CUDA kernel
     is a value of its own, with -1."""
 
-    def replays(self, selection: Selection) -> tuple[Replay, ...]:
+    def replays(self, selection: Selection) -> tuple[NodeReplay, ...]:
         """The replays of a selection, by the names of nodes of forward and backward."""
         nodes, roots = self.operators.nodes, self._roots()
 
@@ -51,7 +51,7 @@ class RecomputeProblem:
             return frozenset(name for v in values for name in roots.get(self.storages[v], ()))
 
         return tuple(
-            Replay(
+            NodeReplay(
                 str(nodes[one.before].meta.get(NODE_NAME, "")),
                 tuple(nodes[row].meta[NODE_NAME] for row in one.rows),
                 names(one.makes),

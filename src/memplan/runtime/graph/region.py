@@ -24,7 +24,7 @@ from memplan.runtime.graph.joint import (
     returned,
 )
 from memplan.runtime.graph.program import BACKWARD, MemplanOp
-from memplan.runtime.graph.rematerialize import Replay, saved_by
+from memplan.runtime.graph.rematerialize import NodeReplay, saved_by
 from memplan.types.errors import InternalError
 
 
@@ -85,7 +85,7 @@ class Region:
         )
 
 
-def region(joint: Joint, replays: Sequence[Replay] = (), *, saves: bool = True) -> Region:
+def region(joint: Joint, replays: Sequence[NodeReplay] = (), *, saves: bool = True) -> Region:
     """Put forward and backward into one graph; backward recomputes what the replays say. With
     `saves=False`, saved values are not held during the caller's turn: for a solver that is to
     choose them."""

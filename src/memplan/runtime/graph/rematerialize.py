@@ -26,7 +26,7 @@ _FORWARD_ONLY_META = ("partitioner_tag", "recompute", "ac_graph_id")
 
 
 @dataclass(frozen=True)
-class Replay:
+class NodeReplay:
     """Forward operators that run again in backward, by the names of their nodes."""
 
     before: str
@@ -43,7 +43,7 @@ def rematerialized(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     results: int,
-    replays: Sequence[Replay],
+    replays: Sequence[NodeReplay],
     root: torch.nn.Module,
     is_impure: Callable[[fx.Node], bool],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -107,12 +107,12 @@ class _Backward:
         forward: fx.GraphModule,
         backward: fx.GraphModule,
         saved: list[fx.Node],
-        replays: Sequence[Replay],
+        replays: Sequence[NodeReplay],
     ) -> None:
         self.graph = fx.Graph()
         self._nodes = {node.name: node for node in forward.graph.nodes}
         self._old = list(backward.graph.nodes)
-        self._replays: dict[str, list[Replay]] = {}
+        self._replays: dict[str, list[NodeReplay]] = {}
         for replay in replays:
             self._replays.setdefault(replay.before, []).append(replay)
         self._recomputed = {
@@ -171,7 +171,7 @@ class _Backward:
             self._received[source] = self._values[source] = place
         return self._values[source]
 
-    def _replay(self, replays: list[Replay]) -> None:
+    def _replay(self, replays: list[NodeReplay]) -> None:
         for one in replays:
             local: dict[fx.Node, fx.Node] = {}
             for name in one.operators:

@@ -35,7 +35,7 @@ from memplan.runtime.graph.ordering import choose_order
 from memplan.runtime.graph.program import Program, program_of
 from memplan.runtime.graph.recompute import within_budget
 from memplan.runtime.graph.recompute_problem import RecomputeProblem, recompute_problem
-from memplan.runtime.graph.rematerialize import Replay
+from memplan.runtime.graph.rematerialize import NodeReplay
 from memplan.runtime.graph.report import ProgramReport
 from memplan.runtime.graph.updates import Updates
 from memplan.runtime.graph.user_calls import USER_CALLS, has_foreign_gradients
@@ -263,7 +263,7 @@ class StepCapture:
     def _make(self, joint: Joint, primals: list[Any]) -> OrderedStep:
         options = self._options
 
-        def program(replays: tuple[Replay, ...]) -> Program:
+        def program(replays: tuple[NodeReplay, ...]) -> Program:
             module = whole_step(
                 joint,
                 replays,
@@ -280,7 +280,7 @@ class StepCapture:
             self._updates.pop_classes()
             return recompute_problem(graph)
 
-        def attempt(replays: tuple[Replay, ...]) -> OrderedStep:
+        def attempt(replays: tuple[NodeReplay, ...]) -> OrderedStep:
             graph = operator_graph(in_place(program(replays)))
             classes, first_only = self._updates.pop_classes()
             ordering = choose_order(
