@@ -208,9 +208,41 @@ def test_a_weight_of_eight_bits() -> None:
         layer(x).sum().backward()
 
     trace = record(job)
-    setup = [event.bytes for event in allocations(trace, Phase.SETUP)]
-    assert {512 * 1024, 1024 * 4} <= set(setup)
+    setup = made(trace, bnb_kernels.int8_vectorwise_quant.name, Phase.SETUP)
+    assert setup == [1024 * 4, 512 * 1024]
     assert 512 * 1024 * 2 in [event.bytes for event in allocations(trace, Phase.BACKWARD)]
+
+
+@absent("bitsandbytes")
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_a_product_of_eight_bits_takes_and_keeps(trained: bool) -> None:
+    rows, width = 64, 512
+    kept = []
+
+    def job() -> None:
+        import bitsandbytes as bnb
+
+        layers = [
+            bnb.nn.Linear8bitLt(
+                width, width, bias=False, has_fp16_weights=trained, threshold=6.0
+            ).to("cuda", torch.float16 if trained else None)
+            for _ in range(3)
+        ]
+        x = torch.empty(rows, width, device="cuda", dtype=torch.float16, requires_grad=True)
+        layers[2](layers[1](layers[0](x)))  # cuBLAS has its workspace, weights are quantised
+        for part in (layers[:2], layers):
+            before = torch.cuda.memory_allocated()
+            y = x
+            for layer in part:
+                y = layer(y)
+            kept.append(torch.cuda.memory_allocated() - before)
+            del y
+
+    trace = record(job)
+    product = made(trace, bnb_kernels.int8_scaled_mm.name)
+    assert product == [rows * width * 4, rows * width * 2] * 8  # in int32, then in float16
+    # One layer more keeps its input, and where its weight is trained the input in 8 bits.
+    assert kept[1] - kept[0] == rows * width * (2 + trained) + trained * width * 4
 
 
 # Liger-Kernel

@@ -1,8 +1,9 @@
 """Products with quantised weights.
 
-Source: bitsandbytes 0.50.2, `autograd/_functions.py`: of the 4-bit product nothing is kept but the
-weight, which the backward pass dequantises; of the 8-bit product with a frozen weight likewise.
-Version 0.42.0 keeps the input of the 4-bit product as well, and dequantises the whole weight.
+Source: bitsandbytes 0.50.2, `autograd/_functions.py` and `backends/{default,cuda}/ops.py`: of the
+4-bit product nothing is kept but the weight, which the backward pass dequantises; of the 8-bit
+product the input, too, and where the weight is trained the input in 8 bits by columns. Version
+0.42.0 keeps the input of the 4-bit product as well, and dequantises the whole weight.
 """
 
 from __future__ import annotations
@@ -68,13 +69,20 @@ class MatMul8bitLt(torch.autograd.Function):
     def forward(ctx: Any, a: Any, b: Any, out: Any, bias: Any, state: Any) -> Any:
         shape = a.shape
         flat = a.reshape(-1, shape[-1])
-        quantised, scales, _ = F.int8_vectorwise_quant(flat.to(torch.float16), state.threshold)
-        if state.has_fp16_weights or state.CB is None:
+        half = flat.to(torch.float16)
+        if ctx.needs_input_grad[1]:
+            codes, by_columns, rows, columns, _ = F.int8_double_quant(half, state.threshold)
+            ctx.by_columns = by_columns, columns
+        else:
+            codes, rows, _ = F.int8_vectorwise_quant(half, state.threshold)
+        del half
+        known = state.CB is not None and state.SCB is not None
+        if not known or (state.has_fp16_weights and state.is_training and b.grad is None):
+            state.reset_grads()
             state.CB, state.SCB, _ = F.int8_vectorwise_quant(b.to(torch.float16))
-        made = flat.new_empty((flat.shape[0], state.CB.shape[0]))
+        made = F.int8_scaled_mm(codes, state.CB, rows, state.SCB, bias, flat.dtype)
         ctx.state, ctx.shape, ctx.dtypes = state, shape, (a.dtype, getattr(bias, "dtype", None))
-        ctx.input = flat if ctx.needs_input_grad[1] else None
-        del quantised, scales
+        ctx.input = flat if any(ctx.needs_input_grad[:2]) else None
         return made.reshape(*shape[:-1], made.shape[-1])
 
     @staticmethod
@@ -84,7 +92,9 @@ class MatMul8bitLt(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             of_bias = flat.sum(0, dtype=ctx.dtypes[1])
         if ctx.needs_input_grad[1]:
-            of_b = torch.mm(flat.t(), ctx.input.to(flat.dtype))
+            _, by_columns, _, columns, _ = F.int8_double_quant(flat.to(torch.float16))
+            codes, scales = ctx.by_columns
+            of_b = F.int8_scaled_mm(by_columns.t().contiguous(), codes.t(), columns, scales)
         if ctx.needs_input_grad[0]:
             scales = ctx.state.SCB.unsqueeze(1).mul(1.0 / 127.0)
             weight = ctx.state.CB.to(ctx.dtypes[0], copy=True).mul_(scales)

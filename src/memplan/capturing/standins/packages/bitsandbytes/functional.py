@@ -5,10 +5,19 @@ Source: bitsandbytes 0.50.2, `functional.py`, `_ops.py`.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
+
+from memplan.capturing.standins.kernels.bitsandbytes import (
+    int8_double_quant as int8_double_quant,
+)
+from memplan.capturing.standins.kernels.bitsandbytes import (
+    int8_scaled_mm as int8_scaled_mm,
+)
+from memplan.capturing.standins.kernels.bitsandbytes import (
+    int8_vectorwise_quant as int8_vectorwise_quant,
+)
 
 _CODE_4BIT, _CODE_8BIT = 16, 256
 _SECOND_BLOCK = 256
@@ -144,18 +153,6 @@ def dequantize_4bit(
 
 
 dequantize_nf4 = dequantize_fp4 = dequantize_4bit
-
-
-def int8_vectorwise_quant(
-    A: torch.Tensor,  # noqa: N803
-    threshold: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One byte an element, one fp32 scale a row."""
-    rows = math.prod(A.shape[:-1])
-    scales = A.new_empty(rows, dtype=torch.float32)
-    quantised = torch.empty_like(A, dtype=torch.int8)
-    outliers = A.new_empty(0, dtype=torch.int64) if threshold > 0 else None
-    return quantised, scales, outliers
 
 
 def int8_vectorwise_dequant(A: torch.Tensor, stats: torch.Tensor) -> torch.Tensor:  # noqa: N803
