@@ -31,20 +31,11 @@ _BOTH = "cpu:gloo,cuda:nccl"
 """What PyTorch chooses where a script names no backend."""
 
 
-def device_backend(asked: str) -> str:
-    """The backend that an `init_process_group` argument names for tensors on the device."""
+def backend_for(device: str, asked: str) -> str:
+    """The backend that an `init_process_group` argument names for tensors on `cuda` or `cpu`."""
     for part in asked.lower().split(","):
-        device, _, name = part.strip().rpartition(":")
-        if device in ("", "cuda"):
-            return name
-    return ""
-
-
-def host_backend(asked: str) -> str:
-    """The same for tensors on the host."""
-    for part in asked.lower().split(","):
-        device, _, name = part.strip().rpartition(":")
-        if device in ("", "cpu"):
+        of, _, name = part.strip().rpartition(":")
+        if of in ("", device):
             return name
     return ""
 
@@ -195,7 +186,7 @@ class ProcessGroups:
 
     def _made(self, group: Any, asked: str, device_id: Any) -> None:
         self._asked[group.group_name] = asked
-        if device_backend(asked) not in ("nccl", "undefined"):
+        if backend_for("cuda", asked) not in ("nccl", "undefined"):
             self.communicators.without_nccl(group)
         elif device_id is not None and torch.device(device_id).type == self.state.device_type:
             self.communicators.eager(group)
@@ -221,7 +212,7 @@ class ProcessGroups:
     ) -> None:
         """`torch.distributed.monitored_barrier`, which only gloo has."""
         chosen = group or c10d._get_default_group()
-        if host_backend(self._asked.get(chosen.group_name, _BOTH)) != "gloo":
+        if backend_for("cpu", self._asked.get(chosen.group_name, _BOTH)) != "gloo":
             raise ValueError("monitored_barrier is only implemented for GLOO backend.")
 
     def _monitored(self, _func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
