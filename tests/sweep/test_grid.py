@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from memplan.capturing.options import ScriptTarget
+from memplan.fit.option_choice import option_to_vary
 from memplan.sweep.cards import read_cards, read_prices
 from memplan.sweep.grid import (
     Dimension,
     combinations,
-    find_script_option,
     read_dimension,
     unknown_option,
 )
@@ -59,8 +59,7 @@ def test_an_option_is_found_as_it_is_given_declared_or_meant(tmp_path: Path) -> 
     source = "p.add_argument('-b', '--batch-size', type=int)\np.add_argument('--lr', type=float)"
 
     def found(name: str, *argv: str) -> str | None:
-        option = find_script_option(_script(tmp_path, *argv, source=source), name)
-        return None if option is None else option.option
+        return option_to_vary(_script(tmp_path, *argv, source=source), name)
 
     assert found("batch_size", "-b", "4") == "-b"
     assert found("batch-size") == "--batch-size"
@@ -68,6 +67,8 @@ def test_an_option_is_found_as_it_is_given_declared_or_meant(tmp_path: Path) -> 
     assert found("width", "model.width=8") == "model.width"
     assert found("bs", "--per_device_train_batch_size", "8") == "--per_device_train_batch_size"
     assert found("depth") is None
+    with pytest.raises(UsageError, match=r"--vary size could be any of a.size, b.size"):
+        found("size", "a.size=1", "b.size=2")
 
 
 def test_an_unknown_option_is_named_with_near_ones(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from memplan.capturing.options import ScriptTarget
 from memplan.cli.job import read_job
 from memplan.cli.launchers.launch import Launch
 from memplan.cli.launchers.read import read_launch
+from memplan.fit.option_choice import option_to_vary
 from memplan.fit.options import plain_name
 from memplan.sweep.grid import (
     Dimension,
     changed_words,
     combinations,
-    find_script_option,
     unknown_option,
 )
 from memplan.sweep.run import Cell
@@ -120,9 +120,9 @@ def _find(launch: Launch, gpus_per_node: int | None, dimension: Dimension) -> Ch
     spelled = next((word for word in reversed(given) if plain_name(word) == wanted), None)
     if spelled is not None:
         return lambda now, value: replace(now, before=changed_words(now.before, spelled, value))
-    found = find_script_option(launch.target, dimension.name)
+    found = option_to_vary(launch.target, dimension.name)
     if found is not None:
-        return lambda now, value: replace(now, target=found.changed(now.target, value))
+        return lambda now, value: replace(now, target=now.target.with_option(found, value))
     for place in range(len(launch.before)):
         for option in _spellings(dimension.name):
             words = _inserted(launch.before, place, option, dimension.values[0])

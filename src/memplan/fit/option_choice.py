@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.knobs import find_knobs, kind_of
+from memplan.fit.knobs import Knob, find_knobs, kind_of
 from memplan.fit.options import Declared, NumericOption, declared_options, given_options, plain_name
 from memplan.types.errors import UsageError
 
@@ -17,40 +17,62 @@ def find_option(program: ScriptTarget, name: str) -> NumericOption:
     part of a dotted name (`data.batch_size=8`); declared by the script's source with a default;
     of the same meaning (`batch-size` for `--per_device_train_batch_size`). Raises UsageError.
     """
-    wanted = plain_name(name)
-    if not wanted:
+    if not plain_name(name):
         raise UsageError(f"--maximize {name!r} names no option", "--maximize batch-size")
-    declared = list(declared_options(program))
-    meant = _declared_as(declared, wanted)
-    spellings = {plain_name(option) for one in meant for option in one.names} | {wanted}
-    given = list(given_options(program.argv))
-    for found in (
-        [one for one in given if plain_name(one[0]) in spellings],
-        _only([one for one in given if plain_name(one[0]).rpartition(".")[2] in spellings], name),
-    ):
-        if found:
-            return _read(*found[-1])
-    for one in meant:
+    given, declared = _meant(program, name, "--maximize")
+    if given:
+        return _read(*given[-1])
+    for one in declared:
         if one.default:
             return NumericOption(one.longest, one.default)
+    if (knob := _same_kind(program, name)) is not None:
+        return NumericOption(knob.option, knob.value)
+    raise _not_found(program, name)
+
+
+def option_to_vary(program: ScriptTarget, name: str) -> str | None:
+    """The same without its value, which need be no number: of those declared with or without a
+    default, the last. None where there is none."""
+    given, declared = _meant(program, name, "--vary")
+    found = [option for option, _ in given] or [one.longest for one in declared]
+    if found:
+        return found[-1]
+    knob = _same_kind(program, name)
+    return None if knob is None else knob.option
+
+
+def near_options(program: ScriptTarget, name: str) -> list[str]:
+    """Options with similar names that the script declares or is given, without leading dashes."""
+    known = [option for one in declared_options(program) for option in one.names]
+    known += [option for option, _ in given_options(program.argv)]
+    plain = {plain_name(option): option for option in known}
+    near = difflib.get_close_matches(plain_name(name), plain, n=3, cutoff=0.5)
+    return [plain[one].lstrip("-") for one in near]
+
+
+def _meant(
+    program: ScriptTarget, name: str, asked: str
+) -> tuple[list[tuple[str, str]], list[Declared]]:
+    """What is given to the script under that name, with values, and what its source declares.
+    Raises UsageError where several options have it as the last part of a dotted name."""
+    wanted = plain_name(name)
+    declared = [one for one in declared_options(program) if wanted in map(plain_name, one.names)]
+    spellings = {plain_name(option) for one in declared for option in one.names} | {wanted}
+    given = list(given_options(program.argv))
+    found = [one for one in given if plain_name(one[0]) in spellings]
+    if not found:
+        found = [one for one in given if plain_name(one[0]).rpartition(".")[2] in spellings]
+        options = sorted({option for option, _ in found})
+        if len(options) > 1:
+            raise UsageError(
+                f"{asked} {name} could be any of {', '.join(options)}", f"{asked} {options[0]}"
+            )
+    return found, declared
+
+
+def _same_kind(program: ScriptTarget, name: str) -> Knob | None:
     kind = kind_of([name])
-    for knob in find_knobs(program):
-        if kind is not None and knob.kind == kind:
-            return NumericOption(knob.option, knob.value)
-    raise _not_found(program, name, declared)
-
-
-def _declared_as(declared: list[Declared], wanted: str) -> list[Declared]:
-    return [one for one in declared if wanted in map(plain_name, one.names)]
-
-
-def _only(found: list[tuple[str, str]], name: str) -> list[tuple[str, str]]:
-    options = sorted({option for option, _ in found})
-    if len(options) > 1:
-        raise UsageError(
-            f"--maximize {name} could be any of {', '.join(options)}", f"--maximize {options[0]}"
-        )
-    return found
+    return next((knob for knob in find_knobs(program) if knob.kind == kind), None)
 
 
 def _read(option: str, text: str) -> NumericOption:
@@ -61,14 +83,12 @@ def _read(option: str, text: str) -> NumericOption:
     return NumericOption(option, int(text))
 
 
-def _not_found(program: ScriptTarget, name: str, declared: list[Declared]) -> UsageError:
+def _not_found(program: ScriptTarget, name: str) -> UsageError:
     words = [program.name, *program.argv]
-    names = {plain_name(option): option for one in declared for option in one.names}
-    near = difflib.get_close_matches(plain_name(name), names, n=3, cutoff=0.5)
     option = name if name.startswith("-") else f"--{name}"
     hint = f"`{' '.join([*words, option, '8'])}`: the option behind the script, with a value"
-    if near:
-        hint += f"; or --maximize {' or '.join(names[one].lstrip('-') for one in near)}"
+    if near := near_options(program, name):
+        hint += f"; or --maximize {' or '.join(near)}"
     return UsageError(
         f"no option {option} with a value, neither behind {program.name} nor as a default in it",
         hint,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit.knobs import find_knobs, kind_of
-from memplan.fit.options import declared_options, given_options, plain_name
+from memplan.fit.option_choice import near_options
+from memplan.fit.options import plain_name
 from memplan.types.errors import UsageError
-
-USUAL_MOST = 2000
-"""Combinations that are tried unasked."""
 
 
 @dataclass(frozen=True)
@@ -59,60 +55,17 @@ def combinations(
     return list(product(gpus, product(*(one.values for one in dimensions))))
 
 
-@dataclass(frozen=True)
-class ScriptOption:
-    option: str
-
-    def changed(self, program: ScriptTarget, value: str) -> ScriptTarget:
-        return program.with_option(self.option, value)
-
-
-def find_script_option(program: ScriptTarget, name: str) -> ScriptOption | None:
-    """The option that `name` means: given under that name or another spelling of it, given as the
-    last part of a dotted name, declared by the source, or of the same meaning (`batch-size` for
-    `--per_device_train_batch_size`)."""
-    wanted = plain_name(name)
-    declared = [one for one in declared_options(program) if wanted in map(plain_name, one.names)]
-    spellings = {plain_name(option) for one in declared for option in one.names} | {wanted}
-    given = [option for option, _ in given_options(program.argv)]
-    for found in (
-        [option for option in given if plain_name(option) in spellings],
-        [option for option in given if plain_name(option).rpartition(".")[2] in spellings],
-        [one.longest for one in declared],
-    ):
-        if len(set(found)) > 1 and not declared:
-            raise UsageError(
-                f"--vary {name} could be any of {', '.join(sorted(set(found)))}",
-                f"--vary {found[0]}=…",
-            )
-        if found:
-            return ScriptOption(found[-1])
-    kind = kind_of([name])
-    same = (knob.option for knob in find_knobs(program) if kind is not None and knob.kind == kind)
-    option = next(same, None)
-    return None if option is None else ScriptOption(option)
-
-
 def unknown_option(program: ScriptTarget, name: str) -> UsageError:
     """The error for an unknown option, with similar names that the script declares or is given."""
-    known = {plain_name(one): one for one in _known(program)}
-    near = difflib.get_close_matches(plain_name(name), known, n=3, cutoff=0.5)
     option = name if name.startswith("-") else f"--{name}"
     hint = f"{option} with a value in the command, which is then varied"
-    if near:
-        hint = f"--vary {' or '.join(known[one].lstrip('-') for one in near)}; or {hint}"
+    if near := near_options(program, name):
+        hint = f"--vary {' or '.join(near)}; or {hint}"
     return UsageError(
         f"--vary {name}: no such option, neither of a launcher in the command, nor behind "
         f"{program.name}, nor declared in it",
         hint,
     )
-
-
-def _known(program: ScriptTarget) -> Iterator[str]:
-    for one in declared_options(program):
-        yield from one.names
-    for option, _ in given_options(program.argv):
-        yield option
 
 
 def changed_words(words: Sequence[str], option: str, value: str) -> tuple[str, ...]:
