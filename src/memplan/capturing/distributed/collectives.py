@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from memplan.capturing.distributed import arithmetic
 from memplan.capturing.distributed.arithmetic import Value
 from memplan.capturing.distributed.works import Batch, RankWork, Works, finished
+from memplan.capturing.fake.arguments import flat
 from memplan.types.trace import EventKind, Role
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class Call:
     args: tuple[Any, ...]
 
 
-Rule = Callable[[Call, Callable[[torch.Tensor], Value]], Iterator[tuple[torch.Tensor, Value]]]
+Known = Callable[[torch.Tensor], Value]
+Written = Iterator[tuple[torch.Tensor, Value]]
+Rule = Callable[[Call, Known], Written]
 
 
 @dataclass(frozen=True)
@@ -58,62 +61,56 @@ class _Form:
     """Whether it returns its outputs beside the handle."""
 
 
-def _each(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _each(call: Call, known: Known) -> Written:
     for out, source in zip(call.outputs, call.inputs, strict=True):
         yield out, arithmetic.reduced(known(source), call.op, call.size)
 
 
-def _keep(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _keep(call: Call, known: Known) -> Written:
     return ((out, known(out)) for out in call.outputs)
 
 
-def _lose(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _lose(call: Call, known: Known) -> Written:
     return ((out, None) for out in call.outputs)
 
 
-def _copy_to_all(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _copy_to_all(call: Call, known: Known) -> Written:
     for outs, source in zip(call.outputs, call.inputs, strict=False):
         value = known(source)
         for out in outs:
             yield out, value if value is None or value.shape == out.shape else None
 
 
-def _copy_coalesced(
-    call: Call, known: Callable[[torch.Tensor], Value]
-) -> Iterator[tuple[Any, Value]]:
+def _copy_coalesced(call: Call, known: Known) -> Written:
     for outs in call.outputs:  # a list for each rank
         for out, source in zip(outs, call.inputs, strict=False):
             yield out, known(source)
 
 
-def _gather_flat(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _gather_flat(call: Call, known: Known) -> Written:
     for out, source in zip(call.outputs, call.inputs, strict=True):
         yield out, arithmetic.gathered(known(source), call.size)
 
 
-def _scatter_flat(
-    call: Call, known: Callable[[torch.Tensor], Value]
-) -> Iterator[tuple[Any, Value]]:
+def _scatter_flat(call: Call, known: Known) -> Written:
     for out, source in zip(call.outputs, call.inputs, strict=True):
         own = arithmetic.part(known(source), call.rank, call.size)
         yield out, arithmetic.reduced(own, call.op, call.size)
 
 
-def _own_of_list(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _own_of_list(call: Call, known: Known) -> Written:
     for out, sources in itertools.zip_longest(call.outputs, call.inputs):
         own = known(sources[call.rank]) if sources else None
         yield out, arithmetic.reduced(own, call.op, call.size)
 
 
-def _exchange(call: Call, known: Callable[[torch.Tensor], Value]) -> Iterator[tuple[Any, Value]]:
+def _exchange(call: Call, known: Known) -> Written:
     value = known(call.inputs[0])
     receives, sends = call.args[3], call.args[4]
     yield call.outputs[0], arithmetic.exchanged(value, call.rank, call.size, sends, receives)
 
 
-def _exchange_list(
-    call: Call, known: Callable[[torch.Tensor], Value]
-) -> Iterator[tuple[Any, Value]]:
+def _exchange_list(call: Call, known: Known) -> Written:
     value = known(call.inputs[call.rank])
     for out in call.outputs:
         yield out, value if value is not None and value.shape == out.shape else None
@@ -208,7 +205,7 @@ class Collectives:
             op=op,
             args=args,
         )
-        inputs, outputs = list(_tensors(call.inputs)), list(_tensors(call.outputs))
+        inputs, outputs = (flat(items, torch.Tensor) for items in (call.inputs, call.outputs))
         work = self._record(func, form, group, call, inputs, outputs)
         if form.kind == "broadcast":
             for out in outputs:
@@ -314,14 +311,6 @@ class Collectives:
 
 def _listed(item: Any) -> list[Any]:
     return [item] if isinstance(item, torch.Tensor) else list(item)
-
-
-def _tensors(items: Any) -> Iterator[torch.Tensor]:
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
 
 
 def _op_name(boxed: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.capturing.fake.arguments import flat
 from memplan.capturing.kernels import attention_scratch
 from memplan.capturing.kernels.calls import OpCall
 from memplan.capturing.kernels.convolution import (
@@ -91,7 +92,7 @@ class KernelMemory:
         """An observer for tensors on the device only: host tensors go through host kernels."""
 
         def observe(state: CaptureState, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-            first = next(_tensors_of(args), None)
+            first = next(iter(flat(args, torch.Tensor)), None)
             if first is not None and first.device.type == state.device_type:
                 self._device = state.device_number(first.device)
                 observer(state, func, args, kwargs, result)
@@ -370,14 +371,6 @@ def _overloads(names: Iterable[str]) -> Iterator[Any]:
         packet = getattr(aten, name.removeprefix("aten."), None)
         for overload in packet.overloads() if packet is not None else ():
             yield getattr(packet, overload)
-
-
-def _tensors_of(args: Any) -> Iterator[torch.Tensor]:
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors_of(item)
 
 
 def _convolution(
