@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.finder import Unknown
+from memplan.capturing.standins.finder import VERSIONS, Unknown
 from memplan.capturing.standins.rules import Call, Rule
 
 _MODULES = {"transformer_engine": "transformer_engine_torch"}
@@ -63,6 +63,12 @@ class Extension:
 
     def named(self, name: str, function: Callable[..., Any]) -> ExtensionFunction:
         return ExtensionFunction(f"{self._module}.{name}", function, self._source)
+
+
+def transformer_engine(files: str) -> Extension:
+    """The functions of files of Transformer Engine's `pytorch/csrc/extensions`."""
+    source = f"Transformer Engine {VERSIONS['transformer_engine']}, pytorch/csrc/extensions/{files}"
+    return Extension("transformer_engine_torch", source)
 
 
 def absent(package: str, name: str) -> Unknown:

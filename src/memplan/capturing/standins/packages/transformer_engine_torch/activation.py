@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.extension_names import Extension, ExtensionFunction
+from memplan.capturing.standins.extension_names import ExtensionFunction, transformer_engine
 from memplan.capturing.standins.packages.transformer_engine_torch.quantized import (
     create,
     quantize_into,
@@ -15,12 +15,8 @@ from memplan.capturing.standins.packages.transformer_engine_torch.quantized impo
 )
 from memplan.capturing.standins.rules import Call
 
-_rule = Extension(
-    "transformer_engine_torch", "Transformer Engine 2.20.2, pytorch/csrc/extensions/activation.cpp"
-)
-_bias = Extension(
-    "transformer_engine_torch", "Transformer Engine 2.20.2, pytorch/csrc/extensions/bias.cpp"
-)
+_rule = transformer_engine("activation.cpp")
+_bias = transformer_engine("bias.cpp")
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamped_swiglu")
 _SCALED = ("swiglu", "situglu", "clamped_swiglu", "srelu")

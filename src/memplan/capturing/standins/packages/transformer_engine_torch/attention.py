@@ -16,7 +16,7 @@ import torch
 
 from memplan.capturing.kernels.attention_scratch import cudnn_backward_scratch
 from memplan.capturing.kernels.model import round_up
-from memplan.capturing.standins.extension_names import Extension
+from memplan.capturing.standins.extension_names import transformer_engine
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import (
     DType,
     NVTE_Bias_Type,
@@ -26,11 +26,7 @@ from memplan.capturing.standins.packages.transformer_engine_torch.enums import (
 from memplan.capturing.standins.rules import Call
 from memplan.types.errors import CaptureError
 
-_rule = Extension(
-    "transformer_engine_torch",
-    "Transformer Engine 2.20.2, pytorch/csrc/extensions/attention.cpp, "
-    "common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu",
-)
+_rule = transformer_engine("attention.cpp, common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu")
 _FLOAT = 4
 _TOKENS_LEAST, _TOKENS_STEP = 1024, 32_768
 _BATCHES_LEAST, _BATCHES_MOST = 32, 512

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.extension_names import Extension
+from memplan.capturing.standins.extension_names import transformer_engine
 from memplan.capturing.standins.launch import record
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import TORCH, DType
 from memplan.capturing.standins.packages.transformer_engine_torch.quantized import (
@@ -20,10 +20,9 @@ from memplan.capturing.standins.packages.transformer_engine_torch.quantized impo
 )
 from memplan.capturing.standins.rules import Call
 
-_SOURCES = "Transformer Engine 2.20.2, pytorch/csrc/extensions/"
-_cast = Extension("transformer_engine_torch", _SOURCES + "cast.cpp, pytorch/csrc/quantizer.cpp")
-_transpose = Extension("transformer_engine_torch", _SOURCES + "transpose.cpp")
-_recipe = Extension("transformer_engine_torch", _SOURCES + "recipe.cpp")
+_cast = transformer_engine("cast.cpp, pytorch/csrc/quantizer.cpp")
+_transpose = transformer_engine("transpose.cpp")
+_recipe = transformer_engine("recipe.cpp")
 
 
 @_cast

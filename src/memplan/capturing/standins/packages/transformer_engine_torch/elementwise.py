@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.extension_names import Extension, ExtensionFunction
+from memplan.capturing.standins.extension_names import ExtensionFunction, transformer_engine
 from memplan.capturing.standins.rules import Call
 
-_SOURCES = "Transformer Engine 2.20.2, pytorch/csrc/extensions/"
-_softmax = Extension("transformer_engine_torch", _SOURCES + "softmax.cpp")
-_rope = Extension("transformer_engine_torch", _SOURCES + "apply_rope.cpp")
-_dropout = Extension("transformer_engine_torch", _SOURCES + "dropout.cpp")
+_softmax = transformer_engine("softmax.cpp")
+_rope = transformer_engine("apply_rope.cpp")
+_dropout = transformer_engine("dropout.cpp")
 
 _SOFTMAX = ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked")
 

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.capturing.operators.assumed import assume_routing_map
-from memplan.capturing.standins.extension_names import Extension
+from memplan.capturing.standins.extension_names import transformer_engine
 from memplan.capturing.standins.launch import record
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import (
     TORCH,
@@ -22,11 +22,10 @@ from memplan.capturing.standins.packages.transformer_engine_torch.enums import (
 from memplan.capturing.standins.packages.transformer_engine_torch.gemm import product_shape
 from memplan.capturing.standins.rules import Call, running
 
-_SOURCES = "Transformer Engine 2.20.2, pytorch/csrc/extensions/"
-_gemm = Extension("transformer_engine_torch", _SOURCES + "gemm.cpp")
-_permutation = Extension("transformer_engine_torch", _SOURCES + "permutation.cpp")
-_router = Extension("transformer_engine_torch", _SOURCES + "router.cpp")
-_padding = Extension("transformer_engine_torch", _SOURCES + "padding.cpp")
+_gemm = transformer_engine("gemm.cpp")
+_permutation = transformer_engine("permutation.cpp")
+_router = transformer_engine("router.cpp")
+_padding = transformer_engine("padding.cpp")
 _INT = 4
 _BITS = 8
 _AUX_CONSTANTS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.extension_names import Extension
+from memplan.capturing.standins.extension_names import transformer_engine
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import TORCH, DType
 from memplan.capturing.standins.packages.transformer_engine_torch.quantized import (
     create,
@@ -18,9 +18,7 @@ from memplan.capturing.standins.packages.transformer_engine_torch.quantized impo
 )
 from memplan.capturing.standins.rules import Call
 
-_rule = Extension(
-    "transformer_engine_torch", "Transformer Engine 2.20.2, pytorch/csrc/extensions/gemm.cpp"
-)
+_rule = transformer_engine("gemm.cpp")
 
 
 def _matrix(shape: torch.Size) -> tuple[int, int]:

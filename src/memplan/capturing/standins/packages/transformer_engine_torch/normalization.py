@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memplan.capturing.standins.extension_names import Extension
+from memplan.capturing.standins.extension_names import transformer_engine
 from memplan.capturing.standins.packages.transformer_engine_torch.enums import TORCH, DType
 from memplan.capturing.standins.packages.transformer_engine_torch.quantized import (
     create,
@@ -22,10 +22,8 @@ from memplan.capturing.standins.packages.transformer_engine_torch.quantized impo
 )
 from memplan.capturing.standins.rules import Call
 
-_rule = Extension(
-    "transformer_engine_torch",
-    "Transformer Engine 2.20.2, pytorch/csrc/extensions/normalization.cpp, "
-    "common/normalization/{layernorm,rmsnorm}/*_bwd_semi_cuda_kernel.cu",
+_rule = transformer_engine(
+    "normalization.cpp, common/normalization/{layernorm,rmsnorm}/*_bwd_semi_cuda_kernel.cu"
 )
 _FLOAT = 4
 _BLOCKS_LOW, _BLOCKS, _BLOCKS_HIGH = 1, 2, 8

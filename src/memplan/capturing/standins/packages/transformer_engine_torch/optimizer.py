@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from memplan.capturing.standins.extension_names import Extension, ExtensionFunction
+from memplan.capturing.standins.extension_names import ExtensionFunction, transformer_engine
 from memplan.capturing.standins.multi_tensor import kernels
 
-_rule = Extension(
-    "transformer_engine_torch", "Transformer Engine 2.20.2, pytorch/csrc/extensions/multi_tensor/"
-)
+_rule = transformer_engine("multi_tensor/")
 _IN_PLACE = (
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
