@@ -271,6 +271,48 @@ def test_what_is_measured_is_not_more_than_what_is_promised(name: str) -> None:
     assert measured <= report.programs[-1].ordered_peak_bytes
 
 
+def mixed() -> Job:
+    """Under autocast, norms whose input and weights differ in dtype; a scaler."""
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(2)
+    job = classifier(lambda: nn.Sequential(*layers, nn.LayerNorm(4)), sgd, (64, 3, 4, 4))
+    job.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return job.model(x).float().square().mean()
+
+    job.loss_fn = loss_fn
+    return job
+
+
+def one_weight() -> Job:
+    """A step whose peak is that of the scaler's and clipping's numbers."""
+    job = classifier(lambda: nn.Linear(3, 1, bias=False), sgd, (1, 3))
+    job.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    job.loss_fn = lambda x, y: job.model(x).square().mean()
+    return job
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(("make", "clip"), [(mixed, None), (one_weight, 0.5)])
+def test_the_promise_of_a_step_with_a_scaler(make: Callable[[], Job], clip: float | None) -> None:
+    torch.manual_seed(1)
+    job = make()
+    step = memplan.compile(
+        job.loss_fn, optimizer=list(job.optimizers), scaler=job.scaler, clip_grad_norm=clip
+    )
+    step(*job.batches[0])
+    assert job.scaler is not None
+    numbers = tensors([job.scaler._scale, job.scaler._growth_tracker])
+    there = [*job.model.parameters(), *job.model.buffers(), job.batches[1][0], *numbers]
+    measured = measure(lambda: step(*job.batches[1]), there).peak_bytes
+    assert_captured(step, 2)
+    assert measured <= step.report().programs[0].ordered_peak_bytes
+
+
 def test_a_workspace_that_the_shape_function_does_not_know() -> None:
     """oneDNN's LSTM saves one whose size it chooses; PyTorch says that it is empty."""
     torch.manual_seed(1)

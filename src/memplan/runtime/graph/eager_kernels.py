@@ -16,7 +16,7 @@ import torch._decomp  # which registers them
 from torch._C import DispatchKey
 from torch._inductor import config as inductor_config
 
-from memplan.runtime.graph.workspaces import real_strides
+from memplan.runtime.graph.workspaces import real_layouts
 
 _OF_TRACING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -38,7 +38,7 @@ def eager_kernels() -> Iterator[None]:
         taken.append((kernels, {key: kernels.pop(key) for key in _OF_TRACING if key in kernels}))
         operator._dispatch_cache.clear()
     try:
-        with real_strides():
+        with real_layouts():
             yield
     finally:
         for kernels, before in taken:

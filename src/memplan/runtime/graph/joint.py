@@ -112,6 +112,7 @@ class LossGradient(MemplanOp):
     def __init__(self, like: torch.Tensor, scaler: torch.amp.GradScaler | None) -> None:
         self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
         self._scaler = scaler
+        self.scratch_bytes = 0 if scaler is None else like.element_size() + 4
 
     def __call__(self) -> torch.Tensor:
         one = torch.ones(self._shape, dtype=self._dtype, device=self._device)

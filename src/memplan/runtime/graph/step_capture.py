@@ -326,11 +326,13 @@ class StepCapture:
         return self._options.keep_gradients or not self.can_update_in_graph()
 
     def _resident_blocks(self) -> list[int]:
-        """Bytes of optimizer state and of gradients of earlier calls, by block."""
+        """Bytes of optimizer state, of a scaler's two numbers and of gradients of earlier calls, by
+        block."""
         parameters = {id(one): one for one in self._updates.parameters()}.values()
         state = [self._updates.state_bytes(one)[0] for one in parameters]
         gradients = [one.numel() * one.element_size() for one in parameters]
-        return [*state, *(gradients if self._options.accumulate > 1 else [])]
+        numbers = [] if self._scaler is None else [4, 4]
+        return [*state, *numbers, *(gradients if self._options.accumulate > 1 else [])]
 
 
 def _alive(owner: weakref.ref[Any]) -> Any:

@@ -27,12 +27,15 @@ from memplan.runtime.graph.chunked_updates import ChunkedUpdate, chunked_update
 from memplan.runtime.graph.meta_peak import MetaPeak, storage_bytes
 from memplan.runtime.graph.program import tensors
 from memplan.runtime.one_update import alone, begin, each_by_itself, of_torch, plain_step, update
+from memplan.types.allocation import ROUNDING
 
 Optimizer = torch.optim.Optimizer
 _MAX_CHUNK_SEARCHES = 8
 """After so many searches because the arithmetic of updates changed, none is split into chunks."""
 _OF_NUMBERS = 16
 """Bytes of the tensors that Python numbers become while an operator runs."""
+_MORE_NUMBERS = 4
+"""Numbers beside the norms that are there at once while gradients are clipped."""
 
 
 class Updates:
@@ -351,7 +354,11 @@ class Updates:
         Each group is measured as a whole: foreach kernels work on all of its tensors, and a loop
         over them may still hold a temporary of one tensor when it comes to the next.
         """
-        most = len(self._groups_by_parameter) * _OF_NUMBERS  # norms, where gradients are clipped
+        # Norms where gradients are clipped, with what is computed of them, and a scaler's numbers:
+        # on CUDA a block each.
+        on_cuda = any(one.is_cuda for one in self.parameters())
+        each = ROUNDING if on_cuda else _OF_NUMBERS
+        most = (len(self._groups_by_parameter) + _MORE_NUMBERS) * each
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 params = group["params"]

@@ -1,11 +1,13 @@
-"""Sizes and strides of results that PyTorch's shape functions get wrong.
+"""Sizes, strides and dtypes of results that PyTorch's shape functions get wrong.
 
 Some kernels pass a workspace from forward to backward whose size a library chooses (recurrent cells
 of oneDNN and cuDNN); the shape function says that it is empty. And where operands are not
 contiguous, a result may have other strides than the shape function says: a batch norm on the CPU
 returns a contiguous result, so that a later `reshape` is a view in place of a copy, or the other
-way round. On the CPU such an operator is run on zeros, once for each set of shapes. The size of
-cuDNN's workspace comes from a rule; its upper end is used.
+way round. Where operands have several dtypes, as norms have under autocast, the CPU's kernels keep
+statistics in float32, of which the shape function says that they have the input's dtype. On the CPU
+such an operator is run on zeros, once for each set of shapes. The size of cuDNN's workspace comes
+from a rule; its upper end is used.
 """
 
 from __future__ import annotations
@@ -52,21 +54,23 @@ def workspace_bytes(node: fx.Node, place: int) -> int:
 
 
 @contextmanager
-def real_strides() -> Iterator[None]:
-    """Inside, fake results on the CPU have the strides that operators give them when they run. For
-    traces without symbolic sizes."""
+def real_layouts() -> Iterator[None]:
+    """Inside, fake results on the CPU have the strides and dtypes that operators give them when
+    they run. For traces without symbolic sizes."""
     dispatch = FakeTensorMode.dispatch
 
     def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(mode, func, types, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        if not _may_have_other_strides(func, leaves):
+        if not _may_have_another_layout(func, leaves):
             return result
         several, of = pytree.tree_flatten(result)
         for place, real in enumerate(_results(func, leaves, spec)):
             fake = several[place]
-            if real is not None and fake.shape == real.shape and fake.stride() != real.stride():
-                like = {"dtype": fake.dtype, "device": fake.device}
+            if real is None or fake.shape != real.shape:
+                continue
+            if (fake.stride(), fake.dtype) != (real.stride(), real.dtype):
+                like = {"dtype": real.dtype, "device": fake.device}
                 with mode:
                     several[place] = torch.empty_strided(real.shape, real.stride(), **like)
         return pytree.tree_unflatten(several, of)
@@ -75,10 +79,10 @@ def real_strides() -> Iterator[None]:
         yield
 
 
-def _may_have_other_strides(func: Any, leaves: list[Any]) -> bool:
-    """Whether a result may have other strides than the shape function says: some operand is not
-    contiguous. For pointwise operators PyTorch's strides are right. Operators that take indices or
-    a library's workspace cannot be run on zeros."""
+def _may_have_another_layout(func: Any, leaves: list[Any]) -> bool:
+    """Whether a result may have other strides or another dtype than the shape function says: some
+    operand is not contiguous, or operands differ in their dtype. For pointwise operators PyTorch is
+    right. Operators that take indices or a library's workspace cannot be run on zeros."""
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         not any(map(is_symbolic, leaves))
@@ -87,7 +91,7 @@ def _may_have_other_strides(func: Any, leaves: list[Any]) -> bool:
         and not func._schema.is_mutable
         and torch.Tag.pointwise not in func.tags
         and all(one.is_floating_point() and one.numel() for one in given)
-        and not all(one.is_contiguous() for one in given)
+        and not (all(one.is_contiguous() for one in given) and len({g.dtype for g in given}) == 1)
     )
 
 
