@@ -8,7 +8,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -253,3 +253,61 @@ def maps_of_an_enumeration() -> Holder:
 
     put(1.0)
     return lambda: float(Held["ONE"].value + Held(1.0).value) / 2, put
+
+
+# What `super` finds
+
+
+@holder
+def attribute_above_a_new_object() -> Holder:
+    class Above:
+        factor = 1.0
+        factors: ClassVar[list[float]] = [1.0]
+
+    class Held(Above):
+        def read(self) -> float:
+            return super().factor + super().factors[0]
+
+    def put(value: float) -> None:
+        Above.factor = Above.factors[0] = value
+
+    return lambda: Held().read(), put
+
+
+@holder
+def attribute_of_a_class_between() -> Holder:
+    class Above:
+        factor = 1.0
+
+    class Between(Above):
+        pass
+
+    class Held(Between):
+        def read(self) -> float:
+            return super().factor
+
+    held = Held()
+
+    def put(value: float) -> None:
+        if value == 2:
+            Between.factor = value
+        elif "factor" in vars(Between):
+            del Between.factor
+
+    return held.read, put
+
+
+@holder
+def attribute_that_counts_as_false() -> Holder:
+    class Above:
+        factor = 1.0
+
+    class Between(Above):
+        factor = 0.0
+
+    class Held(Between):
+        def read(self) -> float:
+            return super().factor
+
+    held = Held()
+    return lambda: held.read() + Above.factor, lambda value: setattr(Above, "factor", value)

@@ -114,7 +114,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             exc.BackendCompilerFailed exc.ObservedAttributeError exc.TorchDynamoException
             exc.Unsupported
             exc.unimplemented guards.GuardBuilder guards._get_closure_vars guards.install_guard
-            side_effects.SideEffects source.GlobalSource symbolic_convert
+            side_effects.SideEffects source.AttrSource source.GlobalSource symbolic_convert
             symbolic_convert.InstructionTranslator
             symbolic_convert.InstructionTranslatorBase
             tensor_version_op._tensor_version types.GuardFilterEntry utils.counters
@@ -128,6 +128,7 @@ NAMES: dict[str, tuple[str, ...]] = {
             variables.hashable.HashableTracker variables.lazy.LazyVariableTracker
             variables.lists.CommonListMethodsVariable
             variables.misc.LoggingLoggerVariable variables.misc.ObjectVariable
+            variables.misc.SuperVariable
             variables.object_protocol variables.tensor.SymNodeVariable
             variables.tensor.TensorVariable variables.user_defined.UserDefinedObjectVariable
         torch._inductor: compile_fx.compile_fx compile_fx.compile_fx_inner config

@@ -46,7 +46,7 @@ from torch._dynamo import symbolic_convert
 from torch._dynamo.exc import ObservedAttributeError, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import GlobalSource
+from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables import builder, builtin, functions, object_protocol
 from torch._dynamo.variables.base import VariableTracker
@@ -61,7 +61,7 @@ from torch._dynamo.variables.functions import (
 from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import CommonListMethodsVariable
-from torch._dynamo.variables.misc import ObjectVariable
+from torch._dynamo.variables.misc import ObjectVariable, SuperVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
@@ -82,6 +82,7 @@ _guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_gua
 _mutate: Callable[..., None] = SideEffects.mutation
 _call_list: Callable[..., Any] = CommonListMethodsVariable.call_method
 _import: Callable[..., Any] = InstructionTranslatorBase.import_source
+_get_of_super: Callable[..., Any] = SuperVariable._resolved_getattr_and_source
 _call_skip: Callable[..., Any] = SkipFunctionVariable.call_function
 _EQUAL = "is_python_equal"
 _equal: Any = getattr(UserDefinedObjectVariable, _EQUAL, None)
@@ -150,6 +151,37 @@ def _place_of(function: Any) -> Source | None:
         return None
     scope = InstructionTranslator.current_tx().output
     return GlobalSource(scope.install_global_by_id("function", function))
+
+
+def _get_above(self: Any, tx: Any, name: str) -> tuple[Any, Source | None]:
+    """What `super` finds. Dynamo passes over what counts as false, does not guard that the classes
+    before do not have it, and has no source for the class of an object that it created."""
+    value, source = _get_of_super(self, tx, name)
+    kind = self.objvar.python_type()
+    ask = functools.partial(
+        _owner,
+        self.typevar.as_python_constant(),
+        self.objvar.value if issubclass(kind, type) else kind,
+        name,
+    )
+    owner = ask()
+    if owner is None or vars(owner)[name] is not value:
+        unimplemented(
+            gb_type="an attribute that counts as false",
+            context=name,
+            explanation="Dynamo would look for it in the next class.",
+            hints=[],
+        )
+    _query((_owner, *ask.args), ask)
+    if source is None and not hasattr(type(value), "__get__"):
+        source = AttrSource(GlobalSource(tx.output.install_global_by_id("class", owner)), name)
+    return value, source
+
+
+def _owner(below: type, kind: type, name: str) -> type | None:
+    """The class in which `super(below, kind)` finds an attribute."""
+    after = kind.__mro__.index(below) + 1 if below in kind.__mro__ else 0
+    return next((one for one in kind.__mro__[after:] if name in vars(one)), None)
 
 
 def _load_attr(self: Any, attribute: Any) -> Any:
@@ -365,6 +397,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (builder, _DUPE, _same_object),
     *([(builder, _IN_CLOSURES, lambda _source: False)] if hasattr(builder, _IN_CLOSURES) else []),
     (InstructionTranslatorBase, _import.__name__, _import_source),
+    (SuperVariable, _get_of_super.__name__, _get_above),
     (HashableTracker, _make_key.__name__, _key),
     (UserFunctionVariable, _get_source.__name__, _source),
     (InstructionTranslatorBase, _load.__name__, _load_attr),
