@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import memplan
@@ -352,6 +352,24 @@ def test_parameters_that_share_memory_run_plainly(when: int) -> None:
 
     step, _ = assert_as_plain(make)
     assert "share memory" in step.report().fallback
+
+
+def test_a_loss_of_optimizer_state_is_that_of_before_the_update() -> None:
+    """In a graph, a weight's update could come before another operator reads its momentum."""
+
+    def make() -> Job:
+        job = classifier(perceptron, of(torch.optim.SGD, lr=0.1, momentum=0.9))
+        (optimizer,), plain = job.optimizers, job.loss_fn
+
+        def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+            momenta = [one["momentum_buffer"] for one in optimizer.state.values()]
+            return plain(x, y) + job.model(x).mean() * sum(one.sum() for one in momenta)
+
+        job.loss_fn = loss_fn
+        return job
+
+    step, _ = assert_as_plain(make)
+    assert "optimizer state" in step.report().fallback
 
 
 def test_parameters_in_one_buffer_are_captured() -> None:

@@ -306,11 +306,18 @@ class StepCapture:
         """Why inputs cannot be passed to a graph, which assumes that they do not share memory that
         is written; empty where they can."""
         spans = []
+        others = set()
+        """Memory of inputs that no optimizer trains."""
         for place, one in enumerate(inputs):
             if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.numel():
                 start = one.data_ptr()
-                writes = place in written or self._updates.trains(one)
-                spans.append((start, start + _extent(one), writes))
+                trained = self._updates.trains(one)
+                spans.append((start, start + _extent(one), trained or place in written))
+                if not trained:
+                    others.add(one.untyped_storage().data_ptr())
+        for one in self._updates.written():
+            if one.layout is torch.strided and one.untyped_storage().data_ptr() in others:
+                return "the loss depends on optimizer state or gradients, which the step changes"
         spans.sort()
         end, held = 0, False
         for start, stop, writes in spans:

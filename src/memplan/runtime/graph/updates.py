@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,16 @@ class Updates:
     def trains(self, parameter: torch.Tensor) -> bool:
         """Whether an optimizer has this parameter."""
         return id(parameter) in self._groups
+
+    def written(self) -> Iterator[torch.Tensor]:
+        """What the updates of this call change beside parameters: gradients of earlier calls and,
+        where updates are part of the graph, optimizer state."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad
+        for optimizer in self.optimizers if self.in_graph else ():
+            for state in optimizer.state.values():
+                yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
     def each_by_itself(self) -> bool:
         """Whether a step updates each parameter once and by itself, without hooks around it."""
