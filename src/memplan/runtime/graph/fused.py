@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,21 +98,37 @@ class FusedParts(CustomPartitionerFn):
         if not backward:
             results = None if options.get("is_inference") else self._results
             self._memory = self._caller_memory(results)
+        run, kernels, peak = self._compiled(module, inputs, self._memory, **options)
+        if kernels is not None:
+            self._promise(peak, kernels)
+        return run
+
+    def _compiled(
+        self, module: fx.GraphModule, inputs: Sequence[Any], memory: CallerMemory, **options: Any
+    ) -> tuple[Any, CompiledKernels | None, int]:
+        """A part's code, what is known of it, and its peak with all that the caller holds."""
+        backward = bool(options.get("is_backward"))
         part = PartInterface(module, inputs)
-        buffers = self._memory.input_buffers(part, backward=backward)
-        run, kernels = compiled(
-            module,
-            inputs,
-            buffers,
-            resident=self._memory.resident(buffers),
-            deadline_seconds=self._seconds,
-            **options,
-        )
+        buffers = memory.input_buffers(part, backward=backward)
+        with self._inputs_known(buffers, options):
+            run, kernels = compiled(
+                module,
+                inputs,
+                buffers,
+                resident=memory.resident(buffers),
+                deadline_seconds=self._seconds,
+                **options,
+            )
         if kernels is None:
             self._refuse("it has sizes that are not known")
-            return run
-        self._promise(self._memory.peak(part, buffers, kernels, backward=backward), kernels)
-        return run
+            return run, None, 0
+        return run, kernels, memory.peak(part, buffers, kernels, backward=backward)
+
+    def _inputs_known(
+        self, _buffers: list[InputBuffer | None], _options: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Hook for subclasses: tell Inductor more of a part's inputs, by options or a context."""
+        return nullcontext()
 
     def _promise(self, peak: int, kernels: CompiledKernels) -> None:
         self.promised_bytes = max(self.promised_bytes, peak)
@@ -167,21 +184,11 @@ class FusedParts(CustomPartitionerFn):
             nodes[-1].meta["user_visible_output_idxs"] = [
                 place for place in seen if isinstance(nodes[-1].args[0][place], fx.Node)
             ]
-            part = PartInterface(mine, inputs)
-            buffers = memory.input_buffers(part, backward=backward)
-            _, kernels = compiled(
-                mine,
-                inputs,
-                buffers,
-                resident=memory.resident(buffers),
-                deadline_seconds=self._seconds,
-                dry_run=True,
-                is_backward=backward,
-            )
+            options = {"dry_run": True, "is_backward": backward}
+            _, kernels, peak = self._compiled(mine, inputs, memory, **options)
             if kernels is None:
-                self._refuse("it has sizes that are not known")
                 return 0
-            most = max(most, memory.peak(part, buffers, kernels, backward=backward))
+            most = max(most, peak)
         return most
 
     def _refuse(self, why: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 from weakref import WeakValueDictionary
@@ -27,10 +27,9 @@ from memplan.runtime.graph.fused import (
     PARAMETER,
     CallerMemory,
     FusedParts,
-    PartInterface,
     add_placeholder,
 )
-from memplan.runtime.graph.inductor import compiled, uncached
+from memplan.runtime.graph.inductor import uncached
 from memplan.runtime.graph.inductor_buffers import SCRATCH, InputBuffer
 from memplan.runtime.graph.joint import (
     Joint,
@@ -199,40 +198,29 @@ class FusedStepParts(FusedParts):
                 self._extra_primals = self._extra_places(part)
             inputs = memory.inputs_as_saved(part)
             part.graph.output_node().meta["user_visible_output_idxs"] = [] if backward else shown
-            interface = PartInterface(part, inputs)
-            buffers = memory.input_buffers(interface, backward=backward)
-            settings = {
-                **options,
-                "is_backward": backward,
-                "static_input_idxs": options["static_input_idxs"]
-                if not backward
-                else [
-                    place
-                    for place, one in enumerate(buffers)
-                    if one is not None and one.outlives_graph
-                ],
-            }
-            with _donating(buffers if backward else ()):
-                run, kernels = compiled(
-                    part,
-                    inputs,
-                    buffers,
-                    resident=memory.resident(buffers),
-                    deadline_seconds=self._seconds,
-                    **settings,
-                )
+            settings = {**options, "is_backward": backward}
+            run, kernels, peak = self._compiled(part, inputs, memory, **settings)
             runs.append(run)
-            if kernels is None:
-                self._refuse("it has sizes that are not known")
-                continue
-            self._promise(memory.peak(interface, buffers, kernels, backward=backward), kernels)
-            self.kernels += kernels.calls
+            if kernels is not None:
+                self._promise(peak, kernels)
+                self.kernels += kernels.calls
         self._code = runs[0], runs[1]
         self._parts = None
         for taker in self._takers.values():
             taker.parameters = ()
         self._parameters.clear()
         self._primal_nodes.clear()
+
+    def _inputs_known(
+        self, buffers: list[InputBuffer | None], options: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        if options.get("dry_run"):
+            return nullcontext()
+        if not options["is_backward"]:
+            return _donating(())
+        lasting = (place for place, one in enumerate(buffers) if one and one.outlives_graph)
+        options["static_input_idxs"] = list(lasting)
+        return _donating(buffers)
 
     def _split(self, joint: Joint, module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super()._split(joint, module)
