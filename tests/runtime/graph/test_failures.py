@@ -289,6 +289,17 @@ def test_a_reason_without_words_says_where(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @captures_steps
+def test_too_many_captures_are_the_reason() -> None:
+    factor = [0.0]
+    job = of(lambda loss: loss * factor[0])
+    step = compiled(job)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for factor[0], batch in enumerate(job.batches[:2]):
+            step(*batch)
+    assert "recompile limit" in step.report().fallback
+
+
+@captures_steps
 def test_a_value_that_decides_is_said_with_its_place() -> None:
     job = classifier(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None)))
     step = compiled(job)

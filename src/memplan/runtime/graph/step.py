@@ -335,6 +335,8 @@ def _requires_grad(value: Any) -> bool:
 
 def _reason(error: BaseException) -> str:
     """An error's first line, with Dynamo's explanation if there is one."""
+    if isinstance(error.__cause__, Unsupported):  # too many captures, in words of its own
+        error = error.__cause__
     words = str(error)
     frames = re.findall(r'^ *File "(.+)", line (\d+), in (\S+)', words, re.MULTILINE)
     if "data-dependent expression" in words and frames:
