@@ -39,6 +39,7 @@ from memplan.runtime.graph.joint import (
     is_tangent,
     loss_gradient,
     returned,
+    run_once,
     same_layout,
 )
 from memplan.runtime.graph.report import ProgramReport
@@ -179,7 +180,7 @@ class FusedStepParts(FusedParts):
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         if options.get("is_backward"):
-            return _unreachable
+            return run_once
         if self._parts is None:
             self._without_gradient()
         if self._code is None:
@@ -400,7 +401,3 @@ def _writes(target: Any) -> bool:
 
 def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _unreachable(*_args: Any) -> Any:
-    raise RuntimeError("the step has run its backward pass already")

@@ -119,17 +119,17 @@ class LossGradient(MemplanOp):
         return one if self._scaler is None else self._scaler.scale(one).to(self._dtype)
 
 
-class StepAfterBackward(MemplanOp):
-    """Stands for the optimizers' step where it comes after the graph: does nothing, but its memory
-    counts for the peak. Called with all gradients."""
+class AfterBackward(MemplanOp):
+    """Stands for what comes after the graph: the optimizers' step, or copies of gradients. Does
+    nothing, but its memory counts for the peak. Called with all gradients."""
 
-    __name__ = "step_after_backward"
+    __name__ = "after_backward"
     barrier = True
 
     def __init__(self, scratch_bytes: int) -> None:
         self.scratch_bytes = scratch_bytes
 
-    def __call__(self, *_gradients: torch.Tensor) -> None:
+    def __call__(self, *_gradients: Any) -> None:
         pass
 
 
@@ -188,7 +188,7 @@ def whole_step(
         _append_updates(graph, gradients, updates, primals, keep=keep, step_after=step_after)
     kept = [one for one in gradients if isinstance(one, fx.Node)] if keep else []
     if step_after:
-        update = graph.call_function(StepAfterBackward(updates.step_scratch_bytes()), tuple(kept))
+        update = graph.call_function(AfterBackward(updates.step_scratch_bytes()), tuple(kept))
         update.meta = {"val": None, BACKWARD: True, UPDATE: True}
     graph.output((*outputs[: joint.results], *kept))
     module = fx.GraphModule(root, graph)
@@ -211,6 +211,11 @@ def forward_alone(
         elif node.op == "output":
             graph.output((None,) * gradients)
     return forward, fx.GraphModule(torch.nn.Module(), graph)
+
+
+def run_once(*_args: Any) -> Any:
+    """The code of the backward part that never runs."""
+    raise RuntimeError("the step has run its backward pass already")
 
 
 def _take_elements(graph: fx.Graph) -> None:

@@ -16,6 +16,7 @@ from torch import fx
 
 from memplan.runtime.graph.execute import Executable
 from memplan.runtime.graph.joint import (
+    AfterBackward,
     Joint,
     add_backward,
     add_forward,
@@ -40,16 +41,6 @@ class CallerTurn(MemplanOp):
 
     def __init__(self, changed: int) -> None:
         self.writes = tuple(range(1, 1 + changed))
-
-
-class Accumulate(MemplanOp):
-    """What autograd does with gradients after backward: it copies those whose layout differs from
-    their input's, one at a time."""
-
-    __name__ = "accumulate"
-
-    def __init__(self, scratch_bytes: int) -> None:
-        self.scratch_bytes = scratch_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +107,8 @@ def region(joint: Joint, replays: Sequence[NodeReplay] = (), *, saves: bool = Tr
         for gradient, node in zip(gradients, joint.module.graph.nodes, strict=False)
         if isinstance(gradient, fx.Node) and not _same_layout(gradient, node)
     ]
-    accumulate = graph.call_function(Accumulate(max(copied, default=0)), (tuple(gradients),))
+    # Autograd copies gradients whose layout differs from their input's, one at a time.
+    accumulate = graph.call_function(AfterBackward(max(copied, default=0)), (tuple(gradients),))
     accumulate.meta = {"val": None, BACKWARD: True}
     # Until backward ends, the caller may hold the results, and does hold the gradients it gave.
     graph.output((tuple(returned_nodes[: joint.results]), tuple(tangents), tuple(gradients)))

@@ -27,6 +27,7 @@ from memplan.runtime.graph.joint import (
     forward_alone,
     is_tangent,
     returned,
+    run_once,
     whole_step,
 )
 from memplan.runtime.graph.leaf_hooks import LeafHooks
@@ -214,7 +215,7 @@ class StepCapture:
                 module,
                 primals,
                 fw_compiler=forward,
-                bw_compiler=_unreachable,
+                bw_compiler=lambda *_: run_once,
                 partition_fn=partition,
             )
         return compiled
@@ -426,13 +427,6 @@ def no_gradient() -> UsageError:
         "the loss depends on nothing that requires a gradient",
         "a model with parameters that train, and its loss itself: not detached, no item()",
     )
-
-
-def _unreachable(_module: Any, _inputs: Any) -> Callable[..., Any]:
-    def backward(*_args: Any) -> Any:
-        raise RuntimeError("the step has run its backward pass already")
-
-    return backward
 
 
 def wraps_several_tensors(inputs: Iterable[Any]) -> str:
