@@ -24,6 +24,9 @@ from memplan.types.trace import Trace
 from tests.capturing.host_cuda import HostCuda, a_card, moved
 
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
+
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def never() -> Any:
