@@ -76,11 +76,12 @@ def prepared_process() -> None:
 
 @pytest.fixture
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is done with a recompute plan: how good it is, `tests/recompute` checks."""
-    from memplan.recompute import solve
+    """For tests of what is done with a plan: how good those are, `tests/recompute` checks."""
+    from memplan.recompute import offload, solve
 
     monkeypatch.setattr(solve, "SMALL_STEPS", 4_000)
     monkeypatch.setattr(solve, "RESTARTS", 1)
+    monkeypatch.setattr(offload, "MOVES", 200)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from memplan.types.op_names import op_name
 from memplan.types.trace import Trace
 from tests.capturing.host_cuda import HostCuda, a_card, moved
 
-
 pytestmark = pytest.mark.usefixtures("short_searches")
 
 

@@ -15,7 +15,6 @@ import pytest
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
-from memplan.fit import offload
 from memplan.recompute import solve
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
@@ -26,6 +25,8 @@ from memplan.worker.pool import Workers
 from memplan.worker.request import Question
 from tests.fit.chain_job import MIB, ChainProgram, Greedy
 from tests.schemas import read_answer
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
@@ -68,7 +69,6 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     solver = Greedy()  # a starved one finds nothing
     monkeypatch.setattr(solve, "solve", solver.solve)
     monkeypatch.setattr(solve, "least_peak", solver.least_peak)
-    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SOURCE)
 

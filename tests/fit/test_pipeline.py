@@ -19,7 +19,6 @@ from tests.fit.chain_job import not_captured
 from tests.phases import test_in_flight
 from tests.phases.test_in_flight import captured
 
-
 pytestmark = pytest.mark.usefixtures("short_searches")
 
 
