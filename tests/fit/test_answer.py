@@ -25,8 +25,6 @@ from memplan.worker.captures import Captured, NotYetError
 from tests.fit.chain_job import MIB, ChainProgram, Greedy
 from tests.fit.test_command import memplan
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 PROGRAM = ScriptTarget("script", "train.py", ("--lr", "1"))
 
 

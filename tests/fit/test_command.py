@@ -26,8 +26,6 @@ from memplan.worker.request import Question
 from tests.fit.chain_job import MIB, ChainProgram, Greedy
 from tests.schemas import read_answer
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
 

@@ -24,8 +24,6 @@ from memplan.worker.captures import Captured
 from memplan.worker.failure import CaptureFailedError
 from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy, not_captured
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
 
 

@@ -38,9 +38,6 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
-
 def network(width: int = 16, depth: int = 3) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(*(Block(width) for _ in range(depth)), nn.Linear(width, 5))

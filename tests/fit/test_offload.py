@@ -27,9 +27,6 @@ for _ in range(3):
 """A product takes ten times as long as copying what it saves: recomputing is dear, moving free."""
 
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
-
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

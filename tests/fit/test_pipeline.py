@@ -19,8 +19,6 @@ from tests.fit.chain_job import not_captured
 from tests.phases import test_in_flight
 from tests.phases.test_in_flight import captured
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 
 def test_a_stage_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_in_flight, "ROWS", 8192)

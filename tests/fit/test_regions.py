@@ -52,9 +52,6 @@ class CompiledChain(ChainProgram):
         return Captured(trace, estimate(trace, self.profile))
 
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
-
 def replace_part(plan: Plan | None, part: RecomputePart) -> Plan:
     return msgspec.structs.replace(plan or Plan(), recompute=part)
 

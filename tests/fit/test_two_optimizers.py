@@ -23,8 +23,6 @@ from memplan.types.plan import Plan
 from memplan.worker.captures import Captured
 from tests.fit.chain_job import not_captured
 
-pytestmark = pytest.mark.usefixtures("short_searches")
-
 
 def network(features: int, width: int, outputs: int) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(features, width), nn.GELU()]
