@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-import torch
-
 FOLDER = "MEMPLAN_BENCH_TURNS"
 _held: list[IO[str]] = []
 
@@ -26,6 +24,8 @@ def share_from_first_use() -> None:
     end or until `be_alone`."""
     if FOLDER not in os.environ:
         return
+    import torch  # who only waits for a turn does without
+
     initialise: Callable[[], None] = torch.cuda._lazy_init
 
     def first() -> None:

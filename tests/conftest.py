@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Many processes import the same files: what Python has compiled of them is kept, as for users.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Until `prepared_process`: what is imported stays, and no collection finds anything in it.
+gc.disable()
 # Before torch is imported, here and in every process a test starts: tensors that are computed here
 # are tiny, and threads that wait for each other on shared cores take most of the time.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -67,8 +69,19 @@ def prepared_process() -> None:
     listened_to = logging.Logger.manager.loggerDict.pop("torch.__trace")
     assert isinstance(listened_to, logging.Logger)
     listened_to.handlers.clear()
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is done with a plan: how good those are, `tests/recompute` checks."""
+    from memplan.recompute import offload, solve
+
+    monkeypatch.setattr(solve, "SMALL_STEPS", 4_000)
+    monkeypatch.setattr(solve, "RESTARTS", 1)
+    monkeypatch.setattr(offload, "MOVES", 200)
 
 
 @pytest.fixture

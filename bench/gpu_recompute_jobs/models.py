@@ -224,7 +224,7 @@ def _text(
 def gpt2_medium(device: torch.device, small: bool) -> Training:
     """24 layers of width 1024, 8 × 1024 tokens, dropout 0.1."""
     batch, length, vocabulary, layers, width = (
-        (2, 32, 256, 2, 64) if small else (8, 1024, 50257, 24, 1024)
+        (2, 32, 256, 1, 64) if small else (8, 1024, 50257, 24, 1024)
     )
     model = _Gpt(vocabulary, length, layers, width, width // 64)
     module = _Autocast(model, device)

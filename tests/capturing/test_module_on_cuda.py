@@ -23,6 +23,8 @@ from memplan.types.op_names import op_name
 from memplan.types.trace import Trace
 from tests.capturing.host_cuda import HostCuda, a_card, moved
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

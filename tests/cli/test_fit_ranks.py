@@ -12,7 +12,6 @@ from memplan.cli import fit as command
 from memplan.cli import main
 from memplan.cli.estimate import plans_of_ranks
 from memplan.cli.rank_files import plan_of_rank
-from memplan.fit import offload
 from memplan.recompute import solve
 from memplan.types.plan import Plan
 from memplan.types.plan_file import load_plan
@@ -25,6 +24,8 @@ from memplan.worker.request import Question
 from tests.fit.chain_job import MIB, ChainProgram, Greedy
 from tests.fit.test_command import FakeCapture
 from tests.schemas import read_answer
+
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 WORDS = ("torchrun", "--nproc-per-node", "4", "train.py")
 
@@ -85,7 +86,6 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     solver = Greedy()
     monkeypatch.setattr(solve, "solve", solver.solve)
     monkeypatch.setattr(solve, "least_peak", solver.least_peak)
-    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
     Path("train.py").write_text("")

@@ -15,7 +15,6 @@ import pytest
 from memplan.capturing.options import CaptureOptions, ScriptTarget
 from memplan.cli import fit as command
 from memplan.cli import main
-from memplan.fit import offload
 from memplan.recompute import solve
 from memplan.types.device import find_profile
 from memplan.types.plan import Plan
@@ -68,7 +67,6 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     solver = Greedy()  # a starved one finds nothing
     monkeypatch.setattr(solve, "solve", solver.solve)
     monkeypatch.setattr(solve, "least_peak", solver.least_peak)
-    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SOURCE)
 

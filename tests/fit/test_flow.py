@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memplan.capturing.options import ScriptTarget
-from memplan.fit import flow, low_bit, offload
+from memplan.fit import flow, low_bit
 from memplan.fit.answer import Fit, Lever, Numbers
 from memplan.fit.choice import Limits
 from memplan.fit.flow import Fitted, fit
@@ -25,11 +25,6 @@ from memplan.worker.failure import CaptureFailedError
 from tests.fit.chain_job import BATCH, MIB, ChainProgram, Greedy, not_captured
 
 SOURCE = 'parser.add_argument("--batch-size", type=int, default=8)\n'
-
-
-@pytest.fixture(autouse=True)
-def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 1.0)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.fit import offload
 from memplan.types.plan_file import load_plan
 
 SLOW_LAYERS = """
@@ -31,7 +30,6 @@ for _ in range(3):
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(offload, "_SOLVE_SECONDS", 2.0)
     Path("train.py").write_text(SLOW_LAYERS)
 
 

@@ -34,6 +34,8 @@ from memplan.types.step_graph import StepGraph
 from memplan.types.trace import Trace
 from tests.capturing.distributed.ranks import join, options
 
+pytestmark = pytest.mark.usefixtures("short_searches")
+
 RANKS, MICRO_BATCHES, ROWS, WIDTH = 4, 8, 64, 128
 
 

@@ -6,7 +6,6 @@ import copy
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ from torch import Tensor, nn
 
 from bench.recompute.tracker import measure
 from memplan.types.errors import InfeasibleError, UsageError
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ from memplan.runtime.graph.region import region
 from memplan.types.errors import InfeasibleError
 from tests.runtime.graph.test_backend import MODELS, Block, Squared, compiled, same, trained
 from tests.runtime.graph.training import captures_steps
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
@@ -70,8 +63,11 @@ class _SeenError(Exception):
     pass
 
 
-def search_of(model: nn.Module, x: Tensor) -> tuple[Search[Any], Any]:
-    """As the backend searches for a budget, and the pass that it plans on."""
+@functools.cache
+def searched(name: str) -> tuple[Search[Any], Any]:
+    """As the backend searches for a budget, with the least peak found, and the pass that it plans
+    on."""
+    model, x = NETS[name]()
     seen: list[Any] = []
 
     def look(self: Any, joint: Joint) -> Any:
@@ -87,7 +83,9 @@ def search_of(model: nn.Module, x: Tensor) -> tuple[Search[Any], Any]:
     ((parts, joint),) = seen
     module = region(joint, saves=False).module
     plain = recompute_problem(operator_graph(program_of(module)))
-    return Search(lambda: plain, lambda replays: parts._attempt(joint, replays)), plain
+    search = Search(lambda: plain, lambda replays: parts._attempt(joint, replays))
+    search.within(-1)
+    return search, plain
 
 
 def flops(attempt: Any) -> int:
@@ -96,8 +94,7 @@ def flops(attempt: Any) -> int:
 
 @pytest.mark.parametrize("name", NETS)
 def test_no_budget_inverts(name: str) -> None:
-    search, plain = search_of(*NETS[name]())
-    search.within(-1)
+    search, plain = searched(name)
     least, most = search.lowest().peak_bytes, search.attempt(0).peak_bytes
     assert least < most
     found = []
@@ -122,8 +119,7 @@ def test_no_budget_inverts(name: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_budgets_are_kept_with_the_same_bits(name: str) -> None:
     model, x = NETS[name]()
-    search, _ = search_of(copy.deepcopy(model), x)
-    search.within(-1)
+    search, _ = searched(name)
     least, most = search.lowest().peak_bytes, search.attempt(0).peak_bytes
     budget = (least + most) // 2
     torch._dynamo.reset()
