@@ -317,6 +317,27 @@ def test_early_updates_that_fail_are_left_out(program: ScriptTarget) -> None:
         assert any(said in note for note in answer.notes)
 
 
+def test_why_a_capture_has_no_early_updates_is_said(program: ScriptTarget) -> None:
+    chain = job("13GiB", weight=128 * MIB, clips=False)
+
+    def capture(
+        program: ScriptTarget,
+        plan: Plan | None = None,
+        *,
+        quiet: bool = False,
+        steps: int | None = None,
+    ) -> Captured:
+        if plan is None or plan.order is None:
+            return chain(program, plan, quiet=quiet)
+        plain = chain(program, quiet=quiet)
+        unmet = {"order": "In its own words.", "state": "Of another part."}
+        meta = msgspec.structs.replace(plain.trace.meta, unmet=unmet)
+        return replace(plain, trace=replace(plain.trace, meta=meta))
+
+    answer = fit(program, chain.profile, capture, Greedy()).answer
+    assert "In its own words." in answer.notes and "Of another part." not in answer.notes
+
+
 def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
     chain = job("2600MiB")
 
