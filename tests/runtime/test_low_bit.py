@@ -233,8 +233,8 @@ def test_plain_steps_afterwards(name: str) -> None:
 
 
 def test_what_is_said_of_updates_at_the_step_is_true() -> None:
+    said: list[str] = []
     for low_bit in (None, LowBitPart()):
-        said: list[str] = []
         order = OrderPart(parameters=4, gradient_bytes=0, from_first=False)
         with plan_in_effect(
             Plan(low_bit=low_bit, order=order), [], lambda _, text: said.append(text)
@@ -242,7 +242,7 @@ def test_what_is_said_of_updates_at_the_step_is_true() -> None:
             job = Job()
             job.loss()
             job.steps(1)
-        assert len(said) == 1 and ("This changes no number" in said[0]) == (low_bit is None)
+        assert ("This changes no number" in said.pop()) == (low_bit is None) and not said
 
 
 def test_a_state_is_copied() -> None:

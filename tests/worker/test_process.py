@@ -67,6 +67,7 @@ def test_request_in_trace_and_outcome_out(tmp_path: Path) -> None:
     meta = load_trace(trace).meta
     assert meta.command == [request.program.name, "--lr", "3 4"]
     assert list(meta.unmet) == ["order"] and meta.notes[-1] == meta.unmet["order"]
+    assert meta.notes[-1].endswith("gradients are kept from one backward pass to the next")
 
 
 def test_one_that_waited_captures_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
