@@ -357,6 +357,17 @@ def test_recomputation_that_fails_is_left_out(program: ScriptTarget) -> None:
     assert "With recomputation, the script fails: it fails." in answer.notes
 
 
+def test_what_is_kept_for_a_second_derivative_is_said(
+    program: ScriptTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memplan.fit.flow.differentiated_bytes", lambda trace: 3 * MIB)
+    said = [
+        any(note.startswith("3 MiB that autograd keeps") for note in run(program, one).answer.notes)
+        for one in (job("1250MiB"), job("13GiB"))
+    ]
+    assert said == [True, False]
+
+
 def lines(answer: Fit) -> str:
     return "\n".join(line.plain for line in fit_lines(answer))
 
