@@ -68,9 +68,9 @@ class _Step:
 
     def judged(self) -> UpdatesInBackward:
         checks = (
+            self._steps_apart,
             self._keeps,
             self._makes_none,
-            self._steps_apart,
             self._accumulates,
             self._used_elsewhere,
             self._weights_used,
